@@ -1,0 +1,193 @@
+"""What an attention backend must do, and how one is chosen.
+
+A backend prepares its metadata once a batch (per cache group) and runs once a layer. It says with
+reasons what it cannot serve; choosing is a loop over candidates, and the error of a failed choice
+shows every candidate and why it was passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from headrace_core import plugins
+from headrace_core.errors import ConfigError
+from headrace_core.kv import KVCacheSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.ops import OpTable
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+"""Values that ``cache.block_size`` may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNeed:
+    """What a model's attention asks of a backend; equal needs get equal choices."""
+
+    head_dim: int
+    dtype: str
+    kv_cache_dtype: str
+    """``auto`` means the activations' dtype."""
+    block_size: int
+    device: str = "cpu"
+    attention_type: str = "decoder"
+    """``decoder``, ``encoder_only`` or ``cross``."""
+    sliding_window: bool = False
+    soft_cap: bool = False
+    has_sink: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayerSpec:
+    """The facts of one attention layer, per rank once sharded."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float = 0.0
+    sinks: Tensor | None = None
+    """[num_heads] in the activations' dtype or float32."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"layer {self.name!r}: num_heads {self.num_heads} is no multiple of "
+                f"num_kv_heads {self.num_kv_heads}"
+            )
+
+
+class KVViews(NamedTuple):
+    """A paged cache as kernels see it."""
+
+    key_cache: Tensor
+    """[N, S, Hk, D], any strides."""
+    value_cache: Tensor
+    """[N, S, Hk, D], any strides."""
+
+
+class AttentionBackend(ABC):
+    """One way to compute attention. Holds no weights and no per-request state."""
+
+    name: ClassVar[str]
+    """What a user types; equal to the entry point's name."""
+    supported_dtypes: ClassVar[Sequence[str]] = ("float32", "float16", "bfloat16")
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto",)
+    supported_devices: ClassVar[Sequence[str]] = ("cpu",)
+    supported_head_dims: ClassVar[Sequence[int]] = ()
+    """Empty = any."""
+    supported_attention_types: ClassVar[Sequence[str]] = ("decoder",)
+    supports_soft_cap: ClassVar[bool] = False
+    supports_sink: ClassVar[bool] = False
+    supports_sliding_window: ClassVar[bool] = False
+
+    def __init__(self, ops: OpTable) -> None:
+        self.ops = ops
+
+    @classmethod
+    def refuse(cls, need: AttentionNeed) -> list[str]:
+        """All reasons why this backend cannot serve, in a fixed order; empty = it can."""
+        checks = (
+            (not cls.supported_head_dims or need.head_dim in cls.supported_head_dims,
+             "head_size not supported"),
+            (need.dtype in cls.supported_dtypes, "dtype not supported"),
+            (need.kv_cache_dtype in cls.supported_kv_cache_dtypes, "kv_cache_dtype not supported"),
+            (need.block_size in BLOCK_SIZES, "block_size not supported"),
+            (cls.supports_sink or not need.has_sink, "sink setting not supported"),
+            (need.device in cls.supported_devices, f"device {need.device} not supported"),
+            (need.attention_type in cls.supported_attention_types,
+             f"attention type {need.attention_type} not supported"),
+            (cls.supports_sliding_window or not need.sliding_window,
+             "sliding window not supported"),
+            (cls.supports_soft_cap or not need.soft_cap, "logits soft cap not supported"),
+        )  # fmt: skip
+        return [reason for served, reason in checks if not served]
+
+    def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+        """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first."""
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+
+    def cache_stride_order(self) -> tuple[int, ...]:
+        """Entry i names the logical dimension stored at physical position i (a permutation)."""
+        return (0, 1, 2, 3, 4)
+
+    def views(self, kv_cache: Tensor) -> KVViews:
+        """Key and value views of a cache of :meth:`cache_shape` (logical order)."""
+        return KVViews(kv_cache[0], kv_cache[1])
+
+    @abstractmethod
+    def prepare(self, batch: ForwardBatch, group: int) -> Any:
+        """Metadata for ``batch.groups[group]``; computed once, handed to every layer's forward."""
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Any,
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query: [T, num_heads, head_dim].
+            key, value: [T, num_kv_heads, head_dim] to be written first, or None if the caller
+                has already written them (``rotary_cache_write``).
+            kv_cache: of :meth:`cache_shape`; None while memory is profiled: the result is zeros.
+            metadata: from :meth:`prepare`, or None while memory is profiled.
+
+        Returns:
+            [T, num_heads, head_dim], contiguous, query's dtype.
+        """
+
+
+def choose_backend(
+    need: AttentionNeed, *, wanted: str | None = None, preferred: Sequence[str] = ()
+) -> type[AttentionBackend]:
+    """Pick a backend class.
+
+    Args:
+        need: what the model asks for.
+        wanted: the user's choice; any refusal is an error, there is no silent fallback.
+        preferred: the platform's order; installed backends that it omits come last, by name.
+
+    Raises:
+        ConfigError: nobody can serve; lists each candidate with its reasons.
+    """
+    if wanted is not None:
+        backend: type[AttentionBackend] = plugins.load("headrace.attention_backends", wanted)
+        reasons = backend.refuse(need)
+        if reasons:
+            raise ConfigError(
+                f"attention backend {wanted!r} cannot serve {need}: {'; '.join(reasons)}",
+                field="attention.backend",
+            )
+        return backend
+    names = plugins.installed("headrace.attention_backends")
+    order = [name for name in preferred if name in names]
+    order += [name for name in names if name not in order]
+    refusals: list[str] = []
+    for name in order:
+        backend = plugins.load("headrace.attention_backends", name)
+        reasons = backend.refuse(need)
+        if not reasons:
+            logger.info("attention backend: %s", name)
+            return backend
+        refusals.append(f"{name}: {', '.join(reasons)}")
+    listing = "; ".join(refusals) or "none is installed (pip install headrace-attention)"
+    raise ConfigError(
+        f"no attention backend can serve {need}. {listing}", field="attention.backend"
+    )

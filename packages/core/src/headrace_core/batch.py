@@ -1,0 +1,57 @@
+"""The input of one forward pass: flat tensors, no padding between requests.
+
+Letters: T tokens in this step, B requests in this step, G cache groups, M blocks per table row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Where the requests of a batch live in one cache group."""
+
+    block_table: Tensor
+    """[B, M] int32; entries past a request's blocks are 0 and never read."""
+    slot_mapping: Tensor
+    """[T] int64; ``block_id * block_size + offset`` of each new token, -1 = written nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One step's input, passed down through the model as an argument.
+
+    Tokens of a request are adjacent; request b owns rows ``cu_seqlens_q[b]:cu_seqlens_q[b + 1]``.
+    """
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64; absolute position of each token in its request."""
+    cu_seqlens_q: Tensor
+    """[B + 1] int32; running sum of new tokens, starts at 0."""
+    seq_lens: Tensor
+    """[B] int32; context length *including* this step's tokens."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+    groups: tuple[GroupBatch, ...]
+    """By cache group; empty while memory is profiled (nothing is cached then)."""
+    attention: tuple[Any, ...] = ()
+    """By cache group: what the backend's ``prepare`` returned."""
+    logits_rows: Tensor | None = None
+    """[R] int64; rows of the hidden states whose logits are wanted, None for all."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Capability-specific inputs (media embeddings, ...), by a name that the capability owns."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.seq_lens.shape[0])

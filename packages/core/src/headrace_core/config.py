@@ -1,0 +1,376 @@
+"""Settings: one frozen dataclass per owner, validated when made, "auto" resolved once.
+
+Every field carries its help text (also the ``--help`` text of its command-line flag) and, where it
+has one, its cost. ``None`` or ``"auto"`` means that headrace chooses: :func:`resolve` does so in
+one place, into a new object, and logs each choice. A component receives its own part, not the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from headrace_core.attention import BLOCK_SIZES
+from headrace_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
+    from headrace_core.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+DTYPES = ("float32", "float16", "bfloat16")
+DTYPE_ALIASES: Mapping[str, str] = {
+    "half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16",
+}  # fmt: skip
+
+
+def option(
+    default: Any, help: str, *, cost: str = "", flag: str = "", human_int: bool = False
+) -> Any:
+    """A config field.
+
+    Args:
+        default: value, or a list/dict to be copied.
+        help: one or two sentences; shown by ``--help``.
+        cost: what it costs in memory, time or accuracy, if anything.
+        flag: command-line name if it differs from the field's (without dashes).
+        human_int: the flag takes sizes such as ``1k`` (1000) and ``1K`` (1024).
+    """
+    metadata = {"help": help, "cost": cost, "flag": flag, "human_int": human_int}
+    if isinstance(default, (list, dict)):
+        copied = default
+        return field(default_factory=lambda: type(copied)(copied), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _check(condition: bool, name: str, value: object, accepted: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} = {value!r}: must be {accepted}", field=name)
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    _check(value in choices, name, value, "one of " + ", ".join(map(repr, choices)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its outputs are computed."""
+
+    model: str | None = option(
+        None, "Folder or hub name of the checkpoint. Default: the demo model that ships along."
+    )
+    tokenizer: str | None = option(
+        None, "Folder or hub name of the tokenizer. Default: the model's."
+    )
+    tokenizer_mode: str = option("auto", "Tokenizer implementation: auto, hf, or a plug-in's name.")
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts must be token ids, outputs have no text."
+    )
+    revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    hf_token: str | None = option(None, "Hub token; default: the stored login.")
+    hf_overrides: Mapping[str, Any] = option(
+        {}, "JSON merged into config.json before the architecture is resolved."
+    )
+    dtype: str = option(
+        "auto", "Activations and weights: auto (the checkpoint's), float32, float16, bfloat16.",
+        cost="float32 doubles memory and bandwidth against bfloat16",
+    )  # fmt: skip
+    quantization: str | None = option(
+        None,
+        "Quantization method; default: what the checkpoint says, else none.",
+        flag="quantization",
+    )
+    max_model_len: int | None = option(
+        None, "Longest context (prompt and output). Default: the model's own limit; -1: the same, "
+        "or the largest that fits into the KV cache.", human_int=True,
+        cost="sets how much cache one request may take",
+    )  # fmt: skip
+    seed: int = option(0, "Seed of requests that bring none.")
+    served_model_name: tuple[str, ...] = option(
+        (),
+        "Names under which the model is served; the first is shown. Default: the model as typed.",
+    )
+    max_logprobs: int = option(
+        20, "Most log-probabilities a request may ask for; -1: no limit.",
+        cost="-1 lets one request hold the whole vocabulary per token",
+    )  # fmt: skip
+    logprobs_mode: Literal[
+        "raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"
+    ] = option(
+        "raw_logprobs",
+        "Log-probabilities or logits, before (raw) or after (processed) sampling parameters.",
+    )
+    generation_config: str = option(
+        "auto", "Defaults for sampling: auto (the checkpoint's generation_config.json), headrace "
+        "(neutral ones), or a folder.",
+    )  # fmt: skip
+    override_generation_config: Mapping[str, Any] = option(
+        {}, "JSON merged over the generation config."
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        names: object = self.served_model_name
+        if isinstance(names, str):
+            object.__setattr__(self, "served_model_name", (names,))
+        _check_choice("model.dtype", self.dtype, ("auto", *DTYPES))
+        length = self.max_model_len
+        _check(length is None or length == -1 or length >= 1, "model.max_model_len", length,
+               "at least 1, or -1")  # fmt: skip
+        _check(self.max_logprobs >= -1, "model.max_logprobs", self.max_logprobs, "at least -1")
+        _check_choice("model.logprobs_mode", self.logprobs_mode,
+                      LOGPROBS_MODES)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int | None = option(None, "Tokens per block. Default: the platform's (16).")
+    kv_cache_dtype: str = option("auto", "Storage of keys and values: auto (the model's dtype).")
+    enable_prefix_caching: bool = option(
+        True, "Reuse the cache of earlier requests with the same beginning.",
+        cost="hashing prompts: well under 1 % of prefill",
+    )  # fmt: skip
+    gpu_memory_utilization: float = option(
+        0.9, "Share of the device's memory (on a CPU: of the memory free at start) that weights, "
+        "activations and KV cache may take together.",
+    )  # fmt: skip
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache; replaces the share above.", human_int=True
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "Number of blocks; replaces both of the above. For tests of preemption."
+    )
+    prefix_caching_hash_algo: Literal["sha256"] = option("sha256", "Hash of block contents.")
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None:
+            _check_choice("cache.block_size", self.block_size, BLOCK_SIZES)
+        _check_choice("cache.kv_cache_dtype", self.kv_cache_dtype, ("auto",))
+        share = self.gpu_memory_utilization
+        _check(0 < share <= 1, "cache.gpu_memory_utilization", share, "in (0, 1]")
+        for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"cache.{name}", value, "at least 1")
+        _check_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How steps are filled."""
+
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens in one step. Default: 2048 on a CPU, 8192 on a GPU.", human_int=True,
+        cost="activations grow with it; small values lengthen prefill, large ones delay decode",
+    )  # fmt: skip
+    max_num_seqs: int | None = option(
+        None, "Most requests in one step. Default: 128 on a CPU, 256 on a GPU."
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Cut long prompts to the step's remaining tokens, so that decoding goes on."
+    )
+    max_num_partial_prefills: int = option(1, "Prompts that may be partly computed at once.")
+    max_long_partial_prefills: int = option(
+        1, "Of those, long ones; fewer lets short prompts overtake long ones."
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Prompts longer than this are long; 0: 4 % of the context if several partial prefills "
+        "are allowed.", human_int=True,
+    )  # fmt: skip
+    policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "fcfs: by arrival; priority: by the request's priority, lower first, then by "
+        "arrival.",
+        flag="scheduling_policy",
+    )  # fmt: skip
+    scheduler_cls: str = option("default", "Scheduler: default, or the name of a plug-in.")
+    async_scheduling: bool | None = option(
+        None, "Schedule and detokenize while the model runs. Default: on."
+    )
+    stream_interval: int = option(
+        1, "Tokens per streamed chunk; the first and the last are sent at once."
+    )
+    max_queued_requests: int = option(
+        16384, "Most requests that may wait; more are refused with HTTP 429.", human_int=True
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
+        for name in ("max_num_partial_prefills", "stream_interval", "max_queued_requests"):
+            _check(getattr(self, name) >= 1, f"scheduler.{name}", getattr(self, name), "at least 1")
+        _check_choice("scheduler.policy", self.policy, ("fcfs", "priority"))
+        partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
+        _check(1 <= long <= partial, "scheduler.max_long_partial_prefills", long,
+               f"between 1 and max_num_partial_prefills = {partial}")  # fmt: skip
+        _check(partial == 1 or self.enable_chunked_prefill, "scheduler.max_num_partial_prefills",
+               partial, "1 while enable_chunked_prefill is off")  # fmt: skip
+        _check(self.long_prefill_token_threshold >= 0, "scheduler.long_prefill_token_threshold",
+               self.long_prefill_token_threshold, "at least 0")  # fmt: skip
+        if self.max_num_batched_tokens is not None and self.max_num_seqs is not None:
+            _check(self.max_num_batched_tokens >= self.max_num_seqs,
+                   "scheduler.max_num_batched_tokens", self.max_num_batched_tokens,
+                   f"at least max_num_seqs = {self.max_num_seqs}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Over how many processes the model is spread."""
+
+    tensor_parallel_size: int = option(1, "Ranks over which each layer is cut. Only 1 for now.")
+    pipeline_parallel_size: int = option(
+        1, "Stages over which the layers are spread. Only 1 for now."
+    )
+    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.")
+    distributed_executor_backend: str = option("uni", "How workers run: uni, or a plug-in's name.")
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            _check(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
+                   "1: no communicator for several processes is installed yet")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where it runs."""
+
+    device: str = option("auto", "auto, cpu, cuda, or a platform plug-in's name.")
+    num_threads: int = option(0, "CPU threads for the model; 0: one per core.")
+    kernels: Mapping[str, str] = option(
+        {}, 'JSON, op name (or "*") -> kernel provider, to insist on one: {"*": "reference"}.'
+    )
+
+    def __post_init__(self) -> None:
+        _check(self.num_threads >= 0, "device.num_threads", self.num_threads, "at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """How weights are read."""
+
+    load_format: str = option(
+        "auto", "auto, safetensors, dummy (random weights, seeded), or a plug-in's name."
+    )
+    download_dir: str | None = option(None, "Where hub downloads go. Default: the hub's cache.")
+    safetensors_load_strategy: Literal["lazy", "eager"] = option(
+        "lazy", "lazy: memory map; eager: read whole files (network file systems)."
+    )
+    use_tqdm_on_load: bool = option(True, "Show a progress bar.")
+
+    def __post_init__(self) -> None:
+        _check_choice(
+            "load.safetensors_load_strategy", self.safetensors_load_strategy, ("lazy", "eager")
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention."""
+
+    backend: str | None = option(
+        None,
+        "Attention backend; default: the first that can serve the model.",
+        flag="attention_backend",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservabilityConfig:
+    """What is counted and logged."""
+
+    log_stats: bool = option(True, "Count and log throughput, cache use and hit rate.")
+    log_stats_interval: float = option(10.0, "Seconds between the engine's log lines.")
+
+    def __post_init__(self) -> None:
+        _check(self.log_stats_interval > 0, "observability.log_stats_interval",
+               self.log_stats_interval, "above 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    engine_process: bool = option(
+        False, "Run the engine in a process of its own, behind ZeroMQ.",
+        cost="one copy and a wake-up per step; isolates the server from the model",
+    )  # fmt: skip
+
+
+def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> EngineConfig:
+    """Fill in every setting that was left to headrace, and check the parts against each other.
+
+    Returns a new object in which nothing that a component reads is ``None`` or ``"auto"``, except
+    where that is itself the meaning (``cache.kv_cache_memory_bytes``).
+
+    Raises:
+        ConfigError: two settings, or a setting and the model, contradict each other.
+    """
+    chosen: dict[str, object] = {}
+
+    def pick(name: str, value: Any, default: Any) -> Any:
+        if value is not None:
+            return value
+        chosen[name] = default
+        return default
+
+    scheduler = config.scheduler
+    seqs = pick("max_num_seqs", scheduler.max_num_seqs, platform.default_max_num_seqs)
+    tokens = scheduler.max_num_batched_tokens
+    if tokens is None:
+        whole_prompts = 0 if scheduler.enable_chunked_prefill else info.max_model_len
+        tokens = max(platform.default_max_num_batched_tokens, seqs, whole_prompts)
+        chosen["max_num_batched_tokens"] = tokens
+    if scheduler.max_num_seqs is None and seqs > tokens:
+        seqs = chosen["max_num_seqs"] = tokens
+    if not scheduler.enable_chunked_prefill and tokens < info.max_model_len:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens = {tokens}: must be at least max_model_len = "
+            f"{info.max_model_len} while enable_chunked_prefill is off",
+            field="scheduler.max_num_batched_tokens",
+        )
+    threshold = scheduler.long_prefill_token_threshold
+    if threshold == 0 and scheduler.max_num_partial_prefills > 1:
+        threshold = chosen["long_prefill_token_threshold"] = max(1, info.max_model_len * 4 // 100)
+    if threshold > info.max_model_len:
+        raise ConfigError(
+            f"scheduler.long_prefill_token_threshold = {threshold}: must be at most max_model_len "
+            f"= {info.max_model_len}",
+            field="scheduler.long_prefill_token_threshold",
+        )
+    overlapped = pick("async_scheduling", scheduler.async_scheduling, True)
+    block_size = pick("block_size", config.cache.block_size, platform.default_block_size)
+    names = config.model.served_model_name or (config.model.model or info.name,)
+    for name, value in chosen.items():
+        logger.info("%s: auto -> %s", name, value)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            served_model_name=names,
+        ),
+        cache=dataclasses.replace(config.cache, block_size=block_size),
+        scheduler=dataclasses.replace(
+            scheduler,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+            long_prefill_token_threshold=threshold,
+            async_scheduling=overlapped,
+        ),
+        device=dataclasses.replace(config.device, device=platform.device),
+    )

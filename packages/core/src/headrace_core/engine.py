@@ -1,0 +1,140 @@
+"""What a server or the offline API sees of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace_core.output import RequestOutput
+from headrace_core.request import Prompt
+from headrace_core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The facts about a running engine's model. Plain data, crosses process borders."""
+
+    name: str
+    """First served name."""
+    names: tuple[str, ...]
+    """All served names."""
+    root: str
+    """Path or hub name of the weights."""
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    max_logprobs: int
+    eos_token_ids: tuple[int, ...]
+    tasks: tuple[str, ...]
+    has_tokenizer: bool
+    has_chat_template: bool
+    default_sampling_params: Mapping[str, Any]
+    """Fields of :class:`SamplingParams` that the model's generation config sets
+    (``max_tokens`` there is a server-wide cap)."""
+    priority_scheduling: bool = False
+    tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot; counters never fall while an engine lives."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    """0..1, share of blocks that requests hold."""
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    block_size: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    """Tokens looked up."""
+    prefix_cache_hits: int = 0
+    """Tokens found."""
+    num_steps: int = 0
+    iteration_tokens: int = 0
+    """Tokens over all steps."""
+    step_tokens: list[int] = field(default_factory=list)
+    """Tokens of each step since the last snapshot taken with ``drain=True``."""
+    heartbeat_age: float = 0.0
+    """Seconds since the loop last came round."""
+
+
+@dataclass(slots=True)
+class TokenizedPrompt:
+    """A prompt as the engine would run it."""
+
+    token_ids: list[int]
+    token_strings: list[str] | None = None
+
+
+class EngineClient(Protocol):
+    """An engine, in this process or in another.
+
+    Methods may be called from one asyncio event loop. Exceptions are those of
+    :mod:`headrace_core.errors`.
+    """
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        """Why the engine stopped, or None while it runs."""
+        ...
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request. Closing the iterator, or cancelling its consumer, aborts it.
+
+        Outputs follow ``params.output_kind``; if the consumer is slower than the engine, waiting
+        outputs are merged, so that a slow reader costs bounded memory.
+
+        Raises (on first iteration): RequestError, QueueFull, EngineDead; later: GenerateError,
+        EngineDead.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with finish reason ``abort``; unknown ids are ignored."""
+        ...
+
+    async def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, strings: bool = False
+    ) -> TokenizedPrompt:
+        """Tokens of any prompt, chats included."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        ...
+
+    async def stats(self, *, drain: bool = False) -> EngineStats:
+        """Counters and gauges of the core."""
+        ...
+
+    async def check_health(self) -> None:
+        """Return if the engine makes progress.
+
+        Raises:
+            EngineDead: it stopped, or its heartbeat is older than the limit.
+        """
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached blocks; False while requests hold some."""
+        ...
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Let running requests finish for so many seconds, abort the rest, free everything."""
+        ...

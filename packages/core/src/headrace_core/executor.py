@@ -1,0 +1,90 @@
+"""How workers are run, and what a worker does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headrace_core.kv import KVCacheConfig, KVCacheSpec
+from headrace_core.step import ScheduledStep, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """What one worker's memory went to, in bytes."""
+
+    weights: int
+    activations: int
+    """Peak of a step with ``max_num_batched_tokens`` tokens, beyond the weights."""
+    available: int
+    """Free before anything of this engine was loaded."""
+
+
+class Worker(Protocol):
+    """Owns one device's shard of the model and its cache. Called from one thread only."""
+
+    def load(self) -> None:
+        """Build the model and read its weights."""
+        ...
+
+    def kv_specs(self) -> dict[str, KVCacheSpec]:
+        """By attention layer's name, in execution order."""
+        ...
+
+    def profile(self) -> MemoryProfile:
+        """Run the largest step without a cache and measure."""
+        ...
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache and bind it to the layers."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run what the first real step would otherwise wait for."""
+        ...
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Run one step."""
+        ...
+
+    def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+WorkerFactory = Callable[[], Worker]
+
+
+class Executor(ABC):
+    """Runs one worker per rank. The object behind ``headrace.executors`` is a subclass.
+
+    Steps are executed in the order in which they are submitted. A failed step fails its future
+    with the worker's exception; the executor stays usable unless :attr:`failure` says otherwise.
+    """
+
+    def __init__(self, worker_factory: WorkerFactory) -> None:
+        self.worker_factory = worker_factory
+
+    @abstractmethod
+    def start(self) -> None:
+        """Create the workers. Raises what their creation raises."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Run a worker method on every rank and wait: results by rank."""
+
+    @abstractmethod
+    def submit(self, step: ScheduledStep) -> Future[StepResult]:
+        """Queue a step; returns at once."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """Why no more steps can run, or None."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the workers and free what they hold. Idempotent; pending futures are cancelled."""

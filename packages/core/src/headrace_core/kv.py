@@ -1,0 +1,227 @@
+"""What a layer needs from the paged cache, and who hands it out.
+
+Letters: N blocks, S tokens per block (``block_size``), Hk key-value heads, D ``head_dim``.
+
+A model's attention layers are sorted into *groups*: layers of one group share a block table. All
+groups draw from one pool of blocks, so a page must have the same size in each. Within a group the
+j-th layer uses tensor j, so ``num_layers_per_group`` tensors exist and a block id is meaningful in
+all of them; it belongs to exactly one group at a time.
+
+Block 0 is never handed out: it is the *null block*, which stands in a block table where a
+sliding window has passed, and where padding writes go.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+NULL_BLOCK = 0
+"""Block id that holds nothing; see the module's docstring."""
+
+PAD_SLOT = -1
+"""Entry of a slot mapping whose token is not written anywhere."""
+
+_ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What one attention layer stores for each token. Cost: ``page_bytes`` per block and layer."""
+
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """``float32``, ``float16``, ``bfloat16``, ``float8_e4m3``, ``float8_e5m2`` or ``int8``."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values together."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionSpec(KVCacheSpec):
+    """Every token stays visible: ``ceil(num_tokens / block_size)`` blocks per request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec(KVCacheSpec):
+    """A query at p sees keys j with ``p - j < sliding_window``; blocks wholly before are freed."""
+
+    sliding_window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share a block table."""
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The whole cache as it will be allocated."""
+
+    num_blocks: int
+    """Blocks in the pool, the null block included."""
+    groups: tuple[KVCacheGroup, ...]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, equal in all groups."""
+        return self.groups[0].spec.block_size
+
+    @property
+    def num_layers_per_group(self) -> int:
+        """Number of cache tensors; see the module's docstring."""
+        return max(len(group.layer_names) for group in self.groups)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes over all tensors."""
+        return self.num_layers_per_group * max(group.spec.page_bytes for group in self.groups)
+
+
+BlockIds = tuple[list[int], ...]
+"""Block ids by group."""
+
+
+class CachedSequence(Protocol):
+    """What a KV-cache manager sees of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and known output tokens. Append-only, but for a reset to a longer prompt."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose keys and values are cached, or will be when the steps in flight end."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Requests share cached blocks only with equal salts."""
+        ...
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """True if the request must compute its whole prompt (prompt log-probabilities)."""
+        ...
+
+
+class PrefixMatch(NamedTuple):
+    """Longest cached prefix of a request. Holds no references; valid until the next allocation."""
+
+    num_tokens: int
+    """A multiple of the block size, and less than the request's number of tokens."""
+    block_ids: BlockIds
+
+
+class KVCacheStats(NamedTuple):
+    """Counters since the last reset of the statistics."""
+
+    queries: int
+    """Prompt tokens that were looked up."""
+    hits: int
+    """Of those, tokens found."""
+
+
+class KVCacheManager(ABC):
+    """Hands out blocks. Imports no torch: it counts, the worker holds the memory.
+
+    Invariant: block tables are append-only while a request runs, except that entries before a
+    sliding window become :data:`NULL_BLOCK`. Every block is, at any time, in exactly one of three
+    states: referenced by at least one request; free and cached (evictable, least recently used
+    first); free and empty.
+    """
+
+    @abstractmethod
+    def match_prefix(self, sequence: CachedSequence) -> PrefixMatch:
+        """Find the longest cached prefix, leaving at least one token to compute."""
+
+    @abstractmethod
+    def allocate(
+        self, sequence: CachedSequence, num_new_tokens: int, match: PrefixMatch | None = None
+    ) -> BlockIds | None:
+        """Make room for ``num_new_tokens`` after ``num_computed_tokens`` (plus the match).
+
+        Args:
+            sequence: the request. ``num_computed_tokens`` does not yet include the match.
+            num_new_tokens: at least 1.
+            match: only at the first allocation of a request; its blocks are referenced first.
+
+        Returns:
+            The ids that the request's block table gains, by group, the match's included; None,
+            with nothing changed, if the pool has too few free blocks.
+
+        Blocks that this call fills with *known* tokens become visible to :meth:`match_prefix` at
+        once: within a step all keys and values are written before any attention reads them.
+        """
+
+    @abstractmethod
+    def block_ids(self, request_id: str) -> BlockIds:
+        """The request's block table, by group."""
+
+    @abstractmethod
+    def free(self, request_id: str) -> None:
+        """Drop the request's references, last block first. Unknown ids are ignored."""
+
+    @abstractmethod
+    def fits(self, num_tokens: int) -> bool:
+        """Whether a request of that length could run alone in an empty pool."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, with nothing changed, while any block is in use."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out (the null block not counted)."""
+
+    @property
+    @abstractmethod
+    def num_free_blocks(self) -> int:
+        """Blocks that no request references."""
+
+    @abstractmethod
+    def take_stats(self) -> KVCacheStats:
+        """Prefix-cache counters since the last call."""
+
+
+class KVConnectorScheduler(Protocol):
+    """The scheduler's half of a KV transfer (called between steps, no tensors)."""
+
+    def num_external_tokens(self, sequence: CachedSequence, num_local_tokens: int) -> int:
+        """Tokens beyond the local match that can be fetched."""
+        ...
+
+    def step_metadata(self) -> Mapping[str, Any]:
+        """What the worker's half must do in the coming step; plain data."""
+        ...
+
+
+class KVConnectorWorker(Protocol):
+    """The worker's half of a KV transfer (called around each attention layer)."""
+
+    def start_load(self, metadata: Mapping[str, Any]) -> None: ...
+    def wait_for_layer(self, layer_name: str) -> None: ...
+    def save_layer(self, layer_name: str, kv_cache: Any) -> None: ...
+    def finished(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Ids whose (sending, receiving) has ended since the last call."""
+        ...

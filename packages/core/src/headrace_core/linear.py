@@ -1,0 +1,109 @@
+"""How a linear layer's weight is stored and multiplied: a quantization method's three verbs.
+
+1. :meth:`LinearMethod.create` - which tensors the checkpoint must supply for a layer;
+2. :meth:`LinearMethod.finish` - after loading: check, convert, pack;
+3. :meth:`LinearMethod.apply` - multiply.
+
+A model asks its :class:`QuantMethod` for a method per layer *by the layer's full name*, so that a
+checkpoint can treat layers differently; it never asks which method is active.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.ops import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One linear layer, per rank once sharded."""
+
+    name: str
+    """Full module path, as the checkpoint spells it (``model.layers.0.self_attn.qkv_proj``)."""
+    in_features: int
+    out_parts: tuple[int, ...]
+    """Output sizes of the checkpoint tensors that are fused here, in order (q, k, v)."""
+    dtype: str
+    """Of the activations: ``float32``, ``float16`` or ``bfloat16``."""
+    bias: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.out_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that the checkpoint must supply."""
+
+    shape: tuple[int, ...]
+    """Of the fused tensor, all parts together."""
+    dtype: str | None
+    """None: any floating dtype, converted to the activations' dtype while loading."""
+    part_dim: int | None = 0
+    """Dimension along which fused parts are concatenated; None if the tensor belongs to all."""
+    in_dim: int | None = None
+    """Dimension along the input features (for sharding by input), None if there is none."""
+    required: bool = True
+
+
+class LinearMethod(ABC):
+    """Storage and arithmetic of one layer."""
+
+    @abstractmethod
+    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+        """Tensors by their name's suffix after the layer's (``weight``, ``weight_scale``)."""
+
+    @abstractmethod
+    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any:
+        """Turn loaded tensors into the state that :meth:`apply` takes. May free its input.
+
+        Raises:
+            WeightsError: a tensor's content cannot be used; names the layer.
+        """
+
+    @abstractmethod
+    def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in_features] -> [T, out_features], x's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantNeed:
+    """What a quantization method is asked to serve."""
+
+    dtype: str
+    device: str
+    device_capability: tuple[int, int] | None = None
+
+
+class QuantMethod(ABC):
+    """A quantization scheme; the object behind an entry point of ``headrace.quantization``."""
+
+    name: ClassVar[str]
+    """What a user types; equal to the entry point's name."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> QuantMethod:
+        """Build from a checkpoint's ``quantization_config``, or None for online quantization.
+
+        Raises:
+            ConfigError: the method needs a checkpoint made for it, or the block asks for
+                something that it cannot do; names the key and the value.
+        """
+
+    @classmethod
+    @abstractmethod
+    def refuse(cls, need: QuantNeed) -> list[str]:
+        """Reasons why this method cannot serve; empty = it can."""
+
+    @abstractmethod
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        """The method for one layer, by its name."""

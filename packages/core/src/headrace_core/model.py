@@ -1,0 +1,224 @@
+"""What a model is to the engine, and what it may ask for while it is built.
+
+A model family is one file that exports classes with a constructor ``(context, prefix="")`` and the
+members of :class:`CausalLM`. What else it can do it says by having a capability protocol's members
+(:class:`SupportsLoRA`, :class:`SupportsPooling`, ...).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.kv import KVCacheSpec
+    from headrace_core.linear import QuantMethod
+    from headrace_core.ops import OpTable
+    from headrace_core.parallel import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A checkpoint as resolved from its files, before a weight is read. Plain data, no torch."""
+
+    name: str
+    """What the user typed."""
+    path: Path
+    """Local folder of the checkpoint."""
+    architecture: str
+    """Entry of ``config.json``'s ``architectures`` that is served."""
+    config: Mapping[str, Any]
+    """``config.json`` (its text part) with the user's overrides merged in."""
+    generation_config: Mapping[str, Any]
+    """``generation_config.json``, empty if there is none."""
+    dtype: str
+    """Activations' dtype, resolved from ``auto``."""
+    max_model_len: int
+    """Longest context, resolved."""
+    vocab_size: int
+    """Width of the logits."""
+    eos_token_ids: tuple[int, ...]
+    tasks: tuple[str, ...] = ("generate",)
+    """Of ``generate``, ``transcription``, ``embed``, ``classify``, ``score``, ..."""
+    weight_bytes: int = 0
+    """Size of the checkpoint's tensors on disk."""
+    source: str = "native"
+    """Where the implementation comes from: ``native`` or ``plugin:<distribution>``."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """Everything that a model needs while it is built; nothing of it is global."""
+
+    config: Mapping[str, Any]
+    """See :attr:`ModelInfo.config`."""
+    dtype: str
+    device: str
+    ops: OpTable
+    quant: QuantMethod
+    communicator: Communicator
+    attention: Callable[[AttentionNeed], AttentionBackend]
+    """Chooses a backend for a layer's need; equal needs get the same object."""
+    block_size: int
+    kv_cache_dtype: str
+    """``auto`` = the activations' dtype."""
+    max_model_len: int
+
+
+class AttentionLayer(Protocol):
+    """One attention layer of a built model, as the runner sees it."""
+
+    spec: AttentionLayerSpec
+    kv_spec: KVCacheSpec | None
+    """None if the layer caches nothing (encoder-only)."""
+    backend: AttentionBackend
+
+    def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
+        """Take the cache tensor of the layer and the index of its cache group."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """Where a checkpoint's tensor goes: weight mapping as data.
+
+    ``{}`` in both names stands for the same run of characters without a dot, left to right.
+    """
+
+    source: str
+    """Name in the checkpoint (``model.layers.{}.self_attn.q_proj``); suffixes such as
+    ``.weight`` or ``.bias`` follow unchanged."""
+    target: str
+    """Name in the model (``layers.{}.attention.qkv``)."""
+    part: int = 0
+    """Which part of a fused target this is."""
+    split: tuple[int, ...] | None = None
+    """The checkpoint holds several parts in one tensor: their sizes along dimension 0."""
+    transposed: bool = False
+    """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
+
+
+class CausalLM(Protocol):
+    """A text-generating model. Holds its weights; holds no request state."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]]
+
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
+        """By full name, in execution order."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states [R, H] of ``batch.logits_rows`` (all T rows if that is None)."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H] -> logits [R, V] float32 (soft-capped if the model does that)."""
+        ...
+
+
+class ModelLoader(Protocol):
+    """Builds a model and fills it from its checkpoint."""
+
+    def __call__(self, info: ModelInfo, context: BuildContext) -> CausalLM:
+        """Raises: WeightsError naming file and tensor; UnsupportedModel."""
+        ...
+
+
+@runtime_checkable
+class SupportsLoRA(Protocol):
+    """The model's linear layers can take low-rank adapters."""
+
+    lora_targets: ClassVar[Sequence[str]]
+    """Names of the layers that adapters may address, as PEFT writes them (``q_proj``)."""
+
+
+@runtime_checkable
+class SupportsPP(Protocol):
+    """The model can be cut into pipeline stages."""
+
+    def forward_stage(
+        self, batch: ForwardBatch, inputs: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Run this stage's layers on the previous stage's tensors."""
+        ...
+
+
+@runtime_checkable
+class SupportsPooling(Protocol):
+    """The model turns hidden states into vectors or scores."""
+
+    pooling_tasks: ClassVar[Sequence[str]]
+
+    def pool(self, hidden: Tensor, cu_seqlens_q: Tensor, params: Sequence[Any]) -> Sequence[Tensor]:
+        """hidden [T, H], one result per request."""
+        ...
+
+
+@runtime_checkable
+class SupportsMultiModal(Protocol):
+    """The model takes media embeddings in place of placeholder tokens."""
+
+    modalities: ClassVar[Sequence[str]]
+
+    def embed_media(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """One tensor [tokens, H] per media item."""
+        ...
+
+
+@runtime_checkable
+class SupportsTranscription(Protocol):
+    """The model turns speech into text."""
+
+    transcription_languages: ClassVar[Sequence[str]]
+
+    def transcription_prompt(self, audio: Any, *, language: str | None, task: str) -> Any:
+        """Prompt for one clip."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Progress of a long piece of start-up work, for whoever shows it."""
+
+    phase: str
+    done: int
+    total: int
+    unit: str = "B"
+    detail: str = ""
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+
+
+def ignore_progress(_: LoadProgress) -> None:
+    """A callback that shows nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """One file of a checkpoint."""
+
+    path: Path
+    tensors: tuple[str, ...] = field(default=())
+
+
+class WeightFormat(Protocol):
+    """A checkpoint format; the object behind an entry point of ``headrace.weight_formats``."""
+
+    name: str
+
+    def recognises(self, path: Path) -> bool:
+        """Whether the folder or file holds a checkpoint of this format. Cheap."""
+        ...
+
+    def tensors(
+        self, path: Path, progress: ProgressCallback = ignore_progress
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """Every tensor once: name, tensor (memory-mapped where possible), file it came from."""
+        ...

@@ -1,0 +1,365 @@
+"""The operations that models and attention are written in: names, shapes and how one is chosen.
+
+Letters: T rows (tokens of a step), H hidden size, N output features, K input features, I
+intermediate size, V vocabulary, Hq query heads, Hk key-value heads, D head size, R rotary
+dimensions, B requests, S block size, E experts, k experts per token.
+
+Each op is a callable protocol below; its plain-torch definition, the oracle that every other
+implementation is tested against, is the function of the same name in
+:mod:`headrace_core.reference`; shape-only versions are in :mod:`headrace_core.reference.fakes`;
+the tests that an implementation inherits are in :mod:`headrace_core.testing.ops`.
+
+Implementations come from *kernel providers* (entry-point group ``headrace.kernels``).
+:func:`bind_ops` asks every installed provider once, at assembly, and freezes the best one per op
+into an :class:`OpTable`; nothing is looked up per call.
+
+Arithmetic common to all ops: accumulation and statistics in float32; the result has the input's
+dtype unless said otherwise. An implementation is *row-invariant* if a row's result does not
+depend, bit for bit, on the number, order or content of other rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace_core import plugins
+from headrace_core.errors import ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
+
+
+class EmbeddingOp(Protocol):
+    def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a table: ids [T] int64, weight [V, H] -> [T, H]. ids are within [0, V)."""
+        ...
+
+
+class RMSNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * (weight + offset)``, x [..., H], weight [H] -> [..., H].
+
+        Source: Zhang & Sennrich 2019, arXiv:1910.07467. ``offset`` 1.0 is Gemma's form.
+        """
+        ...
+
+
+class AddRMSNormOp(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; returns (rms_norm(s), s). The caller gives up both inputs.
+
+        x, residual [T, H]. The sum is rounded to the input's dtype before it is normalised.
+        """
+        ...
+
+
+class LayerNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis, x [..., H]."""
+        ...
+
+
+class ActivationOp(Protocol):
+    def __call__(self, x: Tensor, kind: str) -> Tensor:
+        """Elementwise ``kind`` of :data:`ACTIVATIONS`, any shape."""
+        ...
+
+
+class ActivationAndMulOp(Protocol):
+    def __call__(self, x: Tensor, kind: str) -> Tensor:
+        """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]."""
+        ...
+
+
+class RotaryOp(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool
+    ) -> None:
+        """Rotate query [T, Hq, D] and key [T, Hk, D] in place by their positions.
+
+        cos_sin [P, R] float32: cosines in the first R/2 columns, sines in the rest; row p is
+        position p. Only the first R of the D dimensions turn. Pairs are (i, i + R/2), or
+        (2i, 2i + 1) if ``interleaved``. Source: Su et al. 2021, arXiv:2104.09864.
+        """
+        ...
+
+
+class CacheWriteOp(Protocol):
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Copy key, value [T, Hk, D] to their slots in caches [N, S, Hk, D] (any strides).
+
+        slot_mapping [T] int64: ``block * S + offset``; negative entries are skipped.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm over each head's D values, of query and key before rotation (Qwen3, Gemma 3)."""
+
+    query_weight: Tensor
+    """[D]."""
+    key_weight: Tensor
+    """[D]."""
+    eps: float
+    offset: float = 0.0
+
+
+class RotaryCacheWriteOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        interleaved: bool = False,
+        head_norm: HeadNorm | None = None,
+    ) -> None:
+        """Head norm (if given), rotation (if ``cos_sin``), cache write, in that order, in one pass.
+
+        Shapes as :class:`RotaryOp` and :class:`CacheWriteOp`; query, key and value may be
+        strided slices of one fused projection. query is changed in place; key may be (its
+        content afterwards is unspecified), value is not.
+        """
+        ...
+
+
+class PagedAttentionOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of new tokens over the paged cache: prefill, decode and mixed alike.
+
+        query [T, Hq, D] (may be a strided slice); caches [N, S, Hk, D], any strides, already
+        holding this step's keys and values; block_table [B, M] int32; cu_seqlens_q [B + 1] int32;
+        seq_lens [B] int32, including the new tokens. Returns [T, Hq, D], contiguous.
+
+        Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
+        ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
+        ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
+        extra logits that enter the softmax's denominator only. A row that sees nothing is 0.
+        Definition: ATTN-REF of the specification.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in the layout that one implementation of a linear op wants."""
+
+    in_features: int
+    out_features: int
+    dtype: str
+    """Of the activations it is for."""
+    data: Any
+    """Belongs to the implementation that packed it."""
+    num_bytes: int
+
+
+class LinearOp(Protocol):
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """weight [N, K] in the activations' dtype. Done once, at load; may copy."""
+        ...
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
+        ...
+
+
+class Int8LinearOp(Protocol):
+    """Weight-only int8: activations stay in their dtype."""
+
+    def pack(self, weight: Tensor, scales: Tensor, dtype: str) -> PackedLinear:
+        """weight [N, K] int8, scales [N] float32; real weight: ``weight * scales[:, None]``."""
+        ...
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """``(x @ weight.T) * scales + bias``: x [T, K] -> [T, N]."""
+        ...
+
+
+class MoEOp(Protocol):
+    """Gated experts, summed by routing weight."""
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> PackedLinear:
+        """gate_up [E, 2I, H] (gate rows first), down [E, H, I]."""
+        ...
+
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+    ) -> Tensor:
+        """x [T, H], topk_weights [T, k] float32, topk_ids [T, k] int64 -> [T, H].
+
+        A row's experts are summed in the order of ``topk_ids``, in float32.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """One implementation per op, chosen once. Passed to whoever computes."""
+
+    embedding: EmbeddingOp
+    rms_norm: RMSNormOp
+    add_rms_norm: AddRMSNormOp
+    layer_norm: LayerNormOp
+    activation: ActivationOp
+    activation_and_mul: ActivationAndMulOp
+    rotary: RotaryOp
+    cache_write: CacheWriteOp
+    rotary_cache_write: RotaryCacheWriteOp
+    paged_attention: PagedAttentionOp
+    linear: LinearOp
+    int8_linear: Int8LinearOp
+    moe: MoEOp
+    providers: Mapping[str, str] = field(default_factory=dict)
+    """Which provider each op came from."""
+    row_invariant: bool = False
+    """True if every bound implementation is; then greedy output does not depend on batching."""
+
+
+OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in ("providers", "row_invariant"))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelNeed:
+    """What the ops will run on."""
+
+    device: str
+    """``cpu`` or ``cuda``."""
+    dtype: str
+    """Of activations: ``float32``, ``float16`` or ``bfloat16``."""
+    num_threads: int = 0
+    """CPU threads, 0 = torch's setting."""
+
+
+class KernelProvider(Protocol):
+    """A set of op implementations; the object behind an entry point of ``headrace.kernels``."""
+
+    @property
+    def name(self) -> str: ...
+
+    def refuse(self, need: KernelNeed) -> list[str]:
+        """Reasons why nothing of this provider can serve; empty if it can. Must be cheap."""
+        ...
+
+    def priority(self, need: KernelNeed) -> int:
+        """Higher wins. The reference has 0, native and Triton providers 100 on their device."""
+        ...
+
+    def operations(self, need: KernelNeed) -> Mapping[str, Any]:
+        """Op name -> implementation, for those this provider has."""
+        ...
+
+    def row_invariant(self, need: KernelNeed) -> bool:
+        """Whether all its implementations are; see the module's docstring."""
+        ...
+
+
+def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> OpTable:
+    """Choose an implementation for every op from the installed providers.
+
+    Args:
+        need: device and dtype.
+        choose: op name (or ``"*"``) -> provider name, for a user who insists; a provider that is
+            insisted on and refuses, or lacks the op, is an error.
+
+    Raises:
+        ConfigError: a name in ``choose`` cannot be honoured; says why and what could serve.
+        PluginError: an installed provider that was insisted on cannot be imported.
+    """
+    choose = dict(choose or {})
+    unknown = sorted(set(choose) - set(OP_NAMES) - {"*"})
+    if unknown:
+        raise ConfigError(f"no op is named {unknown}; ops are {list(OP_NAMES)}", field="kernels")
+    candidates = _willing_providers(need, insisted=set(choose.values()))
+    table: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for op in OP_NAMES:
+        wanted = choose.get(op, choose.get("*"))
+        for provider, operations in candidates:
+            if op in operations and wanted in (None, provider.name):
+                table[op], origin[op] = operations[op], provider.name
+                break
+        else:
+            having = [provider.name for provider, operations in candidates if op in operations]
+            raise ConfigError(
+                f"op {op!r}: no provider {wanted!r}; could be {having}", field="kernels"
+            )
+    used = set(origin.values())
+    invariant = all(p.row_invariant(need) for p, _ in candidates if p.name in used)
+    logger.info("kernels for %s %s: %s", need.device, need.dtype, _summary(origin))
+    return OpTable(**table, providers=origin, row_invariant=invariant)
+
+
+def _willing_providers(
+    need: KernelNeed, insisted: set[str]
+) -> list[tuple[KernelProvider, Mapping[str, Any]]]:
+    """Providers that can serve, best first, with their ops."""
+    willing: list[KernelProvider] = []
+    for name, plugin in plugins.installed("headrace.kernels").items():
+        try:
+            provider: KernelProvider = plugin.load()
+        except PluginError:
+            if name in insisted:
+                raise
+            logger.warning("kernel provider %r skipped: it cannot be imported", name, exc_info=True)
+            continue
+        reasons = provider.refuse(need)
+        if not reasons:
+            willing.append(provider)
+        elif name in insisted:
+            raise ConfigError(
+                f"kernels {name!r} cannot serve: {'; '.join(reasons)}", field="kernels"
+            )
+        else:
+            logger.info("kernels %r not used: %s", name, "; ".join(reasons))
+    missing = insisted - set(plugins.installed("headrace.kernels"))
+    if missing:
+        plugins.load("headrace.kernels", sorted(missing)[0])
+    willing.sort(key=lambda provider: (-provider.priority(need), provider.name))
+    return [(provider, provider.operations(need)) for provider in willing]
+
+
+def _summary(origin: Mapping[str, str]) -> str:
+    by_provider: dict[str, list[str]] = {}
+    for op, provider in origin.items():
+        by_provider.setdefault(provider, []).append(op)
+    if len(by_provider) == 1:
+        return next(iter(by_provider))
+    return "; ".join(f"{name}: {', '.join(ops)}" for name, ops in sorted(by_provider.items()))

@@ -1,0 +1,192 @@
+"""What a request yields."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+logger = logging.getLogger(__name__)
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+@dataclass(slots=True)
+class Logprob:
+    """One token's log-probability at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 = likeliest of the vocabulary."""
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]
+"""Token id -> entry; the chosen (or prompt) token first, then by rank."""
+
+
+@dataclass
+class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
+    """Log-probabilities of many positions in six flat lists.
+
+    The number of Python objects does not grow with the length or with how many are asked for.
+    Reads like a list of :data:`PositionLogprobs` (None for a position without any); appending is
+    possible, changing and deleting are not.
+    """
+
+    start_indices: list[int] = field(default_factory=list)
+    end_indices: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int | None] = field(default_factory=list)
+    decoded_tokens: list[str | None] = field(default_factory=list)
+
+    def append(self, value: PositionLogprobs | None) -> None:
+        entries = value or {}
+        self.append_fast(
+            list(entries),
+            [e.logprob for e in entries.values()],
+            [e.rank for e in entries.values()],
+            [e.decoded_token for e in entries.values()],
+        )
+
+    def append_fast(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        ranks: Sequence[int | None],
+        decoded_tokens: Sequence[str | None],
+    ) -> None:
+        """Append one position without building its mapping."""
+        self.start_indices.append(len(self.token_ids))
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+        self.ranks.extend(ranks)
+        self.decoded_tokens.extend(decoded_tokens)
+        self.end_indices.append(len(self.token_ids))
+
+    def extend(self, values: Iterable[PositionLogprobs | None]) -> None:
+        for value in values:
+            self.append(value)
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatLogprobs: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | FlatLogprobs | None:
+        if isinstance(index, slice):
+            part = FlatLogprobs()
+            for position in range(*index.indices(len(self))):
+                part.append(self[position])
+            return part
+        start, end = self.start_indices[index], self.end_indices[index]
+        if start == end:
+            return None
+        return {
+            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            for i in range(start, end)
+        }
+
+    def __iter__(self) -> Iterator[PositionLogprobs | None]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (list, FlatLogprobs)):
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other))
+        return NotImplemented
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("FlatLogprobs can be appended to, not changed")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("FlatLogprobs can be appended to, not shortened")
+
+    def insert(self, index: int, value: PositionLogprobs | None) -> None:
+        raise TypeError("FlatLogprobs can be appended to, not inserted into")
+
+
+Logprobs = list["PositionLogprobs | None"] | FlatLogprobs
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened, in seconds: ``arrival_time`` on the wall clock, the rest monotonic."""
+
+    arrival_time: float = 0.0
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    """First scheduled."""
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    """None while it runs; else one of :data:`FINISH_REASONS`."""
+    stop_reason: int | str | None = None
+    """The stop string or token id that ended it; None for EOS and for other reasons."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What is known of a request at one moment, as far as its output kind asks."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: Logprobs | None = None
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+
+    def add(self, later: RequestOutput, aggregate: bool) -> None:
+        """Merge a later output of the same request.
+
+        Args:
+            aggregate: True for deltas: texts, ids and log-probabilities are appended; False
+                replaces each completion by its later state.
+        """
+        self.finished = later.finished
+        self.metrics = later.metrics or self.metrics
+        self.prompt_logprobs = later.prompt_logprobs or self.prompt_logprobs
+        known = {output.index: position for position, output in enumerate(self.outputs)}
+        for output in later.outputs:
+            if output.index not in known:
+                self.outputs.append(output)
+            elif aggregate:
+                _append_delta(self.outputs[known[output.index]], output)
+            else:
+                self.outputs[known[output.index]] = output
+
+
+def _append_delta(into: CompletionOutput, delta: CompletionOutput) -> None:
+    into.text += delta.text
+    into.token_ids = [*into.token_ids, *delta.token_ids]
+    if delta.logprobs is not None:
+        if into.logprobs is None:
+            into.logprobs = delta.logprobs
+        else:
+            into.logprobs.extend(delta.logprobs)
+    into.cumulative_logprob = delta.cumulative_logprob
+    into.finish_reason = delta.finish_reason
+    into.stop_reason = delta.stop_reason

@@ -1,0 +1,111 @@
+"""What a device is like: defaults and facts that are not the model's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Platform(Protocol):
+    """The object behind an entry point of ``headrace.platforms``."""
+
+    @property
+    def device(self) -> str:
+        """Torch's device type: ``cpu``, ``cuda``, ..."""
+        ...
+
+    @property
+    def attention_order(self) -> Sequence[str]:
+        """Attention backends, best first."""
+        ...
+
+    @property
+    def default_block_size(self) -> int: ...
+    @property
+    def default_max_num_seqs(self) -> int: ...
+    @property
+    def default_max_num_batched_tokens(self) -> int: ...
+
+    def dtype_for(self, checkpoint_dtype: str) -> str:
+        """What ``dtype="auto"`` means for weights of that dtype."""
+        ...
+
+    def available_memory(self) -> int:
+        """Bytes that could be allocated now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlatform:
+    """The host's processor."""
+
+    device: str = "cpu"
+    attention_order: Sequence[str] = ("paged", "sdpa")
+    default_block_size: int = 16
+    default_max_num_seqs: int = 128
+    default_max_num_batched_tokens: int = 2048
+
+    def dtype_for(self, checkpoint_dtype: str) -> str:
+        """As stored: float32 stays exact; 16-bit weights are multiplied with float32 sums."""
+        return checkpoint_dtype
+
+    def available_memory(self) -> int:
+        """Free memory, or what the container's limit leaves if that is less."""
+        return min(_free_physical(), _free_in_cgroup())
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlatform:
+    """NVIDIA GPUs through CUDA."""
+
+    device: str = "cuda"
+    attention_order: Sequence[str] = ("paged", "sdpa")
+    default_block_size: int = 16
+    default_max_num_seqs: int = 256
+    default_max_num_batched_tokens: int = 8192
+
+    def dtype_for(self, checkpoint_dtype: str) -> str:
+        """float32 checkpoints run in float16: tensor cores have no float32."""
+        return "float16" if checkpoint_dtype == "float32" else checkpoint_dtype
+
+    def available_memory(self) -> int:
+        import torch
+
+        free, _total = torch.cuda.mem_get_info()
+        return int(free)
+
+
+def detect() -> Platform:
+    """The platform of this machine: CUDA if torch sees a GPU, else the CPU."""
+    try:
+        import torch
+    except ImportError:
+        return CpuPlatform()
+    return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()
+
+
+def _free_physical() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_in_cgroup() -> int:
+    """What a container's memory limit leaves; unlimited if there is none."""
+    unlimited = 1 << 62
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        if limit == "max":
+            return unlimited
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            return max(0, int(limit) - int(file.read()))
+    except (OSError, ValueError):
+        return unlimited

@@ -1,0 +1,255 @@
+"""What a caller may ask of generation: :class:`SamplingParams`.
+
+The object is mutable because callers in training loops change it between calls; it is validated
+when made and again when a request is taken in (:meth:`SamplingParams.validate`).
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+
+logger = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy decoding."""
+LEAST_TEMPERATURE = 1e-2
+"""Non-greedy temperatures below this are raised to it: dividing by less overflows."""
+MAX_N = 16384
+
+
+class RequestOutputKind(enum.Enum):
+    """Which outputs a request yields while it runs."""
+
+    CUMULATIVE = 0
+    """Each output holds everything generated so far."""
+    DELTA = 1
+    """Each output holds what is new since the last."""
+    FINAL_ONLY = 2
+    """One output, at the end."""
+
+
+@dataclass
+class StructuredOutputsParams:
+    """A constraint on the output's form; exactly one of the six kinds.
+
+    Not served yet: a request that carries one is refused by name.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs: exactly one constraint must be given, not {given or 'none'}; "
+                f"they are {[f.name for f in fields(self)]}",
+                param="structured_outputs",
+            )
+
+
+@dataclass
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends.
+
+    Raises:
+        RequestError: naming the field, its value and the accepted range; on construction and from
+            :meth:`validate`.
+    """
+
+    n: int = 1
+    """Completions of the same prompt."""
+    presence_penalty: float = 0.0
+    """-2..2; subtracted from the logits of tokens that the output already holds."""
+    frequency_penalty: float = 0.0
+    """-2..2; the same, times how often."""
+    repetition_penalty: float = 1.0
+    """> 0; logits of tokens in prompt or output are divided (if positive) or multiplied by it."""
+    temperature: float = 1.0
+    """>= 0; below 1e-5 greedy."""
+    top_p: float = 1.0
+    """(0, 1]; keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = 0
+    """Keep this many; 0 or -1 = all."""
+    min_p: float = 0.0
+    """[0, 1]; drop tokens less likely than this times the likeliest."""
+    seed: int | None = None
+    """Makes the request's random choices its own, the same in any batch; -1 = none."""
+    stop: str | list[str] | None = None
+    """Texts that end the output."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output; they stay in it."""
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    """>= 1; None = until the context is full."""
+    min_tokens: int = 0
+    """EOS and stop tokens are impossible before this many tokens."""
+    logprobs: int | None = None
+    """Log-probabilities per output token: this many best, and the chosen one; -1 = all."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens. The prefix cache is not read then."""
+    flat_logprobs: bool = False
+    """Return them as :class:`~headrace_core.output.FlatLogprobs`."""
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last this many prompt tokens; -1 = the context's length."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    """Token id -> value added to its logit."""
+    allowed_token_ids: list[int] | None = None
+    """Only these may be chosen."""
+    bad_words: list[str] | None = None
+    """Texts whose last token is forbidden where it would complete them."""
+    extra_args: dict[str, Any] | None = None
+    """For plug-ins; nothing built in reads it."""
+    logits_processors: list[Callable[..., Any]] | None = None
+    """Refused: per-request processors are not served; see ``ModelConfig`` for batch ones."""
+    skip_clone: bool = False
+    """:meth:`clone` returns the object itself; for objects dedicated to one request."""
+
+    def __post_init__(self) -> None:
+        if self.seed == -1:
+            self.seed = None
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if 0 < self.temperature < LEAST_TEMPERATURE and not self.greedy:
+            logger.warning(
+                "temperature %g raised to %g: less overflows", self.temperature, LEAST_TEMPERATURE
+            )
+            self.temperature = LEAST_TEMPERATURE
+        self.validate()
+        if self.greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Like the constructor; None means the default, except for ``max_tokens``."""
+        return cls(**{k: v for k, v in values.items() if v is not None or k == "max_tokens"})
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    def all_stop_token_ids(self, eos_token_ids: Sequence[int]) -> frozenset[int]:
+        """The caller's stop ids, and the model's unless ``ignore_eos``."""
+        own = frozenset(self.stop_token_ids or ())
+        return own if self.ignore_eos else own | frozenset(eos_token_ids)
+
+    def clone(self) -> SamplingParams:
+        """A deep copy, or the object itself if ``skip_clone``."""
+        return self if self.skip_clone else copy.deepcopy(self)
+
+    def update_from_generation_config(self, generation_config: Mapping[str, Any]) -> None:
+        """Add the model's further end tokens (``eos_token_id`` lists) to the stop ids."""
+        eos = generation_config.get("eos_token_id")
+        if self.ignore_eos or not isinstance(eos, list):
+            return
+        self.stop_token_ids = sorted({*(self.stop_token_ids or ()), *eos})
+
+    def validate(self) -> None:
+        """Check every field and every pair that must agree."""
+        self._check_ranges()
+        self._check_pairs()
+        if self.structured_outputs is not None:
+            raise UnsupportedFeature(
+                "structured_outputs: constrained decoding is not served by this version",
+                param="structured_outputs",
+            )
+        if self.logits_processors:
+            raise UnsupportedFeature(
+                "logits_processors: per-request callables are not served; they cannot be batched",
+                param="logits_processors",
+            )
+
+    def _check_ranges(self) -> None:
+        _whole("n", self.n, 1, MAX_N)
+        _real("presence_penalty", self.presence_penalty, -2, 2)
+        _real("frequency_penalty", self.frequency_penalty, -2, 2)
+        _real("repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True)
+        _real("temperature", self.temperature, 0, math.inf)
+        _real("top_p", self.top_p, 0, 1, open_low=True)
+        _whole("top_k", self.top_k, -1, None)
+        _real("min_p", self.min_p, 0, 1)
+        _whole("max_tokens", self.max_tokens, 1, None, optional=True)
+        _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _whole("logprobs", self.logprobs, -1, None, optional=True)
+        _whole("prompt_logprobs", self.prompt_logprobs, -1, None, optional=True)
+        _whole("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        truncate = self.truncate_prompt_tokens
+        _whole("truncate_prompt_tokens", truncate, -1, None, optional=True)
+        if truncate == 0:
+            _fail("truncate_prompt_tokens", truncate, "-1, at least 1, or None")
+        for token in self.stop_token_ids or ():
+            _whole("stop_token_ids", token, 0, None)
+        for token in self.allowed_token_ids or ():
+            _whole("allowed_token_ids", token, 0, None)
+        for token, bias in (self.logit_bias or {}).items():
+            _whole("logit_bias", token, 0, None)
+            _real("logit_bias", bias, -math.inf, math.inf)
+
+    def _check_pairs(self) -> None:
+        if self.n > 1 and self.greedy:
+            _fail("n", self.n, "1 while temperature is 0 (all completions would be equal)")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                _fail("stop", text, "a non-empty string")
+        if self.stop_strings and not self.detokenize:
+            _fail("stop", self.stop, "absent while detokenize is off: there is no text to search")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _fail("allowed_token_ids", self.allowed_token_ids, "a non-empty list")
+        for word in self.bad_words or ():
+            if not isinstance(word, str) or not word:
+                _fail("bad_words", word, "a non-empty string")
+
+
+@dataclass
+class BeamSearchParams:
+    """Beam search; not served yet (``LLM.beam_search`` refuses by name)."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+
+def _fail(name: str, value: object, accepted: str) -> None:
+    raise RequestError(f"{name} = {value!r}: must be {accepted}", param=name, value=value)
+
+
+def _whole(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    accepted = f"an integer of at least {low}" if high is None else f"an integer in {low}..{high}"
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not (whole and low <= value <= (value if high is None else high)):  # type: ignore[operator]
+        _fail(name, value, accepted)
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    accepted = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    inside = real and math.isfinite(value) and low <= value <= high  # type: ignore[arg-type,operator]
+    if not inside or (open_low and value == low):
+        _fail(name, value, accepted)

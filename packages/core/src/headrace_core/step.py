@@ -1,0 +1,86 @@
+"""What passes between scheduler and worker: a step's schedule and its result, both plain data.
+
+The schedule is ``{request: number of tokens}``. There are no phases: chunked prefill, prefix hits
+and resumed requests are all "these tokens next". The worker keeps a request's tokens from the step
+that introduces it until the step that says it is gone, and appends what it samples itself, so
+that a step can be scheduled before the previous step's tokens are known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from headrace_core.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """A request that the worker does not hold: just arrived, or resumed after preemption."""
+
+    request_id: str
+    token_ids: list[int]
+    """Prompt, then what was generated before a preemption."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    """For ``min_tokens``."""
+    bad_words_token_ids: list[list[int]]
+    block_ids: tuple[list[int], ...]
+    """By cache group; whole table."""
+    num_computed_tokens: int
+    """Already in the cache."""
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One step's work."""
+
+    step_id: int
+    num_scheduled_tokens: dict[str, int]
+    """By request id, in batch order. Every value is at least 1."""
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+    """For requests that the worker holds: blocks to append to their tables, by cache group."""
+    gone_request_ids: list[str] = field(default_factory=list)
+    """Finished, aborted or preempted since the last step: forget them, before anything else."""
+    connector_metadata: dict[str, Any] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens.values())
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities (or logits, by mode) of one position."""
+
+    token_ids: list[int]
+    """The chosen (or prompt) token first, then the best by rank; the chosen may be there twice
+    only if it is asked for once: duplicates are removed by the worker."""
+    logprobs: list[float]
+    ranks: list[int]
+    """1-based, over the vocabulary."""
+
+
+@dataclass(slots=True)
+class RequestStepResult:
+    """One request's result of one step."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """Sampled tokens; empty while the prompt is not yet complete."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One per sampled token, if the request asked."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """For the prompt tokens *after* each computed position of this step, if asked."""
+    error: str | None = None
+    """This request failed in this step (others did not); it will be ended with reason error."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a worker returns for a step."""
+
+    step_id: int
+    requests: dict[str, RequestStepResult]
+    """By request id, for every request of the step."""
+    forward_seconds: float = 0.0
