@@ -128,14 +128,14 @@ class SamplingParams:
             self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        if 0 < self.temperature < LEAST_TEMPERATURE and not self.greedy:
+        self.validate()
+        if self.greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        elif self.temperature < LEAST_TEMPERATURE:
             logger.warning(
                 "temperature %g raised to %g: less overflows", self.temperature, LEAST_TEMPERATURE
             )
             self.temperature = LEAST_TEMPERATURE
-        self.validate()
-        if self.greedy:
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 
     @classmethod
     def from_optional(cls, **values: Any) -> SamplingParams:

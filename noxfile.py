@@ -1,0 +1,192 @@
+"""Every task of the repository: ``nox`` runs what CI runs, ``nox -l`` lists, ``nox -s NAME`` picks.
+
+Each session makes its own virtual environment. torch is installed first and at one version, from
+wherever pip finds a CPU build; whatever asks for a range afterwards is then already satisfied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+TORCH = os.environ.get("HEADRACE_TORCH", "torch==2.13.0")
+PACKAGES = (
+    "core", "kernels", "attention", "quant", "models", "distributed", "multimodal", "engine",
+    "server", "demo", "headrace",
+)  # fmt: skip
+LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
+"""Packages that know core and nothing else of headrace."""
+WITHOUT_TORCH = ("server", "demo", "multimodal")
+
+nox.options.sessions = [
+    "lint", "imports", "types", "tests", "everything", "integration", "oldest", "wheels", "docs",
+]  # fmt: skip
+nox.options.reuse_existing_virtualenvs = True
+nox.options.default_venv_backend = "venv"
+
+
+def _install_torch(session: nox.Session) -> None:
+    session.install("--quiet", TORCH)
+
+
+def _path(package: str, extra: str = "") -> str:
+    return f"./packages/{package}{f'[{extra}]' if extra else ''}"
+
+
+def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None:
+    """Install packages from the tree, core first, nothing of headrace from an index."""
+    words = ["-e", _path("core", "testing" if extra else "")]
+    for package in packages:
+        if package != "core":
+            words += ["-e", _path(package, extra)]
+    session.install("--quiet", *words)
+
+
+def _everything(session: nox.Session) -> None:
+    _install_torch(session)
+    _editable(session, *LIBRARIES)
+    session.install("--quiet", "-e", _path("headrace", "test"))
+
+
+def _pytest(session: nox.Session, *words: str) -> None:
+    """Run pytest with one thread per process, so that two cores run two test processes at most."""
+    session.run("pytest", *words, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def serve(session: nox.Session) -> None:
+    """Set everything up and serve the demo model: ``nox -s serve -- --port 8000``."""
+    _install_torch(session)
+    _editable(session, *LIBRARIES, extra="")
+    session.install("--quiet", "-e", _path("headrace"))
+    session.run("headrace", "serve", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", LIBRARIES, ids=LIBRARIES)
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests, with core and itself only."""
+    if package not in WITHOUT_TORCH:
+        _install_torch(session)
+    if package == "core":
+        _editable(session)
+    else:
+        core = "" if package in WITHOUT_TORCH else "testing"
+        session.install("--quiet", "-e", _path("core", core), "-e", _path(package, "test"))
+    _pytest(session, f"packages/{package}/tests")
+
+
+@nox.session
+def everything(session: nox.Session) -> None:
+    """The meta-package's tests, with all packages together."""
+    _everything(session)
+    _pytest(session, "packages/headrace/tests")
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Real models, real clients, real processes, real sockets."""
+    _everything(session)
+    _pytest(session, "tests-integration")
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The lowest versions that the packages declare (torch apart: its CPU build is given)."""
+    _install_torch(session)
+    pins = _lowest_versions()
+    constraints = Path(session.create_tmp()) / "oldest.txt"
+    constraints.write_text("\n".join(pins) + "\n")
+    session.log("lowest versions: %s", ", ".join(pins))
+    words = [word for p in LIBRARIES if p != "core" for word in ("-e", _path(p))]
+    session.install("--quiet", "-c", str(constraints), "-e", _path("core"), *words, "-e",
+                    _path("headrace"))  # fmt: skip
+    session.install("--quiet", "pytest>=8", "pytest-asyncio", "pytest-timeout", "hypothesis", "numpy",
+                    "httpx2", "openai")  # fmt: skip
+    _pytest(session, "packages/core/tests", "packages/engine/tests/scheduling",
+            "packages/engine/tests/kv", "packages/engine/tests/intake", "packages/server/tests",
+            "packages/quant/tests", "packages/attention/tests", "-q")  # fmt: skip
+    session.run("headrace", "generate", "--prompt", "Hello", "--max-tokens", "4", silent=True)
+
+
+def _lowest_versions() -> list[str]:
+    """``name==lower bound`` of every run-time dependency outside headrace; the highest bound wins."""
+    lowest: dict[str, str] = {}
+    for package in PACKAGES:
+        project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())[
+            "project"
+        ]
+        for requirement in project.get("dependencies", []):
+            match = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*>=\s*([\w.]+)", requirement)
+            if match is None or match.group(1) == "torch" or match.group(1).startswith("headrace"):
+                continue
+            name, bound = match.groups()
+            if name not in lowest or _key(bound) > _key(lowest[name]):
+                lowest[name] = bound
+    return [f"{name}=={bound}" for name, bound in sorted(lowest.items())]
+
+
+def _key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and format."""
+    session.install("--quiet", "ruff==0.17.6")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", "--quiet", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy, strict, on every package's source."""
+    _everything(session)
+    session.install("--quiet", "mypy==2.4.1", "types-PyYAML", "types-tqdm")
+    paths = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
+    session.run("mypy", *paths, env={"MYPYPATH": os.pathsep.join(paths)})
+
+
+@nox.session
+def imports(session: nox.Session) -> None:
+    """import-linter: the dependency rule, and who imports no torch."""
+    session.install("--quiet", "import-linter==2.16")
+    paths = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
+    session.run("lint-imports", "--no-cache", env={"PYTHONPATH": os.pathsep.join(paths)})
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel; install and use three sets of them in fresh environments."""
+    session.install("--quiet", "build")
+    out = Path(session.create_tmp()) / "dist"
+    for old in out.glob("*.whl"):
+        old.unlink()
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "--wheel", "--outdir", str(out),
+                    str(ROOT / "packages" / package), silent=True)  # fmt: skip
+    session.run("python", str(ROOT / "tools" / "smoke_wheels.py"), str(out), TORCH)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a broken link or an unresolved reference is an error."""
+    session.install("--quiet", "mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
+    session.run("mkdocs", "build", "--strict", "--quiet")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
+    _everything(session)
+    session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+if __name__ == "__main__":
+    sys.exit("run it with nox: pip install nox && nox -l")

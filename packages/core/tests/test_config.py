@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from headrace_core.config import (
+    AttentionConfig,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    resolve,
+)  # fmt: skip
+from headrace_core.errors import ConfigError
+from headrace_core.model import ModelInfo
+from headrace_core.platform import CpuPlatform
+
+INFO = ModelInfo(
+    name="m", path=Path("/m"), architecture="LlamaForCausalLM", config={}, generation_config={},
+    dtype="bfloat16", max_model_len=1000, vocab_size=10, eos_token_ids=(1,),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: CacheConfig(block_size=24), "cache.block_size"),
+        (lambda: CacheConfig(gpu_memory_utilization=0), "cache.gpu_memory_utilization"),
+        (lambda: CacheConfig(gpu_memory_utilization=1.1), "cache.gpu_memory_utilization"),
+        (lambda: CacheConfig(kv_cache_dtype="fp8"), "cache.kv_cache_dtype"),
+        (lambda: CacheConfig(num_gpu_blocks_override=0), "cache.num_gpu_blocks_override"),
+        (lambda: SchedulerConfig(max_num_seqs=0), "scheduler.max_num_seqs"),
+        (lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),
+         "scheduler.max_num_batched_tokens"),
+        (lambda: SchedulerConfig(max_long_partial_prefills=2), "scheduler.max_long_partial_prefills"),
+        (lambda: SchedulerConfig(max_num_partial_prefills=2, enable_chunked_prefill=False),
+         "scheduler.max_num_partial_prefills"),
+        (lambda: SchedulerConfig(policy="lifo"), "scheduler.policy"),
+        (lambda: SchedulerConfig(stream_interval=0), "scheduler.stream_interval"),
+        (lambda: ModelConfig(dtype="int8"), "model.dtype"),
+        (lambda: ModelConfig(max_model_len=0), "model.max_model_len"),
+        (lambda: ModelConfig(max_logprobs=-2), "model.max_logprobs"),
+        (lambda: ParallelConfig(tensor_parallel_size=2), "parallel.tensor_parallel_size"),
+        (lambda: DeviceConfig(num_threads=-1), "device.num_threads"),
+        (lambda: LoadConfig(safetensors_load_strategy="fast"), "load.safetensors_load_strategy"),
+        (lambda: ObservabilityConfig(log_stats_interval=0), "observability.log_stats_interval"),
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_by_field(make, field):
+    with pytest.raises(ConfigError, match=field) as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_every_option_has_help():
+    for config in (AttentionConfig, CacheConfig, DeviceConfig, LoadConfig, ModelConfig,
+                   ObservabilityConfig, ParallelConfig, SchedulerConfig):  # fmt: skip
+        for field in dataclasses.fields(config):
+            assert len(field.metadata["help"]) > 10, (config, field.name)
+
+
+def test_dtype_aliases():
+    assert ModelConfig(dtype="half").dtype == "float16"
+    assert ModelConfig(dtype="bf16").dtype == "bfloat16"
+
+
+@pytest.mark.spec("CFG-SCHED")
+def test_resolve_fills_in_and_logs(caplog):
+    caplog.set_level("INFO")
+    resolved = resolve(EngineConfig(), INFO, CpuPlatform())
+    assert resolved.scheduler.max_num_seqs == 128
+    assert resolved.scheduler.max_num_batched_tokens == 2048
+    assert resolved.scheduler.async_scheduling is True
+    assert resolved.cache.block_size == 16
+    assert resolved.model.dtype == "bfloat16"
+    assert resolved.model.max_model_len == 1000
+    assert resolved.model.served_model_name == ("m",)
+    assert "max_num_seqs: auto -> 128" in caplog.text
+
+
+@pytest.mark.spec("SCHED-CONFIG")
+def test_without_chunked_prefill_a_step_must_hold_the_longest_prompt():
+    off = SchedulerConfig(enable_chunked_prefill=False)
+    assert resolve(
+        EngineConfig(scheduler=off), INFO, CpuPlatform()
+    ).scheduler.max_num_batched_tokens
+    small = dataclasses.replace(off, max_num_batched_tokens=999, max_num_seqs=4)
+    with pytest.raises(ConfigError, match="max_model_len = 1000"):
+        resolve(EngineConfig(scheduler=small), INFO, CpuPlatform())
+
+
+@pytest.mark.spec("SCHED-CONFIG")
+def test_long_prefill_threshold_defaults_to_four_percent():
+    several = SchedulerConfig(max_num_partial_prefills=2)
+    resolved = resolve(EngineConfig(scheduler=several), INFO, CpuPlatform())
+    assert resolved.scheduler.long_prefill_token_threshold == 40
+
+
+def test_few_batched_tokens_bound_the_default_number_of_requests():
+    few = SchedulerConfig(max_num_batched_tokens=32)
+    assert resolve(EngineConfig(scheduler=few), INFO, CpuPlatform()).scheduler.max_num_seqs == 32
+
+
+def test_survives_the_process_border():
+    config = EngineConfig(model=ModelConfig(hf_overrides={"a": {"b": 1}}, served_model_name=("x",)))
+    encoded = msgspec.json.encode(config)
+    assert msgspec.json.decode(encoded, type=EngineConfig) == config
+
+
+def test_cpu_memory_is_positive():
+    assert CpuPlatform().available_memory() > 1 << 20

@@ -1,0 +1,315 @@
+"""Flags made from the configuration classes, and the forms in which they may be typed.
+
+- dashes and underscores are the same;
+- booleans have a ``--no-`` form;
+- JSON flags may be given whole or in parts: ``--hf-overrides.a.b 3``, ``--x.list+ v``;
+- sizes may be human: ``1k`` is 1000, ``1K`` is 1024, fractions only with the decimal letters;
+- ``--config FILE.yaml`` holds long flag names; the command line wins over it;
+- ``--help=all``, ``--help=<group>``, ``--help=<flag>`` show parts of the help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Union
+
+_DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def human_int(text: str) -> int:
+    """``"4096"``, ``"1k"`` (1000), ``"1K"`` (1024), ``"25.6k"`` (25600).
+
+    Raises:
+        argparse.ArgumentTypeError: anything else, also fractions of binary sizes.
+    """
+    match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT]?)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4k (4000) or 4K (4096)")
+    number, letter = match.groups()
+    if "." in number and letter not in _DECIMAL:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: fractions need a decimal letter (k, m, g, t), not {letter or 'none'!r}"
+        )
+    try:
+        value = Decimal(number) * (_DECIMAL.get(letter) or _BINARY.get(letter) or 1)
+    except InvalidOperation as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size") from error
+    if value != value.to_integral_value():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(value)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        argparse.ArgumentTypeError: not JSON, or not an object; says where.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+class _HelpPart(argparse.Action):
+    """``--help`` and ``--help=<word>``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert isinstance(parser, Parser)
+        parser.print_part(values)
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reads all the forms of this module's docstring."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._json_flags: dict[str, str] = {}
+        self._groups_by_name: dict[str, argparse._ArgumentGroup] = {}
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(add_help=False, allow_abbrev=False, **kwargs)
+        self.add_argument(
+            "-h", "--help", nargs="?", action=_HelpPart, metavar="WORD",
+            help="Show this help; =all, =<group> or =<flag> shows more.",
+        )  # fmt: skip
+
+    def add_config(self, config: type, title: str) -> None:
+        """Add a flag for every option of a configuration class, in a group named ``title``."""
+        group = self.add_argument_group(title, (config.__doc__ or "").strip().split("\n")[0])
+        self._groups_by_name[title.lower()] = group
+        hints = typing.get_type_hints(config)
+        for option in options_of(config):
+            self._add_option(group, option, hints[option.name])
+
+    def _add_option(
+        self, group: argparse._ArgumentGroup, option: dataclasses.Field[Any], hint: Any
+    ) -> None:
+        name = flag_name(option)
+        text = option.metadata["help"]
+        if option.metadata["cost"]:
+            text += f" Costs: {option.metadata['cost']}."
+        kwargs: dict[str, Any] = {"dest": name, "default": default_of(option)}
+        kwargs["help"] = (text + f" (default: {kwargs['default']!r})").replace("%", "%%")
+        kind = _plain(hint)
+        if kind is bool:
+            kwargs["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is Literal:
+            kwargs["choices"] = typing.get_args(kind)
+        elif _is_mapping(kind):
+            kwargs |= {"type": json_object, "metavar": "JSON"}
+            self._json_flags["--" + name.replace("_", "-")] = name
+        elif typing.get_origin(kind) in (tuple, list):
+            kwargs |= {"nargs": "+", "type": typing.get_args(kind)[0]}
+        elif kind is int and option.metadata["human_int"]:
+            kwargs |= {"type": human_int, "metavar": "SIZE"}
+        else:
+            kwargs["type"] = kind
+        group.add_argument("--" + name.replace("_", "-"), **kwargs)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            words = self._with_config_file([_dashed(word) for word in words])
+            words = list(_joined_json(words, self._json_flags))
+        except (OSError, ValueError) as error:
+            self.error(str(error))
+        return super().parse_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2; an unknown flag gets the nearest known ones."""
+        match = re.search(r"unrecognized arguments: (--[\w.-]+)", message)
+        if match:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(match.group(1), known, n=3)
+            message += f". Did you mean {' or '.join(near)}?" if near else ""
+        super().error(message)
+
+    def _with_config_file(self, words: list[str]) -> list[str]:
+        """Put the file's flags before the command line's, which then win."""
+        for index, word in enumerate(words):
+            if word == "--config" and index + 1 < len(words):
+                name, rest = words[index + 1], words[:index] + words[index + 2 :]
+                break
+            if word.startswith("--config="):
+                name, rest = word.split("=", 1)[1], words[:index] + words[index + 1 :]
+                break
+        else:
+            return words
+        has_positional = bool(rest) and not rest[0].startswith("-")
+        from_file = _flags_of_file(Path(name), skip_model=has_positional)
+        return [*rest[:1], *from_file, *rest[1:]] if has_positional else [*from_file, *rest]
+
+    def print_part(self, word: str | None) -> None:
+        """Print short help (None), ``all``, one group, or the flags that contain ``word``."""
+        if word is None:
+            self._print_short()
+        elif word.lower() == "all":
+            self.print_help()
+        elif word.lower() in self._groups_by_name:
+            self._print_groups([self._groups_by_name[word.lower()]])
+        else:
+            self._print_matching(word)
+
+    def _print_short(self) -> None:
+        own = [group for group in self._action_groups if group not in self._groups_by_name.values()]
+        formatter = self._get_formatter()
+        formatter.add_usage("%(prog)s [flags]", [], [])
+        formatter.add_text(self.description)
+        print(formatter.format_help())
+        self._print_groups(own)
+        if self._groups_by_name:
+            names = ", ".join(self._groups_by_name)
+            print(
+                f"More flags: --help=all, --help=<flag>, or --help=<group> with a group of: {names}"
+            )
+        if self.epilog:
+            print(self.epilog)
+
+    def _print_groups(self, groups: Sequence[argparse._ArgumentGroup]) -> None:
+        formatter = self._get_formatter()
+        for group in groups:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        print(formatter.format_help())
+
+    def _print_matching(self, word: str) -> None:
+        wanted = word.lower().lstrip("-").replace("_", "-")
+        found = [a for a in self._actions if any(wanted in f for f in a.option_strings)]
+        if not found:
+            groups = ", ".join(self._groups_by_name)
+            self.error(
+                f"--help={word}: no flag contains {word!r}, and no group is named so ({groups})"
+            )
+        formatter = self._get_formatter()
+        formatter.add_arguments(found)
+        print(formatter.format_help())
+
+
+def options_of(config: type) -> Iterator[dataclasses.Field[Any]]:
+    """The fields of a configuration class that were made with ``option``."""
+    for field in dataclasses.fields(config):
+        if "help" in field.metadata:
+            yield field
+
+
+def flag_name(option: dataclasses.Field[Any]) -> str:
+    """The flag's name with underscores."""
+    return str(option.metadata["flag"] or option.name)
+
+
+def default_of(option: dataclasses.Field[Any]) -> Any:
+    """The option's default value."""
+    if option.default_factory is not dataclasses.MISSING:
+        return option.default_factory()
+    return option.default
+
+
+def _plain(hint: Any) -> Any:
+    """``X | None`` -> X."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+        return rest[0] if len(rest) == 1 else str
+    return hint
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = typing.get_origin(kind)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _dashed(word: str) -> str:
+    """``--max_num_seqs=3`` -> ``--max-num-seqs=3``; keys after a dot and values are left alone."""
+    match = re.match(r"--[A-Za-z0-9_-]+", word)
+    if match is None:
+        return word
+    return match.group().replace("_", "-") + word[match.end() :]
+
+
+def _joined_json(words: Sequence[str], json_flags: Mapping[str, str]) -> Iterator[str]:
+    """Collect ``--x.a 1 --x.b.c 2 --x.l+ v`` into one ``--x={...}``, after everything else."""
+    collected: dict[str, dict[str, Any]] = {}
+    pending = iter(words)
+    for word in pending:
+        match = re.match(r"(--[A-Za-z0-9-]+)\.([\w.-]+?)(\+?)(?:=(.*))?$", word, re.DOTALL)
+        if match is None or match.group(1) not in json_flags:
+            yield word
+            continue
+        flag, path, plus, text = match.groups()
+        if text is None:
+            text = next(pending, None)
+            if text is None:
+                raise ValueError(f"{word}: a value is missing")
+        _store(collected.setdefault(flag, {}), path.split("."), text, append=bool(plus))
+    for flag, value in collected.items():
+        yield f"{flag}={json.dumps(value)}"
+
+
+def _store(target: dict[str, Any], path: Sequence[str], text: str, *, append: bool) -> None:
+    for key in path[:-1]:
+        target = target.setdefault(key, {})
+    if append:
+        target.setdefault(path[-1], []).extend(_scalar(part) for part in text.split(","))
+    else:
+        target[path[-1]] = _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _flags_of_file(path: Path, *, skip_model: bool) -> list[str]:
+    """The command-line words that a YAML file stands for.
+
+    Raises:
+        ValueError: not a .yaml or .yml file, or not a mapping of flag names.
+        OSError: it cannot be read.
+    """
+    import yaml
+
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"--config {path}: must be a .yaml or .yml file")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: must hold a mapping of flag names to values")
+    words: list[str] = []
+    for key, value in content.items():
+        flag = "--" + str(key).replace("_", "-")
+        if skip_model and flag == "--model":
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            words.append(f"{flag}={json.dumps(value)}")
+        elif value is not None:
+            words.append(f"{flag}={value}")
+    return words

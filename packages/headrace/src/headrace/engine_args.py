@@ -1,0 +1,111 @@
+"""All engine settings as one flat list of keywords or flags: :class:`EngineArgs`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.cli.arguments import Parser, default_of, flag_name, options_of
+from headrace_core.config import EngineConfig
+from headrace_core.errors import ConfigError
+
+SECTIONS: Mapping[str, str] = {
+    "model": "ModelConfig",
+    "cache": "CacheConfig",
+    "scheduler": "SchedulerConfig",
+    "parallel": "ParallelConfig",
+    "device": "DeviceConfig",
+    "load": "LoadConfig",
+    "attention": "AttentionConfig",
+    "observability": "ObservabilityConfig",
+}
+"""Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
+
+
+def _section_classes() -> Iterator[tuple[str, type]]:
+    for option in dataclasses.fields(EngineConfig):
+        if option.name in SECTIONS:
+            assert isinstance(option.default_factory, type)
+            yield option.name, option.default_factory
+
+
+def _table() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
+    """Flat name -> (section, field)."""
+    table: dict[str, tuple[str | None, dataclasses.Field[Any]]] = {}
+    for section, config in _section_classes():
+        for option in options_of(config):
+            name = flag_name(option)
+            assert name not in table, f"flag {name} is claimed twice"
+            table[name] = (section, option)
+    for option in options_of(EngineConfig):
+        table[flag_name(option)] = (None, option)
+    return table
+
+
+ENGINE_OPTIONS = _table()
+
+
+class EngineArgs:
+    """Engine settings by their flags' names: ``EngineArgs(model="...", max_num_seqs=8)``.
+
+    Raises:
+        TypeError: an unknown keyword; names the nearest known ones.
+        ConfigError: from :meth:`create_engine_config`, a value is out of range.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        for name in settings:
+            if name not in ENGINE_OPTIONS:
+                near = difflib.get_close_matches(name, ENGINE_OPTIONS, n=3)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise TypeError(f"unknown engine argument {name!r}{hint}")
+        self.settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in ENGINE_OPTIONS:
+            raise AttributeError(name)
+        if name in self.settings:
+            return self.settings[name]
+        return default_of(ENGINE_OPTIONS[name][1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineArgs) and self.as_dict() == other.as_dict()
+
+    def __repr__(self) -> str:
+        return f"EngineArgs({', '.join(f'{k}={v!r}' for k, v in self.settings.items())})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every setting by name, defaults included."""
+        return {name: getattr(self, name) for name in ENGINE_OPTIONS}
+
+    @staticmethod
+    def add_cli_args(parser: Parser) -> Parser:
+        """Add a flag for every engine setting, in groups named after the configuration classes."""
+        for section, config in _section_classes():
+            parser.add_config(config, SECTIONS[section])
+        parser.add_config(EngineConfig, "EngineConfig")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        """Take the engine's flags out of a parsed command line."""
+        given = {name: getattr(namespace, name) for name in ENGINE_OPTIONS}
+        return cls(**{n: v for n, v in given.items() if v != default_of(ENGINE_OPTIONS[n][1])})
+
+    def create_engine_config(self) -> EngineConfig:
+        """The configuration objects; ``auto`` values are still to be resolved."""
+        parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+        root: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            section, option = ENGINE_OPTIONS[name]
+            if isinstance(value, list):
+                value = tuple(value)
+            (root if section is None else parts[section])[option.name] = value
+        classes = dict(_section_classes())
+        try:
+            return EngineConfig(**{s: classes[s](**kw) for s, kw in parts.items()}, **root)
+        except TypeError as error:
+            raise ConfigError(f"engine arguments: {error}") from error

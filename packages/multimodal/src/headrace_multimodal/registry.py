@@ -1,0 +1,34 @@
+"""Which processor prepares media for which architecture: entry points, nothing else."""
+
+from __future__ import annotations
+
+from headrace_core import plugins
+from headrace_core.errors import PluginNotFound, UnsupportedFeature
+from headrace_core.modality import MediaProcessor
+
+GROUP = "headrace.multimodal_processors"
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Architectures for which a processor is installed."""
+    return tuple(plugins.installed(GROUP))
+
+
+def processor_for(architecture: str) -> MediaProcessor:
+    """The processor of an architecture.
+
+    Raises:
+        UnsupportedFeature: none is installed; the message lists those that are.
+        PluginLoadError: it is installed and fails to import.
+    """
+    try:
+        factory = plugins.load(GROUP, architecture)
+    except PluginNotFound as error:
+        names = ", ".join(supported_architectures()) or "none"
+        raise UnsupportedFeature(
+            f"model architecture {architecture!r} takes no images, audio or video: no media "
+            f"processor is installed for it (installed: {names})",
+            param="messages",
+        ) from error
+    processor: MediaProcessor = factory()
+    return processor
