@@ -109,3 +109,7 @@ class EngineArgs:
             return EngineConfig(**{s: classes[s](**kw) for s, kw in parts.items()}, **root)
         except TypeError as error:
             raise ConfigError(f"engine arguments: {error}") from error
+
+
+AsyncEngineArgs = EngineArgs
+"""The same: nothing is different for a streaming engine."""

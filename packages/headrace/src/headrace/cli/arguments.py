@@ -80,6 +80,21 @@ class _HelpPart(argparse.Action):
         parser.exit()
 
 
+class _Collect(argparse.Action):
+    """``--x a b --x c`` -> [a, b, c]; the first use replaces the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        known = getattr(namespace, self.dest)
+        before = known if isinstance(known, list) else []
+        setattr(namespace, self.dest, [*before, *values])
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reads all the forms of this module's docstring."""
 
@@ -119,7 +134,7 @@ class Parser(argparse.ArgumentParser):
             kwargs |= {"type": json_object, "metavar": "JSON"}
             self._json_flags["--" + name.replace("_", "-")] = name
         elif typing.get_origin(kind) in (tuple, list):
-            kwargs |= {"nargs": "+", "type": typing.get_args(kind)[0]}
+            kwargs |= {"nargs": "+", "type": typing.get_args(kind)[0], "action": _Collect}
         elif kind is int and option.metadata["human_int"]:
             kwargs |= {"type": human_int, "metavar": "SIZE"}
         else:

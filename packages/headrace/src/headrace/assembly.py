@@ -1,0 +1,335 @@
+"""Composition: the only module that knows all packages.
+
+From a configuration: resolve the checkpoint, choose platform, kernels, quantization and attention, and
+hand the executor a function that builds the worker. :func:`build_core` does this in whichever process
+the engine's core lives in; :func:`connect` makes the client that a server or ``LLM`` talks to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace import demo
+from headrace_core import plugins
+from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
+from headrace_core.config import EngineConfig, resolve
+from headrace_core.engine import ServedModel
+from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.model import BuildContext, CausalLM, ModelInfo
+from headrace_core.ops import KernelNeed, OpTable, bind_ops
+from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
+
+if TYPE_CHECKING:
+    from headrace_core.text import Tokenizer, TokenizerFactory
+    from headrace_engine.clients.base import CoreClient
+    from headrace_engine.core import EngineCore
+    from headrace_engine.engine import Engine
+    from headrace_engine.intake.intake import Intake
+    from headrace_engine.startup import StartupTimeline
+
+logger = logging.getLogger(__name__)
+
+CORE_FACTORY = "headrace.assembly:build_core"
+"""How another process finds :func:`build_core`."""
+
+SAMPLING_DEFAULTS: Mapping[str, str] = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Key of a generation config -> field of ``SamplingParams``."""
+
+
+class Resolved(NamedTuple):
+    """A configuration with nothing left to choose, and the checkpoint it is for."""
+
+    config: EngineConfig
+    info: ModelInfo
+    platform: Platform
+
+
+def resolve_engine(config: EngineConfig) -> Resolved:
+    """Find the checkpoint and fill in every ``auto``. Reads no weights.
+
+    Raises:
+        ConfigError, UnsupportedModel: a setting and the model do not fit.
+        MissingDependency: a package of headrace that this needs is not installed.
+    """
+    try:
+        from headrace_models.resolve import resolve as resolve_model
+    except ImportError as error:
+        raise _missing(error) from error
+    if config.model.model is None:
+        names = config.model.served_model_name or (demo.NAME,)
+        model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
+        config = dataclasses.replace(config, model=model)
+    platform = choose_platform(config.device.device)
+    info = resolve_model(config.model, config.load, platform)
+    return Resolved(resolve(config, info, platform), info, platform)
+
+
+def choose_platform(device: str) -> Platform:
+    """The platform of a device's name.
+
+    Raises:
+        ConfigError: no such device is known; lists what is.
+    """
+    built_in: Mapping[str, Callable[[], Platform]] = {
+        "auto": detect,
+        "cpu": CpuPlatform,
+        "cuda": CudaPlatform,
+    }
+    if device in built_in:
+        return built_in[device]()
+    others = plugins.installed("headrace.platforms")
+    if device not in others:
+        raise ConfigError(
+            f"device.device = {device!r}: must be one of {[*built_in, *others]}",
+            field="device.device",
+        )
+    platform: Platform = others[device].load()()
+    return platform
+
+
+class FrontEnd(NamedTuple):
+    """What an engine is made of on the side that has the text."""
+
+    client: CoreClient
+    """Not yet started: whoever takes it starts it."""
+    intake: Intake
+    config: EngineConfig
+    info: ModelInfo
+
+
+class TemplateSettings(NamedTuple):
+    """How chats are rendered."""
+
+    chat_template: str | None = None
+    content_format: str = "auto"
+    trust_request_chat_template: bool = False
+
+
+def connect(config: EngineConfig, templates: TemplateSettings | None = None) -> Engine:
+    """Start an engine and return the client that a server talks to.
+
+    Raises:
+        HeadraceError: whatever kept it from starting.
+    """
+    front = front_end(config, templates)
+    from headrace_engine.engine import Engine
+
+    return Engine(front.client, front.intake, front.config)
+
+
+def front_end(config: EngineConfig, templates: TemplateSettings | None = None) -> FrontEnd:
+    """Resolve the checkpoint, read its tokenizer, and prepare a client of a core yet to be built."""
+    try:
+        from headrace_engine.intake.intake import Intake
+        from headrace_engine.startup import StartupTimeline
+    except ImportError as error:
+        raise _missing(error) from error
+    templates = templates or TemplateSettings()
+    timeline = StartupTimeline()
+    with timeline.phase("resolve model"):
+        resolved = resolve_engine(config)
+    with timeline.phase("read tokenizer"):
+        tokenizer = read_tokenizer(resolved)
+    model = served_model(resolved, tokenizer, templates.chat_template)
+    intake = Intake(
+        tokenizer,
+        model,
+        chat_template=templates.chat_template,
+        content_format=templates.content_format,
+        trust_request_chat_template=templates.trust_request_chat_template,
+    )
+    return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
+
+
+def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:
+    """The way to a core: a thread of this process, or a process of its own."""
+    if config.engine_process:
+        from headrace_engine.clients.process import ProcessClient
+
+        return ProcessClient(CORE_FACTORY, config, timeline)
+    from headrace_engine.clients.inproc import InprocClient
+
+    return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
+
+
+def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder."""
+    model = resolved.config.model
+    if model.skip_tokenizer_init:
+        return None
+    name = "hf" if model.tokenizer_mode == "auto" else model.tokenizer_mode
+    folder = resolved.info.path
+    if model.tokenizer is not None:
+        from headrace_models.source import fetch
+
+        folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
+    factory: TokenizerFactory = plugins.load("headrace.tokenizers", name)
+    return factory(folder)
+
+
+def served_model(
+    resolved: Resolved, tokenizer: Tokenizer | None, chat_template: str | None
+) -> ServedModel:
+    """The facts that front ends show and check against."""
+    config, info, _ = resolved
+    template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
+    return ServedModel(
+        name=config.model.served_model_name[0],
+        names=config.model.served_model_name,
+        root=info.name,
+        architecture=info.architecture,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_logprobs=config.model.max_logprobs,
+        eos_token_ids=info.eos_token_ids,
+        tasks=info.tasks,
+        has_tokenizer=tokenizer is not None,
+        has_chat_template=template is not None,
+        default_sampling_params=default_sampling_params(info.generation_config),
+        priority_scheduling=config.scheduler.policy == "priority",
+        tokenizer_info=tokenizer_info(info),
+    )
+
+
+def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
+    """The checkpoint's tokenizer_config.json, {} if it has none."""
+    path = info.path / "tokenizer_config.json"
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
+    """Build the engine's core from a configuration alone: the entry point of an engine process."""
+    with timeline.phase("resolve model"):
+        resolved = resolve_engine(config)
+    return build_resolved_core(resolved, timeline)
+
+
+def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
+    """Build the engine's core here: workers started, model loaded, cache allocated."""
+    with timeline.phase("import torch"):
+        import torch  # noqa: F401 - timed here, so that no other phase hides it
+
+        from headrace_engine.core import EngineCore
+        from headrace_engine.execution.worker import ModelWorker
+    config, info, platform = resolved
+    scheduler = config.scheduler
+    assert scheduler.max_num_batched_tokens is not None
+    assert scheduler.max_num_seqs is not None
+    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+
+    def make_worker() -> ModelWorker:
+        return ModelWorker(
+            lambda: build_model(resolved),
+            device=platform.device,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+            logprobs_mode=config.model.logprobs_mode,
+            seed=config.model.seed,
+            num_threads=config.device.num_threads,
+        )
+
+    executor_class = plugins.load(
+        "headrace.executors", config.parallel.distributed_executor_backend
+    )
+    return EngineCore.build(
+        config,
+        max_model_len=info.max_model_len,
+        executor=executor_class(make_worker),
+        timeline=timeline,
+    )
+
+
+def build_model(resolved: Resolved) -> CausalLM:
+    """Bind ops, choose quantization and attention, build the model and read its weights."""
+    from headrace.progress import progress_bars
+    from headrace_core.parallel import SingleProcess
+    from headrace_models.loader import load_model
+    from headrace_models.quantization import quant_method
+
+    config, info, platform = resolved
+    need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
+    ops = bind_ops(need, choose=config.device.kernels)
+    if platform.device == "cpu" and not ops.row_invariant:
+        logger.warning(
+            "these kernels do not promise that outputs are independent of batching; "
+            "`headrace collect-env` says why the native ones are not used"
+        )
+    assert config.cache.block_size is not None
+    context = BuildContext(
+        config=info.config,
+        dtype=info.dtype,
+        device=platform.device,
+        ops=ops,
+        quant=quant_method(info, config.model.quantization, ops, device=platform.device),
+        communicator=SingleProcess(),
+        attention=attention_chooser(config, platform, ops),
+        block_size=config.cache.block_size,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        max_model_len=info.max_model_len,
+    )
+    with progress_bars(config.load.use_tqdm_on_load) as progress:
+        return load_model(
+            info, context, load=config.load, seed=config.model.seed, progress=progress
+        )
+
+
+def attention_chooser(
+    config: EngineConfig, platform: Platform, ops: OpTable
+) -> Callable[[AttentionNeed], AttentionBackend]:
+    """A function from a layer's need to a backend; equal classes share one object."""
+    backends: dict[type[AttentionBackend], AttentionBackend] = {}
+
+    def choose(need: AttentionNeed) -> AttentionBackend:
+        backend = choose_backend(
+            need, wanted=config.attention.backend, preferred=platform.attention_order
+        )
+        if backend not in backends:
+            backends[backend] = backend(ops)
+        return backends[backend]
+
+    return choose
+
+
+def default_sampling_params(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint's generation config says about sampling, in our fields' names."""
+    if generation_config.get("do_sample") is False:
+        kept = {
+            k: v
+            for k, v in generation_config.items()
+            if k in ("max_new_tokens", "repetition_penalty")
+        }
+        return {"temperature": 0.0} | _renamed(kept)
+    return _renamed(generation_config)
+
+
+def _renamed(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        field: generation_config[key]
+        for key, field in SAMPLING_DEFAULTS.items()
+        if generation_config.get(key) is not None
+    }
+
+
+def _missing(error: ImportError) -> MissingDependency:
+    return MissingDependency(
+        error.name or "headrace-models",
+        needed_for="running a model",
+        install="pip install 'headrace[all]'",
+    )

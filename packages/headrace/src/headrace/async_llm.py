@@ -1,0 +1,100 @@
+"""The streaming engine inside your own asyncio program: :class:`AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.assembly import connect
+from headrace.engine_args import EngineArgs
+from headrace_core.engine import EngineStats, ServedModel
+from headrace_core.output import RequestOutput
+from headrace_core.request import Prompt
+from headrace_core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from headrace_core.text import Tokenizer
+
+
+class AsyncLLM:
+    """Serves many concurrent requests; each is an async generator of outputs.
+
+    Make it with :meth:`from_engine_args`; it starts the engine and waits until it is ready. All
+    methods belong to one asyncio event loop.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.engine = connect(args.create_engine_config())
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Build model, cache and scheduler."""
+        return cls(args)
+
+    @property
+    def model(self) -> ServedModel:
+        """Facts about the model."""
+        return self.engine.model
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Run one request; closing the iterator aborts it.
+
+        Raises (on first iteration):
+            RequestError: the prompt or a parameter is wrong.
+            QueueFull, EngineDead: it cannot be taken.
+        """
+        return self.engine.generate(prompt, sampling_params, request_id, priority=priority)
+
+    async def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        await self.engine.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    @property
+    def is_running(self) -> bool:
+        return self.engine.dead_error is None
+
+    @property
+    def errored(self) -> bool:
+        return self.engine.dead_error is not None
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        """Why the engine stopped, or None."""
+        return self.engine.dead_error
+
+    async def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, None if none was loaded."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config says, else the neutral values."""
+        return SamplingParams(**self.model.default_sampling_params)
+
+    async def check_health(self) -> None:
+        """Raises: EngineDead if the engine stopped or is stuck."""
+        await self.engine.check_health()
+
+    async def stats(self) -> EngineStats:
+        """Counters and gauges."""
+        return await self.engine.stats()
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks; False if some are in use."""
+        return await self.engine.reset_prefix_cache(reset_running_requests)
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Stop and free everything. Idempotent."""
+        await self.engine.shutdown(drain_timeout)
+
+
+AsyncLLMEngine = AsyncLLM
+"""The same class under its older name."""
+
+__all__ = ["AsyncLLM", "AsyncLLMEngine"]

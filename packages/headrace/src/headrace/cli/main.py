@@ -1,0 +1,101 @@
+"""``headrace``: find the sub-command, import only its module, run it.
+
+Importing this module, and ``headrace --help``, import neither torch nor any other package of
+headrace, so that help is there at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+COMMANDS = {
+    "serve": "Serve a model over the OpenAI API (default: the demo model).",
+    "chat": "Talk to a model, or to a running server, in the terminal.",
+    "complete": "Complete text, line by line or once.",
+    "generate": "Complete many prompts offline, from a file or the command line.",
+    "collect-env": "Print a report of this machine for a bug ticket.",
+    "plugins": "List what is installed under each plug-in role.",
+}
+
+EXIT_STATUS = {
+    "ConfigError": 2, "RequestError": 2, "ModelError": 3, "CapacityError": 4, "PluginError": 7,
+    "MissingDependency": 7,
+}  # fmt: skip
+"""Exit status by class of error (its bases included); 1 for others that headrace raises."""
+
+
+class Command(Protocol):
+    """A module of a sub-command."""
+
+    def main(self, words: Sequence[str]) -> int: ...
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its status."""
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0)
+    if words[0] in ("-v", "--version"):
+        from headrace import __version__
+
+        print(f"headrace {__version__}")
+        sys.exit(0)
+    sys.exit(run(words[0], words[1:]))
+
+
+def run(name: str, words: Sequence[str]) -> int:
+    """Run one sub-command; errors that headrace raises on purpose become one line and a status."""
+    if name not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"headrace: unknown command {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    from headrace_core.errors import HeadraceError
+
+    module: Command = importlib.import_module("headrace.cli." + name.replace("-", "_"))
+    try:
+        return module.main(words)
+    except HeadraceError as error:
+        print(f"headrace {name}: {error}", file=sys.stderr)
+        return status_of(error)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`headrace ... | head`): nothing is wrong here.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status that tells what kind of failure it was."""
+    for kind in type(error).__mro__:
+        if kind.__name__ in EXIT_STATUS:
+            return EXIT_STATUS[kind.__name__]
+    return 1
+
+
+def usage() -> str:
+    """The text of ``headrace --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: headrace <command> [flags]     (headrace <command> --help for its flags)",
+            "",
+            "Run and serve language models.",
+            "",
+            *lines,
+            "",
+            "Start here:",
+            "  headrace serve                      serve the demo model on http://127.0.0.1:8000",
+            "  headrace chat                       talk to the demo model in this terminal",
+            "  headrace serve /path/to/checkpoint  serve your own",
+        ]
+    )

@@ -1,0 +1,98 @@
+"""``headrace serve``: bind, load, serve, drain."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.cli.arguments import Parser, flag_name, options_of
+from headrace.engine_args import EngineArgs
+from headrace.logs import configure
+from headrace_core.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from headrace_server.settings import ServerSettings
+
+logger = logging.getLogger("headrace")
+
+
+def main(words: Sequence[str]) -> int:
+    args = make_parser().parse_args(words)
+    configure()
+    settings = settings_from(args)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    engine_args = EngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config()
+    if engine_args.settings:
+        logger.info("non-default engine settings: %s", engine_args.settings)
+
+    from headrace_server.run import bind, serve
+
+    # Bound before anything is loaded: a port in use fails now, not after a minute of loading.
+    listening = bind(settings)
+    try:
+        from headrace.assembly import TemplateSettings, connect
+        from headrace_server.app import create_app
+
+        templates = TemplateSettings(
+            template_text(settings.chat_template),
+            settings.chat_template_content_format,
+            settings.trust_request_chat_template,
+        )
+        engine = connect(config, templates)
+        print(engine.client.memory_plan, flush=True)
+        print("start-up:\n" + engine.client.timeline.describe(), flush=True)
+        app = create_app(engine, settings)
+        return serve(app, listening, settings)
+    finally:
+        listening.close()
+
+
+def make_parser() -> Parser:
+    """The parser of ``headrace serve``."""
+    parser = Parser(
+        prog="headrace serve",
+        description="Serve a model over the OpenAI API. Without a model: the demo model.",
+        epilog="Try: headrace serve, then\n  curl -s localhost:8000/v1/chat/completions -H "
+        '\'Content-Type: application/json\' \\\n    -d \'{"messages": [{"role": "user", '
+        '"content": "Hello"}]}\'',
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
+    )
+    try:
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise MissingDependency(
+            error.name or "headrace-server",
+            needed_for="headrace serve",
+            install="pip install 'headrace[all]'",
+        ) from error
+    parser.add_config(ServerSettings, "Frontend")
+    return EngineArgs.add_cli_args(parser)
+
+
+def settings_from(args: Namespace) -> ServerSettings:
+    """The server's settings from a parsed command line."""
+    from headrace_server.settings import ServerSettings
+
+    values = {}
+    for option in options_of(ServerSettings):
+        value = getattr(args, flag_name(option))
+        values[option.name] = tuple(value) if isinstance(value, list) else value
+    return ServerSettings(**values)
+
+
+def template_text(value: str | None) -> str | None:
+    """A template given as a file's name or as itself."""
+    if value is None or any(mark in value for mark in ("{{", "{%", "{#")):
+        return value
+    return Path(value).read_text(encoding="utf-8")
+
+
+__all__ = ["main", "make_parser", "settings_from", "template_text"]

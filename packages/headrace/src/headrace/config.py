@@ -1,0 +1,25 @@
+"""Configuration classes, under the name that users import."""
+
+from headrace_core.config import (
+    AttentionConfig,
+    CacheConfig,
+    DeviceConfig,
+    EngineConfig,
+    LoadConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "CacheConfig",
+    "DeviceConfig",
+    "EngineConfig",
+    "LoadConfig",
+    "ModelConfig",
+    "ObservabilityConfig",
+    "ParallelConfig",
+    "SchedulerConfig",
+]

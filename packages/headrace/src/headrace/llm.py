@@ -1,0 +1,276 @@
+"""The offline API: :class:`LLM`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.assembly import default_sampling_params, front_end
+from headrace.engine_args import EngineArgs
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.output import RequestOutput
+from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from headrace_core.text import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model for offline batches.
+
+    Args:
+        model: folder or hub name of a checkpoint; None: the demo model that ships with headrace.
+        engine_args: every engine setting by its flag's name (``max_model_len=2048``,
+            ``enable_prefix_caching=False``, ...); see :class:`headrace.EngineArgs`.
+
+    Raises:
+        TypeError: an unknown setting.
+        HeadraceError: the model cannot be resolved, loaded or fitted into memory.
+
+    Leaving a ``with`` block, :meth:`close` or dropping the object frees model and cache.
+
+        >>> llm = LLM()
+        >>> llm.generate("Hello", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        from headrace_engine.engine import OfflineEngine
+
+        engine_args.setdefault("log_stats", False)
+        if model is not None:
+            engine_args["model"] = model
+        front = front_end(EngineArgs(**engine_args).create_engine_config())
+        self.model_info = front.info
+        self.engine_config = front.config
+        self._default_params = default_sampling_params(front.info.generation_config)
+        self._intake = front.intake
+        self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
+
+    @property
+    def engine(self) -> Any:
+        """The synchronous engine underneath.
+
+        Raises:
+            RuntimeError: the object was closed.
+        """
+        if self._engine is None:
+            raise RuntimeError("this LLM was closed")
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; batches as memory allows.
+
+        Args:
+            prompts: text, token ids, or the dictionaries of :mod:`headrace.inputs`; one or a list.
+            sampling_params: None: the model's defaults; one for all; or one per prompt.
+            use_tqdm: show a progress bar; or a callable that makes one (tqdm's signature).
+            priority: one per prompt, only under ``scheduling_policy="priority"``.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong; nothing is left running.
+        """
+        every = as_prompts(prompts)
+        return self._run(every, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template.
+
+        Raises:
+            RequestError: as :meth:`generate`; or the template is missing or fails.
+        """
+        chats = self._chats(
+            messages,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        return self._run(chats, sampling_params, use_tqdm=use_tqdm)
+
+    def preprocess_chat(self, messages: Any, **options: Any) -> list[TokensPrompt]:
+        """The first half of :meth:`chat`: conversations as token prompts.
+
+        Args:
+            messages: as :meth:`chat`.
+            options: fields of :class:`headrace.inputs.ChatPrompt`.
+        """
+        prompts: list[TokensPrompt] = []
+        for chat in self._chats(messages, **options):
+            tokens = self._intake.tokenize(chat, None, False)
+            prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
+        return prompts
+
+    def _chats(self, messages: Any, **options: Any) -> list[ChatPrompt]:
+        if options.get("add_generation_prompt", True) and options.get("continue_final_message"):
+            raise RequestError(
+                "continue_final_message = True: must be False while add_generation_prompt is True",
+                param="continue_final_message",
+            )
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations = messages if several else [messages]
+        return [ChatPrompt(messages=conversation, **options) for conversation in conversations]
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool | Callable[..., Any],
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if not isinstance(sampling_params, SamplingParams) and len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts",
+                param="sampling_params",
+            )
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(
+                f"priority: {len(priority)} given for {len(prompts)} prompts", param="priority"
+            )
+        with generation_bar(len(prompts), use_tqdm) as on_output:
+            outputs: list[RequestOutput] = self.engine.run(
+                prompts, _final_only(sampling_params), priority=priority, on_output=on_output
+            )
+        return outputs
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RuntimeError: none was loaded (``skip_tokenizer_init``).
+        """
+        tokenizer: Tokenizer | None = self.engine.tokenizer
+        if tokenizer is None:
+            raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config says, else the neutral values."""
+        return SamplingParams(**self._default_params)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks; False if some are in use."""
+        return bool(self.engine.reset_prefix_cache(reset_running_requests))
+
+    def beam_search(self, *_: Any, **__: Any) -> Any:
+        """Not served yet."""
+        raise UnsupportedFeature("beam_search is not served by this version", param="beam_search")
+
+    def encode(self, *_: Any, **__: Any) -> Any:
+        """Not served: the model generates text.
+
+        Raises:
+            UnsupportedFeature: always, in this version.
+        """
+        raise UnsupportedFeature(
+            f"encode: {self.model_info.architecture} runs as a generator (runner generate); pooling "
+            "models are not served by this version",
+            param="encode",
+        )
+
+    embed = classify = score = reward = encode
+
+    def close(self) -> None:
+        """Stop the engine and free model and cache. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Interpreter shutdown may have taken away what closing needs.
+        with contextlib.suppress(Exception):
+            if getattr(self, "_engine", None) is not None:
+                self.close()
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping, ChatPrompt)):
+        return [cast("Prompt", prompts)]
+    several = list(prompts)
+    if several and isinstance(several[0], int):
+        return [cast("Prompt", several)]
+    return cast("list[Prompt]", several)
+
+
+def _final_only(
+    params: SamplingParams | Sequence[SamplingParams],
+) -> SamplingParams | list[SamplingParams]:
+    """Nobody sees what a batch yields on the way, so nothing is built for it."""
+    if isinstance(params, SamplingParams):
+        params = params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+    return [cast("SamplingParams", _final_only(one)) for one in params]
+
+
+@contextmanager
+def generation_bar(
+    total: int, use_tqdm: bool | Callable[..., Any]
+) -> Iterator[Callable[[int, RequestOutput], None] | None]:
+    """A callback for finished outputs that shows their number and the token rates."""
+    if not use_tqdm:
+        yield None
+        return
+    if callable(use_tqdm):
+        bar = use_tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
+    else:
+        from tqdm import tqdm
+
+        bar = tqdm(
+            total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=None
+        )
+    counts = {"input": 0, "output": 0}
+
+    def show(_: int, output: RequestOutput) -> None:
+        if not output.finished:
+            return
+        counts["input"] += len(output.prompt_token_ids)
+        counts["output"] += sum(len(completion.token_ids) for completion in output.outputs)
+        elapsed = getattr(bar, "format_dict", {}).get("elapsed") or 0.0
+        if elapsed > 0:
+            rates = ", ".join(f"{k} {v / elapsed:.1f} tok/s" for k, v in counts.items())
+            bar.set_postfix_str(rates, refresh=False)
+        bar.update(1)
+
+    try:
+        yield show
+    finally:
+        bar.close()

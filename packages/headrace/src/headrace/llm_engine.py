@@ -1,0 +1,65 @@
+"""The engine step by step, for callers that drive it themselves: :class:`LLMEngine`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.assembly import front_end
+from headrace.engine_args import EngineArgs
+from headrace_core.output import RequestOutput
+from headrace_core.request import Prompt
+from headrace_core.sampling import SamplingParams
+
+
+class LLMEngine:
+    """Add requests, call :meth:`step` until nothing is unfinished."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        from headrace_engine.engine import OfflineEngine
+
+        front = front_end(args.create_engine_config())
+        self._engine = OfflineEngine(front.client, front.intake)
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
+        """Build model, cache and scheduler."""
+        return cls(args)
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the prompt or a parameter is wrong, or the id is in use.
+        """
+        self._engine.add_request(request_id, prompt, params, priority=priority)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for the next outputs; [] if nothing is unfinished."""
+        outputs: list[RequestOutput] = self._engine.step()
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """End requests; unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        self._engine.abort_request(ids)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks; False if some are in use and running requests may not be reset."""
+        return bool(self._engine.reset_prefix_cache(reset_running_requests))
+
+    def shutdown(self) -> None:
+        """Stop and free everything. Idempotent."""
+        self._engine.shutdown()
+
+    def __enter__(self) -> LLMEngine:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.shutdown()

@@ -1,0 +1,73 @@
+"""Logging for the command line: one handler on the roots of headrace's packages.
+
+Libraries only log; programs configure. ``HEADRACE_CONFIGURE_LOGGING=0`` leaves logging alone;
+``HEADRACE_LOGGING_CONFIG_PATH`` names a JSON file in the form of :func:`logging.config.dictConfig`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.config
+import os
+import sys
+from pathlib import Path
+
+from headrace_core.errors import ConfigError
+
+ROOTS = (
+    "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
+    "headrace_models", "headrace_distributed", "headrace_multimodal", "headrace_engine",
+    "headrace_server",
+)  # fmt: skip
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class LineFormatter(logging.Formatter):
+    """Level, time, place, message; continuation lines get the prefix, too."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "%(levelname)s %(asctime)s [%(name)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        first, *rest = text.split("\n")
+        prefix = first[: first.find("] ") + 2]
+        return "\n".join([first, *(prefix + line for line in rest)])
+
+
+def configure(default_level: str = "INFO") -> None:
+    """Set headrace's logging up.
+
+    Raises:
+        ConfigError: a variable's value cannot be used.
+    """
+    path = os.environ.get("HEADRACE_LOGGING_CONFIG_PATH")
+    if os.environ.get("HEADRACE_CONFIGURE_LOGGING", "1") == "0":
+        if path:
+            raise ConfigError(
+                "HEADRACE_LOGGING_CONFIG_PATH is set while HEADRACE_CONFIGURE_LOGGING=0"
+            )
+        return
+    if path:
+        _configure_from_file(Path(path))
+        return
+    level = os.environ.get("HEADRACE_LOGGING_LEVEL", default_level).upper()
+    if level not in LEVELS:
+        raise ConfigError(f"HEADRACE_LOGGING_LEVEL = {level!r}: must be one of {', '.join(LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    for name in ROOTS:
+        root = logging.getLogger(name)
+        root.handlers = [handler]
+        root.propagate = False
+        root.setLevel(level)
+
+
+def _configure_from_file(path: Path) -> None:
+    try:
+        logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"HEADRACE_LOGGING_CONFIG_PATH = {str(path)!r}: {error}") from error

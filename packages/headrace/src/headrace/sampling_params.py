@@ -1,0 +1,10 @@
+"""Sampling parameters, under the name that users import."""
+
+from headrace_core.sampling import (
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+
+__all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from headrace.cli.arguments import Parser, default_of, human_int
+from headrace.engine_args import ENGINE_OPTIONS, EngineArgs
+
+pytestmark = pytest.mark.spec("ARGS-CLI")
+
+
+@pytest.fixture()
+def parser():
+    parser = Parser(prog="headrace test")
+    parser.add_argument("model_tag", nargs="?")
+    parser.add_argument("--config")
+    return EngineArgs.add_cli_args(parser)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("1k", 1000), ("1K", 1024), ("25.6k", 25600), ("2m", 2_000_000), ("2M", 2 << 20),
+     ("1g", 10**9), ("1G", 1 << 30), ("-1", -1)],
+)  # fmt: skip
+def test_human_sizes(text, value):
+    assert human_int(text) == value
+
+
+@pytest.mark.parametrize("text", ["1.5K", "1.5", "x", "", "1kb", "1.0001k"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        human_int(text)
+
+
+def test_dashes_and_underscores_are_the_same(parser):
+    args = parser.parse_args(["--max_num_seqs", "3", "--block_size=8"])
+    assert (args.max_num_seqs, args.block_size) == (3, 8)
+
+
+def test_booleans_have_a_no_form(parser):
+    assert parser.parse_args([]).enable_prefix_caching is True
+    assert parser.parse_args(["--no-enable-prefix-caching"]).enable_prefix_caching is False
+    assert parser.parse_args(["--async-scheduling"]).async_scheduling is True
+
+
+def test_json_whole_and_dotted(parser):
+    args = parser.parse_args(
+        ["--hf-overrides", '{"a": 1}', "--override-generation-config.top_k", "3",
+         "--override-generation-config.deep.er", "x", "--override_generation_config.list+=1,b"]
+    )  # fmt: skip
+    assert args.hf_overrides == {"a": 1}
+    assert args.override_generation_config == {"top_k": 3, "deep": {"er": "x"}, "list": [1, "b"]}
+
+
+def test_bad_json_is_a_usage_error(parser, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--hf-overrides", "{"])
+    assert caught.value.code == 2
+    assert "no JSON" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_gets_the_nearest(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--max-num-seq", "3"])
+    assert "--max-num-seqs" in capsys.readouterr().err
+
+
+def test_lists_collect(parser):
+    args = parser.parse_args(["--served-model-name", "a", "b", "--served-model-name", "c"])
+    assert args.served_model_name == ["a", "b", "c"]
+
+
+def test_config_file_is_below_the_command_line(parser, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: from-file\nmax-num-seqs: 4\nmax_model_len: 2K\nenable_prefix_caching: false\n"
+        "async-scheduling: true\nserved-model-name: [x, y]\nhf-overrides: {a: {b: 1}}\n"
+    )
+    args = parser.parse_args(["--config", str(file), "--max-num-seqs", "7"])
+    assert (args.model, args.max_num_seqs, args.max_model_len) == ("from-file", 7, 2048)
+    assert (args.enable_prefix_caching, args.async_scheduling) == (False, True)
+    assert args.served_model_name == ["x", "y"]
+    assert args.hf_overrides == {"a": {"b": 1}}
+    positional = parser.parse_args(["mine", f"--config={file}"])
+    assert (positional.model_tag, positional.model) == ("mine", None)
+
+
+@pytest.mark.parametrize("name", ["c.json", "c.yaml"])
+def test_a_config_file_that_cannot_be_used(parser, tmp_path, capsys, name):
+    file = tmp_path / name
+    file.write_text("- a list\n")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--config", str(file)])
+    assert name in capsys.readouterr().err
+
+
+def test_help_by_group_by_flag_and_in_short(parser, capsys):
+    for words, inside, outside in (
+        (["--help=cacheconfig"], "--block-size", "--max-num-seqs"),
+        (["--help=max_num_seqs"], "--max-num-seqs", "--block-size"),
+        (["--help"], "--help=all", "--block-size"),
+        (["--help=all"], "--block-size", "no such thing"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args(words)
+        assert caught.value.code == 0
+        shown = capsys.readouterr().out
+        assert inside in shown
+        assert outside not in shown
+
+
+def test_help_for_what_does_not_exist(parser, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--help=nonsense"])
+    assert caught.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.spec("ARGS-ENGINE")
+def test_every_flag_has_the_default_of_its_field(parser):
+    args = parser.parse_args([])
+    for name, (_, option) in ENGINE_OPTIONS.items():
+        assert getattr(args, name) == default_of(option), name
+
+
+@pytest.mark.spec("ARGS-ENGINE")
+def test_round_trip():
+    parser = EngineArgs.add_cli_args(Parser(prog="x"))
+    args = EngineArgs.from_cli_args(parser.parse_args(["--max-num-seqs", "3", "--dtype", "half"]))
+    assert EngineArgs(**args.as_dict()) == args
+    config = args.create_engine_config()
+    assert config.scheduler.max_num_seqs == 3
+    assert config.model.dtype == "float16"
+
+
+def test_unknown_keywords_are_a_type_error_with_a_hint():
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        EngineArgs(max_num_seq=3)
+
+
+def test_flags_cover_every_config_field():
+    from headrace_core.config import EngineConfig
+
+    for section in dataclasses.fields(EngineConfig):
+        if isinstance(section.default_factory, type):
+            for option in dataclasses.fields(section.default_factory):
+                assert (section.name, option) in [(s, o) for s, o in ENGINE_OPTIONS.values()]

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import headrace
+from headrace.cli import main as command
+from headrace_core.errors import CapacityError, ConfigError, WeightsError
+
+
+def _run(*words: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace", *words],
+        capture_output=True, text=True, timeout=120, **kwargs,
+    )  # fmt: skip
+
+
+@pytest.mark.spec("CLI-MAIN")
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom headrace.cli.main import usage\nprint(usage())\n"
+        "assert not {'torch', 'transformers', 'fastapi', 'headrace_engine'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    "name", ["serve", "chat", "complete", "generate", "collect-env", "plugins"]
+)
+def test_every_command_has_help_without_torch(name):
+    code = (
+        "import sys\nfrom headrace.cli.main import run\n"
+        f"try:\n    run({name!r}, ['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_unknown_command_is_a_usage_error():
+    done = _run("srve")
+    assert done.returncode == 2
+    assert "'serve'" in done.stderr
+
+
+def test_version():
+    assert _run("--version").stdout.strip() == f"headrace {headrace.__version__}"
+
+
+@pytest.mark.req("REL-11")
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("serve", "/no/such/model", "--port", "0"), 2, "/no/such/model"),
+        (("serve", "--block-size", "24", "--port", "0"), 2, "24"),
+        (("serve", "--tensor-parallel-size", "2", "--port", "0"), 2, "tensor_parallel_size"),
+        (("generate",), 2, "--prompt"),
+        (("chat", "-q", "hi", "--url", "http://127.0.0.1:9/v1"), 2, "127.0.0.1:9"),
+        (("serve", "--middleware", "no.such:thing", "--port", "0"), 2, "no.such"),
+    ],
+)
+def test_start_errors_end_with_one_line_and_a_status(words, status, said):
+    done = _run(*words)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_statuses_by_class():
+    assert command.status_of(ConfigError("x")) == 2
+    assert command.status_of(WeightsError("x")) == 3
+    assert command.status_of(CapacityError("x")) == 4
+
+
+@pytest.mark.spec("CLI-COLLECT-ENV")
+def test_collect_env_shows_no_secret():
+    import os
+
+    done = _run(
+        "collect-env", env={**os.environ, "HEADRACE_API_KEY": "canary", "HEADRACE_X": "seen"}
+    )
+    assert done.returncode == 0
+    assert "canary" not in done.stdout
+    assert "HEADRACE_X=seen" in done.stdout
+    assert "torch" in done.stdout
+
+
+def test_plugins_lists_and_checks():
+    done = _run("plugins", "models", "--check")
+    assert done.returncode == 0, done.stdout
+    assert "LlamaForCausalLM" in done.stdout
+    assert "FAILS" not in done.stdout
+    assert _run("plugins", "nonsense").returncode == 2
+
+
+@pytest.mark.spec("PKG-IMPORTS")
+def test_public_names_resolve_lazily():
+    for name in headrace.__all__:
+        assert getattr(headrace, name) is not None
+    with pytest.raises(AttributeError):
+        headrace.no_such_name  # noqa: B018
+    code = "import sys, headrace\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_user_facing_submodules():
+    from headrace.config import EngineConfig
+    from headrace.inputs import TextPrompt
+    from headrace.outputs import RequestOutput
+    from headrace.sampling_params import RequestOutputKind
+
+    assert all((EngineConfig, TextPrompt, RequestOutput, RequestOutputKind))

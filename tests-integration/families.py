@@ -1,0 +1,78 @@
+"""Tiny checkpoints of every supported family, made by transformers with random weights.
+
+Windows, scaling ranges and caps are small enough to matter at the lengths that the tests use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 320
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_COMMON, "tie_word_embeddings": False}),
+    "llama3": ("LlamaConfig", {**_COMMON, "rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_COMMON, "head_dim": 16, "sliding_window": 24}),
+    "qwen2": ("Qwen2Config", {**_COMMON}),
+    "qwen3": ("Qwen3Config", {**_COMMON, "head_dim": 32}),
+    "gemma2": ("Gemma2Config", {
+        **_COMMON, "head_dim": 16, "sliding_window": 24, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0, "query_pre_attn_scalar": 16,
+    }),
+    "gemma3": ("Gemma3TextConfig", {
+        **_COMMON, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 24,
+        "query_pre_attn_scalar": 16,
+    }),
+    "phi3": ("Phi3Config", {**_COMMON}),
+    "gpt2": ("GPT2Config", {
+        "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "mixtral": ("MixtralConfig", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {
+        **_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "decoder_sparse_step": 1, "norm_topk_prob": True,
+    }),
+}  # fmt: skip
+
+
+def make_model(family: str) -> torch.nn.Module:
+    """A model with random weights, large enough that its logits are far from flat."""
+    import transformers
+
+    config_class, settings = FAMILIES[family]
+    config = getattr(transformers, config_class)(**settings)
+    torch.manual_seed(sum(map(ord, family)))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.12)
+            elif "norm" in name or "ln_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0.0, 0.1)
+    return model
+
+
+def save_model(family: str, folder: Path) -> torch.nn.Module:
+    """Make a checkpoint in ``folder``; returns the model that is the oracle."""
+    model = make_model(family)
+    # Nothing but the greedy choice is compared; an end token would cut outputs short.
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model

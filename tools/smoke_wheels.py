@@ -1,0 +1,69 @@
+"""Install built wheels into fresh environments and use them: ``smoke_wheels.py DIST TORCH``.
+
+Three sets, each in an environment of its own: the kernels alone, the server alone (which must bring
+no torch), and ``headrace[all]``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+KERNELS = """
+import torch
+from headrace_core.ops import KernelNeed, bind_ops
+ops = bind_ops(KernelNeed("cpu", "float32"), choose={"rms_norm": "cpu", "linear": "cpu"})
+x, w = torch.randn(3, 64), torch.rand(64)
+expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+assert torch.allclose(ops.rms_norm(x, w, 1e-6), expected, atol=1e-5)
+weight = torch.randn(48, 64)
+assert torch.allclose(ops.linear(x, ops.linear.pack(weight)), x @ weight.T, atol=1e-4)
+print("kernels alone:", ops.providers["linear"])
+"""
+
+SERVER = """
+import importlib.util
+assert importlib.util.find_spec("torch") is None, "the server's wheel brought torch"
+assert importlib.util.find_spec("transformers") is None
+from headrace_core.testing.engine import FakeEngine
+from headrace_server.app import create_app
+from headrace_server.settings import ServerSettings
+paths = create_app(FakeEngine(), ServerSettings()).openapi()["paths"]
+assert "/v1/chat/completions" in paths, paths
+print("server alone:", len(paths), "routes, no torch")
+"""
+
+EVERYTHING = """
+from headrace import LLM, SamplingParams
+with LLM() as llm:
+    [output] = llm.chat([[{"role": "user", "content": "What is 2 + 3?"}]],
+                        SamplingParams(temperature=0, max_tokens=24))
+print("headrace[all]:", output.outputs[0].text)
+assert "5" in output.outputs[0].text
+"""
+
+
+def smoke(dist: Path, torch: str | None, requirement: str, code: str) -> None:
+    """Fresh environment, install, run."""
+    with tempfile.TemporaryDirectory(prefix="headrace-smoke-") as folder:
+        venv.create(folder, with_pip=True)
+        python = str(Path(folder) / "bin" / "python")
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if torch is not None:
+            subprocess.run([*pip, torch], check=True)
+        subprocess.run([*pip, "--find-links", str(dist), requirement], check=True)
+        subprocess.run([python, "-I", "-c", code], check=True, cwd=folder, timeout=300)
+
+
+def main() -> None:
+    dist, torch = Path(sys.argv[1]), sys.argv[2]
+    smoke(dist, torch, "headrace-kernels", KERNELS)
+    smoke(dist, None, "headrace-server", SERVER)
+    smoke(dist, torch, "headrace[all]", EVERYTHING)
+
+
+if __name__ == "__main__":
+    main()
