@@ -1,0 +1,76 @@
+"""Prompts and lengths. Standard library only: it runs in every engine's environment."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+LOW_ID, HIGH_ID = 300, 8000
+"""Token ids that every checkpoint here has, and that are no special tokens."""
+
+
+class Request(NamedTuple):
+    """A prompt and how many tokens to generate, end tokens ignored."""
+
+    prompt: list[int]
+    num_tokens: int
+
+
+def prompt(length: int, *seed: object, high: int = HIGH_ID) -> list[int]:
+    """Random ids; equal seeds give equal prompts."""
+    draw = random.Random(repr(seed))
+    return [draw.randrange(LOW_ID, high) for _ in range(length)]
+
+
+def requests_of(
+    workload: str, salt: int, *, high: int = HIGH_ID, scale: float = 1.0
+) -> list[list[Request]]:
+    """The batches of a workload; each batch is submitted at once and timed.
+
+    Args:
+        salt: new in each run.
+        scale: shrinks lengths, for a quick look.
+    """
+
+    def sized(length: float) -> int:
+        return max(1, round(length * scale))
+
+    def draw(length: float, *seed: object) -> list[int]:
+        return prompt(sized(length), workload, salt, *seed, high=high)
+
+    if workload == "decode":
+        return [[Request(draw(128, 0), 1)], [Request(draw(128, 1), 1 + sized(128))]]
+    if workload == "prefill":
+        return [[Request(draw(2048), 1)]]
+    if workload == "mixed":
+        lengths = random.Random(7)
+        sizes = [(lengths.randint(32, 512), lengths.randint(16, 256)) for _ in range(64)]
+        return [[Request(draw(n, i), sized(out)) for i, (n, out) in enumerate(sizes)]]
+    if workload == "prefix":
+        shared = draw(1024, "shared")
+        return [[Request(shared + draw(64, i), sized(32)) for i in range(32)]]
+    raise ValueError(f"no workload {workload!r}")
+
+
+def figure(workload: str, seconds: list[float], batches: list[list[Request]]) -> dict[str, float]:
+    """What a workload's times mean; ``value`` is the headline, ``better`` its direction."""
+    if workload == "decode":
+        tokens = batches[1][0].num_tokens - batches[0][0].num_tokens
+        return {"ms_per_token": 1e3 * (seconds[1] - seconds[0]) / tokens}
+    if workload == "mixed":
+        out = sum(r.num_tokens for r in batches[0])
+        total = out + sum(len(r.prompt) for r in batches[0])
+        return {"output_tok_s": out / seconds[0], "total_tok_s": total / seconds[0]}
+    return {"seconds": seconds[0]}
+
+
+HEADLINE = {
+    "decode": ("ms_per_token", "ms a token", "lower"),
+    "prefill": ("seconds", "s", "lower"),
+    "mixed": ("output_tok_s", "output tokens/s", "higher"),
+    "prefix": ("seconds", "s", "lower"),
+    "serve1": ("output_tok_s", "output tokens/s", "higher"),
+    "serve8": ("output_tok_s", "output tokens/s", "higher"),
+    "serve32": ("output_tok_s", "output tokens/s", "higher"),
+}
+"""Workload -> key of its headline figure, unit, which direction is better."""
