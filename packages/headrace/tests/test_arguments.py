@@ -11,7 +11,7 @@ from headrace.engine_args import ENGINE_OPTIONS, EngineArgs
 pytestmark = pytest.mark.spec("ARGS-CLI")
 
 
-@pytest.fixture()
+@pytest.fixture
 def parser():
     parser = Parser(prog="headrace test")
     parser.add_argument("model_tag", nargs="?")

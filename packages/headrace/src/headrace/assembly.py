@@ -8,6 +8,7 @@ the engine's core lives in; :func:`connect` makes the client that a server or ``
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -137,6 +138,8 @@ def front_end(config: EngineConfig, templates: TemplateSettings | None = None) -
         raise _missing(error) from error
     templates = templates or TemplateSettings()
     timeline = StartupTimeline()
+    with timeline.phase("find device"):
+        choose_platform(config.device.device)
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
     with timeline.phase("read tokenizer"):
@@ -293,16 +296,15 @@ def build_model(resolved: Resolved) -> CausalLM:
 def attention_chooser(
     config: EngineConfig, platform: Platform, ops: OpTable
 ) -> Callable[[AttentionNeed], AttentionBackend]:
-    """A function from a layer's need to a backend; equal classes share one object."""
+    """A function from a layer's need to a backend; equal needs and classes share one object."""
     backends: dict[type[AttentionBackend], AttentionBackend] = {}
 
+    @functools.cache
     def choose(need: AttentionNeed) -> AttentionBackend:
         backend = choose_backend(
             need, wanted=config.attention.backend, preferred=platform.attention_order
         )
-        if backend not in backends:
-            backends[backend] = backend(ops)
-        return backends[backend]
+        return backends.setdefault(backend, backend(ops))
 
     return choose
 

@@ -18,7 +18,7 @@ from headrace_core.errors import ConfigError
 ROOTS = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
     "headrace_models", "headrace_distributed", "headrace_multimodal", "headrace_engine",
-    "headrace_server",
+    "headrace_server", "uvicorn",
 )  # fmt: skip
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

@@ -30,7 +30,7 @@ def main(words: Sequence[str]) -> int:
     if engine_args.settings:
         logger.info("non-default engine settings: %s", engine_args.settings)
 
-    from headrace_server.run import bind, serve
+    from headrace_server.run import bind, run
 
     # Bound before anything is loaded: a port in use fails now, not after a minute of loading.
     listening = bind(settings)
@@ -44,10 +44,11 @@ def main(words: Sequence[str]) -> int:
             settings.trust_request_chat_template,
         )
         engine = connect(config, templates)
-        print(engine.client.memory_plan, flush=True)
-        print("start-up:\n" + engine.client.timeline.describe(), flush=True)
+        if config.engine_process:  # the plan was made, and logged, in the other process
+            logger.info("memory plan:\n%s", engine.client.memory_plan)
+        logger.info("start-up took:\n%s", engine.client.timeline.describe())
         app = create_app(engine, settings)
-        return serve(app, listening, settings)
+        return run(app, listening, settings)
     finally:
         listening.close()
 

@@ -1,0 +1,114 @@
+"""Real servers in processes of their own, started on free ports and ended by process id."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+START_SECONDS = 120.0
+
+
+@dataclass
+class RunningServer:
+    """A ``headrace serve`` that answers."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def api(self) -> str:
+        return self.url + "/v1"
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+            text = response.read().decode()
+        values = re.findall(rf"^headrace:{name}(?:\{{.*\}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+        assert values, f"metric {name} is absent"
+        return sum(map(float, values))
+
+    def status(self, path: str) -> int:
+        """HTTP status of a GET."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+                return int(response.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> int:
+        """Send a signal and wait; returns the exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[RunningServer]:
+    """Start ``headrace serve WORDS --port 0`` and wait until it answers."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "serve", *words, "--port", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+    )  # fmt: skip
+    server = RunningServer(process)
+    reader = threading.Thread(target=_read, args=(server,), daemon=True)
+    reader.start()
+    try:
+        _wait_until_ready(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        reader.join(5)
+
+
+def _read(server: RunningServer) -> None:
+    assert server.process.stdout is not None
+    for line in server.process.stdout:
+        server.log.append(line)
+        found = re.search(r"serving at (http://\S+)", line)
+        if found:
+            server.url = found.group(1)
+
+
+def _wait_until_ready(server: RunningServer) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise RuntimeError("the server ended:\n" + "".join(server.log))
+        if server.url:
+            try:
+                if server.status("/health") == 200:
+                    return
+            except OSError:
+                pass
+        time.sleep(0.05)
+    raise RuntimeError("the server did not answer:\n" + "".join(server.log))
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of a process."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(word) for word in found.stdout.split()]
+
+
+def wait_for(condition, seconds: float = 10.0, what: str = "") -> None:
+    """Poll until true; fails with ``what``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what or "the condition did not come true in time"
+        time.sleep(0.05)
