@@ -33,6 +33,9 @@ class LinearSpec:
     dtype: str
     """Of the activations: ``float32``, ``float16`` or ``bfloat16``."""
     bias: bool = False
+    part_names: tuple[str, ...] = ()
+    """Full names of the checkpoint's modules that are fused here, one per entry of ``out_parts``,
+    so that lists of layers to skip can be matched; empty if ``name`` is itself in the checkpoint."""
 
     @property
     def out_features(self) -> int:
@@ -56,6 +59,10 @@ class TensorSpec:
 
 class LinearMethod(ABC):
     """Storage and arithmetic of one layer."""
+
+    is_plain: ClassVar[bool] = False
+    """True if the layer is one floating ``weight``, used as it is; then several layers (experts)
+    may be run by one op."""
 
     @abstractmethod
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:

@@ -99,7 +99,8 @@ class WeightRule:
     part: int = 0
     """Which part of a fused target this is."""
     split: tuple[int, ...] | None = None
-    """The checkpoint holds several parts in one tensor: their sizes along dimension 0."""
+    """The checkpoint holds several parts in one tensor: their sizes along dimension 0; () = all
+    parts of the target, in the target's own sizes. None: the tensor is one part."""
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
 
@@ -209,7 +210,11 @@ class WeightFile:
 
 
 class WeightFormat(Protocol):
-    """A checkpoint format; the object behind an entry point of ``headrace.weight_formats``."""
+    """A checkpoint format.
+
+    The object behind an entry point of ``headrace.weight_formats`` is a callable that makes one:
+    ``(load: LoadConfig) -> WeightFormat``.
+    """
 
     name: str
 

@@ -1,0 +1,35 @@
+"""The plain-torch definition of every op of :mod:`headrace_core.ops`: slow, obvious, the oracle.
+
+One module per idea; each function has the name, shapes and meaning of the protocol it fulfils.
+Everything runs on any torch device and dtype. Statistics and accumulation are in float32, or in
+float64 when the input is float64, which is how the tests get their expected values. It is also
+what a machine without native kernels computes with, so it is whole, if not fast.
+
+Linear layers are torch's own, so results may depend on the number of rows: the reference does not
+claim row invariance.
+"""
+
+from headrace_core.reference.activations import activation, activation_and_mul
+from headrace_core.reference.attention import paged_attention
+from headrace_core.reference.cache import cache_write, rotary_cache_write
+from headrace_core.reference.embedding import embedding
+from headrace_core.reference.linear import int8_linear, linear
+from headrace_core.reference.moe import moe
+from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
+from headrace_core.reference.rotary import rotary
+
+__all__ = [
+    "activation",
+    "activation_and_mul",
+    "add_rms_norm",
+    "cache_write",
+    "embedding",
+    "int8_linear",
+    "layer_norm",
+    "linear",
+    "moe",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "rotary_cache_write",
+]

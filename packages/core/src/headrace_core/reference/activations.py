@@ -1,0 +1,57 @@
+"""Elementwise activations, plain and gated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headrace_core.errors import ConfigError
+from headrace_core.reference.dtypes import widened
+
+
+def activation(x: Tensor, kind: str) -> Tensor:
+    """See :class:`headrace_core.ops.ActivationOp`.
+
+    Raises:
+        ConfigError: kind is not one of :data:`headrace_core.ops.ACTIVATIONS`.
+    """
+    return _function(kind)(widened(x)).to(x.dtype)
+
+
+def activation_and_mul(x: Tensor, kind: str) -> Tensor:
+    """See :class:`headrace_core.ops.ActivationAndMulOp`.
+
+    Raises:
+        ConfigError: kind is not one of :data:`headrace_core.ops.ACTIVATIONS`.
+    """
+    gate, up = widened(x).chunk(2, dim=-1)
+    return (_function(kind)(gate) * up).to(x.dtype)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": torch.relu,
+    "relu2": _relu2,
+}
+
+
+def _function(kind: str) -> Callable[[Tensor], Tensor]:
+    try:
+        return _FUNCTIONS[kind]
+    except KeyError:
+        raise ConfigError(
+            f"activation kind {kind!r} is unknown; kinds are {list(_FUNCTIONS)}"
+        ) from None

@@ -1,0 +1,93 @@
+"""Causal attention over the paged cache, one request at a time (ATTN-REF of the specification)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace_core.reference.dtypes import widened
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    starts = cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        start, end = starts[b], starts[b + 1]
+        out[start:end] = attend(
+            query[start:end],
+            gather(key_cache, block_table[b], seq_len),
+            gather(value_cache, block_table[b], seq_len),
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+        )
+    return out
+
+
+def gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
+    """The first seq_len tokens of one request: cache [N, S, Hk, D], blocks [M] -> [L, Hk, D]."""
+    num_blocks = -(-seq_len // cache.shape[1])
+    return cache[blocks[:num_blocks].long()].flatten(0, 1)[:seq_len]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D]."""
+    num_q, num_heads, _ = query.shape
+    seq_len, num_kv_heads, _ = key.shape
+    group = num_heads // num_kv_heads
+    wide_query = widened(query)
+    wide_key = key.to(wide_query.dtype).repeat_interleave(group, dim=1)
+    wide_value = value.to(wide_query.dtype).repeat_interleave(group, dim=1)
+
+    scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    visible = visibility(num_q, seq_len, sliding_window, query.device)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :seq_len]
+    weights = weights.masked_fill(~visible, 0.0)  # a row that sees nothing: NaN becomes 0
+    unseen = ~visible.any(dim=0)  # may lie in the null block, whose content is arbitrary
+    wide_value = wide_value.masked_fill(unseen[:, None, None], 0.0)
+    return torch.einsum("hqk,khd->qhd", weights, wide_value).to(query.dtype)
+
+
+def visibility(
+    num_q: int, seq_len: int, sliding_window: int | None, device: torch.device
+) -> Tensor:
+    """[q, L] bool: the new tokens stand at the last num_q of seq_len positions."""
+    distance = (
+        torch.arange(seq_len - num_q, seq_len, device=device)[:, None]
+        - torch.arange(seq_len, device=device)[None, :]
+    )
+    visible = distance >= 0
+    if sliding_window is not None:
+        visible &= distance < sliding_window
+    return visible

@@ -1,0 +1,34 @@
+"""Normalisations over the last axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace_core.reference.dtypes import widened
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """See :class:`headrace_core.ops.RMSNormOp`."""
+    wide = widened(x)
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * (weight.to(wide.dtype) + offset)).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See :class:`headrace_core.ops.AddRMSNormOp`."""
+    total = x + residual
+    return rms_norm(total, weight, eps, offset=offset), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See :class:`headrace_core.ops.LayerNormOp`."""
+    wide = widened(x)
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(dim=-1, keepdim=True) + eps)
+    out = centred * scale * weight.to(wide.dtype)
+    if bias is not None:
+        out = out + bias.to(wide.dtype)
+    return out.to(x.dtype)

@@ -1,0 +1,474 @@
+"""A scriptable engine without a model, for tests of whatever sits on an ``EngineClient``.
+
+Its vocabulary is Unicode: token id = code point, so every text has obvious ids, lengths are
+lengths, and streaming goes character by character. What it answers, how fast, and when it fails
+are constructor arguments; what it was asked is in :attr:`FakeEngine.requests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
+from headrace_core.errors import (
+    EngineDead,
+    GenerateError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
+from headrace_core.output import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprob,
+    Logprobs,
+    PositionLogprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from headrace_core.request import ChatPrompt, Prompt
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+
+BOS, EOS = 0x110000, 0x110001
+FAKE_VOCAB_SIZE = 0x110002
+
+Reply = str | Sequence[str] | Callable[[str, int], str]
+"""What the fake says: one text, one per completion, or a function of (prompt text, index)."""
+
+
+def fake_served_model(**changes: Any) -> ServedModel:
+    """A :class:`ServedModel` for tests; ``changes`` replace fields."""
+    model = ServedModel(
+        name="fake-model",
+        names=("fake-model",),
+        root="fake-model",
+        architecture="FakeForCausalLM",
+        max_model_len=4096,
+        vocab_size=FAKE_VOCAB_SIZE,
+        max_logprobs=20,
+        eos_token_ids=(EOS,),
+        tasks=("generate",),
+        has_tokenizer=True,
+        has_chat_template=True,
+        default_sampling_params={},
+    )
+    return replace(model, **changes)
+
+
+def render_fake_chat(prompt: ChatPrompt) -> str:
+    """The fake's chat template: ``<role>text</role>`` per message, then ``<assistant>``."""
+    text = "".join(f"<{m['role']}>{_content(m)}</{m['role']}>" for m in prompt.messages)
+    if prompt.continue_final_message:
+        return text.rsplit("</", 1)[0]
+    return text + ("<assistant>" if prompt.add_generation_prompt else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """What one ``generate`` call was given."""
+
+    prompt: Prompt
+    prompt_text: str
+    params: SamplingParams
+    request_id: str
+    priority: int
+    add_special_tokens: bool | None
+
+
+@dataclass(slots=True)
+class _Completion:
+    """One completion while it is written. ``sent`` counts what deltas already carried."""
+
+    index: int
+    planned: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    sent_tokens: int = 0
+    sent_chars: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    reported: bool = False
+
+
+class FakeEngine:
+    """An :class:`~headrace_core.engine.EngineClient` that plays a script.
+
+    Args:
+        reply: what it says (then EOS); see :data:`Reply`. Default: ``You said: <prompt>``.
+        model: facts to report; see :func:`fake_served_model`.
+        tokens_per_output: characters per streamed output.
+        first_delay, delay: seconds before the first and before each further output.
+        gate: if given, awaited before each output (tests hold it to keep requests running).
+        reject: raised on first iteration of every request (a RequestError, say).
+        fail_after: this many outputs, then GenerateError (per request).
+        die_after: this many outputs over all requests, then the engine is dead.
+        max_running: more concurrent requests raise QueueFull.
+        cached_tokens: reported as ``num_cached_tokens`` (at most the prompt's length - 1).
+    """
+
+    def __init__(
+        self,
+        reply: Reply | None = None,
+        *,
+        model: ServedModel | None = None,
+        tokens_per_output: int = 1,
+        first_delay: float = 0.0,
+        delay: float = 0.0,
+        gate: asyncio.Event | None = None,
+        reject: BaseException | None = None,
+        fail_after: int | None = None,
+        die_after: int | None = None,
+        max_running: int | None = None,
+        cached_tokens: int = 0,
+    ) -> None:
+        self.reply: Reply = reply if reply is not None else _echo
+        self.tokens_per_output = tokens_per_output
+        self.first_delay, self.delay, self.gate = first_delay, delay, gate
+        self.reject, self.fail_after, self.die_after = reject, fail_after, die_after
+        self.max_running, self.cached_tokens = max_running, cached_tokens
+        self.requests: list[RecordedRequest] = []
+        """Every ``generate`` call that got past validation, in order."""
+        self.aborted: list[str] = []
+        """Ids that ended before their time: by ``abort``, closing or cancellation."""
+        self.finished: list[str] = []
+        """Ids that ran to their end."""
+        self.num_cache_resets = 0
+        self.shut_down = False
+        self._model = model or fake_served_model()
+        self._running: dict[str, asyncio.Event] = {}
+        self._dead: BaseException | None = None
+        self._outputs = 0
+        self._stats = EngineStats(num_blocks=100, num_free_blocks=100, block_size=16)
+
+    @property
+    def model(self) -> ServedModel:
+        return self._model
+
+    @property
+    def dead_error(self) -> BaseException | None:
+        return self._dead
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold resources now; 0 once all consumers are gone."""
+        return len(self._running)
+
+    def kill(self, reason: str = "the fake engine was killed") -> None:
+        """Die: running and later requests raise EngineDead."""
+        self._dead = EngineDead(reason)
+        for stop in self._running.values():
+            stop.set()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        text, token_ids = self._take_in(prompt, params, request_id, add_special_tokens)
+        self.requests.append(
+            RecordedRequest(prompt, text, params, request_id, priority, add_special_tokens)
+        )
+        stop = self._running[request_id] = asyncio.Event()
+        ended = False
+        try:
+            async for output in self._play(text, token_ids, params, request_id, stop):
+                ended = output.finished
+                yield output
+        finally:
+            self._running.pop(request_id, None)
+            (self.finished if ended and not stop.is_set() else self.aborted).append(request_id)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running[request_id].set()
+
+    async def tokenize(
+        self, prompt: Prompt, *, add_special_tokens: bool | None = None, strings: bool = False
+    ) -> TokenizedPrompt:
+        self._raise_if_dead()
+        _, ids = self._tokens(prompt, add_special_tokens)
+        return TokenizedPrompt(ids, [_token_text(i) for i in ids] if strings else None)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(_token_text, token_ids))
+
+    async def stats(self, *, drain: bool = False) -> EngineStats:
+        stats = replace(self._stats, step_tokens=list(self._stats.step_tokens))
+        stats.num_requests_running = len(self._running)
+        if drain:
+            self._stats.step_tokens.clear()
+        return stats
+
+    async def check_health(self) -> None:
+        self._raise_if_dead()
+
+    async def reset_prefix_cache(self) -> bool:
+        self.num_cache_resets += 1
+        return not self._running
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        self.shut_down = True
+        deadline = time.monotonic() + drain_timeout
+        while self._running and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        await self.abort(list(self._running))
+
+    def _take_in(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, special: bool | None
+    ) -> tuple[str, list[int]]:
+        self._raise_if_dead()
+        if self.reject is not None:
+            raise self.reject
+        if self.max_running is not None and len(self._running) >= self.max_running:
+            raise QueueFull(f"{self.max_running} requests wait already", retry_after=1.0)
+        if request_id in self._running:
+            raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
+        params.validate()
+        text, ids = self._tokens(prompt, special)
+        self._check(ids, params)
+        return text, ids
+
+    def _tokens(self, prompt: Prompt, special: bool | None) -> tuple[str, list[int]]:
+        if isinstance(prompt, ChatPrompt):
+            text = render_fake_chat(prompt)
+            return text, [BOS] * bool(special) + [ord(c) for c in text]
+        given: Any = prompt
+        if isinstance(prompt, Mapping):
+            given = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""
+        if isinstance(given, str):
+            return given, [BOS] * bool(special) + [ord(c) for c in given]
+        return "".join(map(_token_text, given)), list(given)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        model = self._model
+        if not ids:
+            raise RequestError("prompt: must not be empty", param="prompt")
+        if len(ids) + (params.max_tokens or 1) > model.max_model_len:
+            raise PromptTooLong(
+                f"prompt of {len(ids)} tokens and max_tokens = {params.max_tokens} exceed the "
+                f"context of {model.max_model_len}",
+                param="prompt",
+            )
+        if params.logprobs is not None and params.logprobs > model.max_logprobs:
+            raise RequestError(
+                f"logprobs = {params.logprobs}: at most {model.max_logprobs}", param="logprobs"
+            )
+
+    async def _play(
+        self,
+        text: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        stop: asyncio.Event,
+    ) -> AsyncIterator[RequestOutput]:
+        metrics = RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic())
+        self._stats.prompt_tokens += len(prompt_ids)
+        limit = params.max_tokens or self._model.max_model_len - len(prompt_ids)
+        parts = [
+            _Completion(i, self._plan(text, i, limit, params.ignore_eos)) for i in range(params.n)
+        ]
+        first, sent = True, 0
+        while any(part.finish_reason is None for part in parts):
+            await self._pause(self.first_delay if first else self.delay, stop)
+            self._raise_if_dead()
+            self._advance(parts, params, limit, aborted=stop.is_set())
+            metrics = self._clock(metrics, parts)
+            output = self._output(parts, text, prompt_ids, params, request_id, metrics, first)
+            first = False
+            if output is not None:
+                yield output
+                sent += 1
+                self._count_output(sent)
+
+    async def _pause(self, seconds: float, stop: asyncio.Event) -> None:
+        if self.gate is not None:
+            waits = [asyncio.ensure_future(e.wait()) for e in (self.gate, stop)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        if seconds > 0:
+            try:
+                await asyncio.wait_for(stop.wait(), seconds)
+            except TimeoutError:
+                return
+        else:
+            await asyncio.sleep(0)
+
+    def _count_output(self, sent: int) -> None:
+        self._outputs += 1
+        if self.die_after is not None and self._outputs >= self.die_after:
+            self.kill("the fake engine died as told")
+        if self.fail_after is not None and sent >= self.fail_after:
+            raise GenerateError("the fake engine failed this request as told")
+
+    def _plan(self, text: str, index: int, limit: int, ignore_eos: bool) -> list[int]:
+        if callable(self.reply):
+            words = self.reply(text, index)
+        elif isinstance(self.reply, str):
+            words = self.reply
+        else:
+            words = self.reply[index % len(self.reply)]
+        ids = [ord(c) for c in words]
+        if ignore_eos and ids:
+            return (ids * (limit // len(ids) + 1))[:limit]
+        return [*ids, EOS]
+
+    def _advance(
+        self, parts: list[_Completion], params: SamplingParams, limit: int, aborted: bool
+    ) -> None:
+        before = sum(len(part.token_ids) for part in parts)
+        for part in parts:
+            if part.finish_reason is None and aborted:
+                part.finish_reason = "abort"
+            for _ in range(self.tokens_per_output):
+                if part.finish_reason is None:
+                    _add_token(part, params, limit)
+        new = sum(len(part.token_ids) for part in parts) - before
+        self._stats.generation_tokens += new
+        self._stats.num_steps += 1
+        self._stats.iteration_tokens += new
+        self._stats.step_tokens.append(new)
+
+    def _clock(self, metrics: RequestMetrics, parts: list[_Completion]) -> RequestMetrics:
+        now = time.monotonic()
+        return replace(
+            metrics,
+            scheduled_ts=metrics.scheduled_ts or now,
+            first_token_ts=metrics.first_token_ts or now,
+            last_token_ts=now,
+            num_generation_tokens=sum(len(part.token_ids) for part in parts),
+        )
+
+    def _output(
+        self,
+        parts: list[_Completion],
+        text: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        metrics: RequestMetrics,
+        first: bool,
+    ) -> RequestOutput | None:
+        kind = params.output_kind
+        finished = all(part.finish_reason is not None for part in parts)
+        if kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        delta = kind is RequestOutputKind.DELTA
+        shown = [p for p in parts if not (delta and p.reported)]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and (first or not delta):
+            prompt_logprobs = _prompt_logprobs(prompt_ids, params)
+        return RequestOutput(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=prompt_ids,
+            outputs=[_completion_output(part, params, delta) for part in shown],
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
+            metrics=metrics,
+            num_cached_tokens=min(self.cached_tokens, len(prompt_ids) - 1),
+        )
+
+    def _raise_if_dead(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(str(self._dead)) from self._dead
+
+
+def _echo(prompt: str, index: int) -> str:
+    return f"You said: {prompt}"
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
+
+
+def _token_text(token_id: int) -> str:
+    return chr(token_id) if 0 <= token_id < BOS else {BOS: "<s>", EOS: "</s>"}.get(token_id, "")
+
+
+def _add_token(part: _Completion, params: SamplingParams, limit: int) -> None:
+    token = part.planned[len(part.token_ids)]
+    part.token_ids.append(token)
+    enough = len(part.token_ids) >= params.min_tokens
+    if token == EOS and not params.ignore_eos and enough:
+        part.finish_reason = "stop"
+        return
+    part.text += _token_text(token) if token < BOS and params.detokenize else ""
+    if enough and token in (params.stop_token_ids or ()):
+        part.finish_reason, part.stop_reason = "stop", token
+    elif enough and (stop := next((s for s in params.stop_strings if s in part.text), None)):
+        cut = part.text.index(stop)
+        part.text = part.text[: cut + len(stop) * params.include_stop_str_in_output]
+        part.finish_reason, part.stop_reason = "stop", stop
+    elif len(part.token_ids) >= limit:
+        part.finish_reason = "length"
+    elif len(part.token_ids) == len(part.planned):
+        part.finish_reason = "stop"
+
+
+def _sendable(part: _Completion, params: SamplingParams) -> int:
+    """Characters that no stop string can take back."""
+    if part.finish_reason is not None:
+        return len(part.text)
+    held = 0
+    for stop in params.stop_strings:
+        for size in range(1, len(stop)):
+            if part.text.endswith(stop[:size]):
+                held = max(held, size)
+    return max(part.sent_chars, len(part.text) - held)
+
+
+def _completion_output(part: _Completion, params: SamplingParams, delta: bool) -> CompletionOutput:
+    start, chars = (part.sent_tokens, part.sent_chars) if delta else (0, 0)
+    end = _sendable(part, params)
+    ids = part.token_ids[start:]
+    part.sent_tokens, part.sent_chars = len(part.token_ids), end
+    part.reported = part.finish_reason is not None
+    logprobs = None
+    if params.logprobs is not None:
+        logprobs = _container(params.flat_logprobs)
+        for token in ids:
+            logprobs.append(_position(token, params.logprobs))
+    return CompletionOutput(
+        index=part.index,
+        text=part.text[chars:end],
+        token_ids=ids,
+        cumulative_logprob=-0.5 * len(part.token_ids) if logprobs is not None else None,
+        logprobs=logprobs,
+        finish_reason=part.finish_reason,
+        stop_reason=part.stop_reason,
+    )
+
+
+def _container(flat: bool) -> Logprobs:
+    return FlatLogprobs() if flat else []
+
+
+def _position(token: int, count: int) -> PositionLogprobs:
+    """The chosen token has -0.5 and rank 1; its neighbours follow, each 1.0 less likely."""
+    near = [(token + i) % BOS for i in range(max(1, count))]
+    near[0] = token
+    return {t: Logprob(-0.5 - i, i + 1, _token_text(t)) for i, t in enumerate(near)}
+
+
+def _prompt_logprobs(prompt_ids: list[int], params: SamplingParams) -> Logprobs:
+    logprobs = _container(params.flat_logprobs)
+    logprobs.append(None)
+    for token in prompt_ids[1:]:
+        logprobs.append(_position(token, params.prompt_logprobs or 0))
+    return logprobs

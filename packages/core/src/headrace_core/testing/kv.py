@@ -1,0 +1,386 @@
+"""Conformance suite of KV-cache managers, and a sequence to drive one with.
+
+A manager's tests are one class::
+
+    class TestMine(KVCacheManagerConformance):
+        def make(self, config, enable_prefix_caching=True):
+            return MyManager(config, enable_prefix_caching, max_model_len=64)
+
+Block ids are never compared with constants here: which free and empty block is taken is the
+manager's business; which cached one is evicted, and what a table must look like, is not.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from headrace_core.kv import (
+    NULL_BLOCK,
+    BlockIds,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheManager,
+    PrefixMatch,
+    SlidingWindowSpec,
+)
+
+BLOCK_SIZE = 4
+WINDOW = 6
+"""Of the sliding-window group: a query sees itself and the five tokens before it."""
+MAX_MODEL_LEN = 64
+"""A manager under test must accept sequences of this length."""
+
+
+@dataclass
+class FakeSequence:
+    """A :class:`~headrace_core.kv.CachedSequence` whose fields are set by the test."""
+
+    request_id: str
+    all_token_ids: list[int]
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
+    table: list[list[int]] = field(default_factory=list)
+    """By group: what the manager said was gained, in order."""
+
+
+def cache_config(num_blocks: int, *groups: str, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
+    """A cache of ``num_blocks`` blocks (the null block included); groups are full or sliding."""
+    specs = {
+        "full": FullAttentionSpec(block_size, 1, 1, "float32"),
+        "sliding": SlidingWindowSpec(block_size, 1, 1, "float32", sliding_window=WINDOW),
+    }
+    return KVCacheConfig(
+        num_blocks,
+        tuple(
+            KVCacheGroup((f"layer{i}",), specs[kind]) for i, kind in enumerate(groups or ("full",))
+        ),
+    )
+
+
+def advance(
+    manager: KVCacheManager, sequence: FakeSequence, num_tokens: int, *, match: bool = False
+) -> BlockIds | None:
+    """Allocate and, if that succeeds, count the tokens as computed, as a scheduler does."""
+    found = manager.match_prefix(sequence) if match else None
+    gained = manager.allocate(sequence, num_tokens, found)
+    if gained is not None:
+        sequence.num_computed_tokens += num_tokens + (found.num_tokens if found else 0)
+        sequence.table = sequence.table or [[] for _ in gained]
+        for table, new in zip(sequence.table, gained):
+            table.extend(new)
+    return gained
+
+
+def run_whole(manager: KVCacheManager, request_id: str, token_ids: list[int]) -> FakeSequence:
+    """Compute a whole sequence (from its cached prefix on) and free it."""
+    sequence = FakeSequence(request_id, token_ids)
+    found = manager.match_prefix(sequence)
+    advanced = advance(manager, sequence, len(token_ids) - found.num_tokens, match=True)
+    assert advanced is not None
+    manager.free(request_id)
+    return sequence
+
+
+class KVCacheManagerConformance(ABC):
+    """Inherit, and say how to make the manager."""
+
+    @abstractmethod
+    def make(self, config: KVCacheConfig, enable_prefix_caching: bool = True) -> KVCacheManager:
+        """A manager for sequences of up to ``MAX_MODEL_LEN`` tokens."""
+
+    def hit(self, manager: KVCacheManager, token_ids: list[int], salt: str | None = None) -> int:
+        """Length of the cached prefix of these tokens."""
+        sequence = FakeSequence("probe", token_ids, cache_salt=salt)
+        num_tokens = manager.match_prefix(sequence).num_tokens
+        manager.free("probe")
+        return num_tokens
+
+    # -- handing out ---------------------------------------------------------------------------
+
+    def test_the_null_block_is_never_handed_out(self) -> None:
+        manager = self.make(cache_config(5))
+        assert manager.num_blocks == manager.num_free_blocks == 4
+        gained = advance(manager, FakeSequence("a", list(range(16))), 16)
+        assert gained is not None
+        assert sorted(gained[0]) == [1, 2, 3, 4]
+
+    def test_blocks_are_taken_as_tokens_need_them(self) -> None:
+        manager = self.make(cache_config(10))
+        sequence = FakeSequence("a", list(range(20)))
+        gained = [advance(manager, sequence, n) for n in (3, 1, 1, 8)]
+        assert [len(g[0]) for g in gained if g is not None] == [1, 0, 1, 2]
+        assert manager.block_ids("a") == tuple(sequence.table)
+        assert manager.num_free_blocks == 9 - 4
+
+    def test_tables_are_append_only_and_disjoint(self) -> None:
+        manager = self.make(cache_config(12))
+        one, two = FakeSequence("a", list(range(16))), FakeSequence("b", list(range(50, 66)))
+        for _ in range(5):
+            before = manager.block_ids("a")[0] if one.num_computed_tokens else []
+            assert advance(manager, one, 3) is not None
+            assert advance(manager, two, 3) is not None
+            assert manager.block_ids("a")[0][: len(before)] == before
+        assert not set(one.table[0]) & set(two.table[0])
+
+    @pytest.mark.parametrize("groups", [("full",), ("full", "sliding")])
+    def test_a_failed_allocation_changes_nothing(self, groups: tuple[str, ...]) -> None:
+        manager = self.make(cache_config(1 + 3 * len(groups), *groups))
+        first = FakeSequence("a", list(range(8)))
+        assert advance(manager, first, 8) is not None
+        table, free = manager.block_ids("a"), manager.num_free_blocks
+        assert advance(manager, FakeSequence("b", list(range(50, 60))), 5, match=True) is None
+        assert advance(manager, first, 9) is None
+        assert (manager.block_ids("a"), manager.num_free_blocks) == (table, free)
+        manager.free("b")
+        assert self.hit(manager, list(range(9))) == 8
+
+    def test_freeing_returns_every_block_and_ignores_unknown_ids(self) -> None:
+        manager = self.make(cache_config(9, "full", "sliding"))
+        assert advance(manager, FakeSequence("a", list(range(13))), 13) is not None
+        manager.free("a")
+        manager.free("a")
+        manager.free("never seen")
+        assert manager.num_free_blocks == manager.num_blocks == 8
+
+    def test_fits_is_what_an_empty_pool_can_hold(self) -> None:
+        manager = self.make(cache_config(4))
+        assert manager.fits(12)
+        assert not manager.fits(13)
+        advance(manager, FakeSequence("a", list(range(12))), 12)
+        assert manager.fits(12)
+
+    # -- prefix cache --------------------------------------------------------------------------
+
+    def test_nothing_matches_while_prefix_caching_is_off(self) -> None:
+        manager = self.make(cache_config(9), enable_prefix_caching=False)
+        run_whole(manager, "a", list(range(12)))
+        assert self.hit(manager, list(range(12))) == 0
+
+    @pytest.mark.parametrize(
+        ("token_ids", "expected"),
+        [
+            (list(range(12)), 8),  # all cached: at least one token must be computed
+            (list(range(13)), 12),
+            (list(range(7)), 4),
+            ([*range(8), 99, 9, 10, 11, 12], 8),
+            ([*range(5), 99, *range(6, 13)], 4),
+            ([99, *range(1, 13)], 0),
+            (list(range(4, 13)), 0),  # same blocks, other parent
+            ([0], 0),
+        ],
+    )
+    def test_the_longest_cached_prefix_is_found(self, token_ids: list[int], expected: int) -> None:
+        manager = self.make(cache_config(9))
+        run_whole(manager, "a", list(range(12)))
+        assert self.hit(manager, token_ids) == expected
+
+    def test_a_match_names_the_blocks_and_holds_no_reference(self) -> None:
+        manager = self.make(cache_config(9))
+        first = run_whole(manager, "a", list(range(12)))
+        second = FakeSequence("b", [*range(8), 50, 51])
+        match = manager.match_prefix(second)
+        assert match == PrefixMatch(8, (first.table[0][:2],))
+        assert manager.num_free_blocks == 8
+        gained = manager.allocate(second, 2, match)
+        assert gained is not None
+        assert gained[0][:2] == first.table[0][:2]
+        assert manager.num_free_blocks == 8 - 3
+
+    def test_full_blocks_are_found_while_their_owner_runs(self) -> None:
+        manager = self.make(cache_config(9))
+        assert advance(manager, FakeSequence("a", list(range(10))), 6) is not None
+        assert self.hit(manager, list(range(10))) == 4
+
+    def test_shared_blocks_outlive_their_first_owner(self) -> None:
+        manager = self.make(cache_config(9))
+        one = FakeSequence("a", list(range(8)))
+        two = FakeSequence("b", [*range(8), 50])
+        advance(manager, one, 8)
+        advance(manager, two, 1, match=True)
+        manager.free("a")
+        three = FakeSequence("c", list(range(100, 120)))
+        assert advance(manager, three, 20) is not None
+        assert not set(three.table[0]) & set(two.table[0])
+
+    def test_salts_separate(self) -> None:
+        manager = self.make(cache_config(20))
+        for salt in (None, "one", "two", ""):
+            assert self.hit(manager, list(range(9)), salt) == 0
+            sequence = FakeSequence(f"a{salt}", list(range(9)), cache_salt=salt)
+            advance(manager, sequence, 9)
+            manager.free(sequence.request_id)
+            assert self.hit(manager, list(range(9)), salt) == 8
+
+    def test_a_sequence_may_refuse_to_read(self) -> None:
+        manager = self.make(cache_config(9))
+        run_whole(manager, "a", list(range(9)))
+        sequence = FakeSequence("b", list(range(9)), skip_reading_prefix_cache=True)
+        assert manager.match_prefix(sequence).num_tokens == 0
+        advance(manager, sequence, 9, match=True)
+        assert manager.take_stats() == (9, 0)  # only "a" was looked up
+
+    def test_only_known_tokens_are_cached(self) -> None:
+        manager = self.make(cache_config(9))
+        sequence = FakeSequence("a", [0, 1, 2])
+        advance(manager, sequence, 3)
+        advance(manager, sequence, 1)  # token 3 is not known yet
+        assert self.hit(manager, list(range(9))) == 0
+        sequence.all_token_ids.append(3)
+        advance(manager, sequence, 1)
+        assert self.hit(manager, list(range(9))) == 4
+
+    def test_what_is_known_at_the_end_is_cached(self) -> None:
+        manager = self.make(cache_config(9))
+        sequence = FakeSequence("a", list(range(6)))
+        advance(manager, sequence, 6)
+        advance(manager, sequence, 2)
+        sequence.all_token_ids += [6, 7]
+        manager.free("a")
+        assert self.hit(manager, list(range(9))) == 8
+
+    def test_what_is_not_computed_is_not_cached(self) -> None:
+        manager = self.make(cache_config(9))
+        sequence = FakeSequence("a", list(range(9)))
+        advance(manager, sequence, 7)
+        manager.free("a")
+        assert self.hit(manager, list(range(9))) == 4
+
+    def test_empty_blocks_are_used_before_cached_ones(self) -> None:
+        manager = self.make(cache_config(5))
+        run_whole(manager, "a", list(range(8)))
+        advance(manager, FakeSequence("b", list(range(50, 58))), 8)
+        assert self.hit(manager, list(range(9))) == 8
+
+    def test_the_least_recently_used_is_evicted_tail_first(self) -> None:
+        manager = self.make(cache_config(7))
+        old, new = list(range(12)), list(range(50, 62))
+        run_whole(manager, "a", old)
+        run_whole(manager, "b", new)
+        advance(manager, FakeSequence("c", [90]), 1)
+        assert (self.hit(manager, [*old, 1]), self.hit(manager, [*new, 1])) == (8, 12)
+        run_whole(manager, "d", [*old[:8], 1])  # its first two blocks are now the latest
+        advance(manager, FakeSequence("e", list(range(70, 82))), 12)
+        assert (self.hit(manager, [*old, 1]), self.hit(manager, [*new, 1])) == (8, 0)
+
+    def test_matched_blocks_count_as_needed(self) -> None:
+        manager = self.make(cache_config(4))
+        run_whole(manager, "a", list(range(12)))
+        sequence = FakeSequence("b", [*range(8), *range(50, 56)])
+        match = manager.match_prefix(sequence)
+        assert match.num_tokens == 8
+        assert manager.allocate(sequence, 6, match) is None  # two matched and two new, of three
+        assert manager.allocate(sequence, 4, match) is not None
+
+    def test_reset_forgets_everything_unless_blocks_are_in_use(self) -> None:
+        manager = self.make(cache_config(9))
+        advance(manager, FakeSequence("a", list(range(9))), 9)
+        assert not manager.reset_prefix_cache()
+        assert self.hit(manager, list(range(9))) == 8
+        manager.free("a")
+        assert manager.reset_prefix_cache()
+        assert self.hit(manager, list(range(9))) == 0
+        assert manager.num_free_blocks == 8
+
+    def test_statistics_count_admitted_look_ups(self) -> None:
+        manager = self.make(cache_config(9))
+        run_whole(manager, "a", list(range(12)))
+        self.hit(manager, list(range(12)))  # a look-up that leads to nothing does not count
+        run_whole(manager, "b", list(range(13)))
+        assert manager.take_stats() == (12 + 13, 12)
+        assert manager.take_stats() == (0, 0)
+
+    # -- sliding windows -----------------------------------------------------------------------
+
+    def test_blocks_behind_the_window_become_null(self) -> None:
+        manager = self.make(cache_config(9, "sliding"))
+        sequence = FakeSequence("a", list(range(40)))
+        for computed, num_null in [(8, 0), (9, 1), (12, 1), (13, 2)]:
+            advance(manager, sequence, computed - sequence.num_computed_tokens)
+            advance(manager, sequence, 1)
+            sequence.num_computed_tokens -= 1  # the same position again: only the look matters
+            table = manager.block_ids("a")[0]
+            assert [b == NULL_BLOCK for b in table] == [i < num_null for i in range(len(table))]
+            held = len(table) - num_null
+            assert manager.num_free_blocks == 8 - held
+
+    def test_a_sliding_group_runs_longer_than_its_pool(self) -> None:
+        manager = self.make(cache_config(5, "sliding"))
+        sequence = FakeSequence("a", list(range(60)))
+        for _ in range(30):
+            assert advance(manager, sequence, 2) is not None
+        manager.free("a")
+        assert manager.num_free_blocks == 4
+
+    def test_a_sliding_hit_needs_only_the_last_window(self) -> None:
+        manager = self.make(cache_config(6, "sliding"))
+        sequence = FakeSequence("a", list(range(16)))
+        for _ in range(4):
+            advance(manager, sequence, 4)
+        manager.free("a")
+        advance(manager, FakeSequence("b", [90, 91, 92, 93, 94]), 5)  # takes the empty ones
+        probe = FakeSequence("c", list(range(17)))
+        num_tokens, (block_ids,) = manager.match_prefix(probe)
+        assert num_tokens == 16
+        # A query at 16 sees keys from 11 on: blocks 2 and 3.
+        assert block_ids == [NULL_BLOCK, NULL_BLOCK, *sequence.table[0][2:]]
+
+    def test_the_hit_is_common_to_all_groups(self) -> None:
+        manager = self.make(cache_config(12, "full", "sliding"))
+        sequence = FakeSequence("a", list(range(16)))
+        for _ in range(4):
+            advance(manager, sequence, 4)
+        manager.free("a")
+        match = manager.match_prefix(FakeSequence("b", list(range(17))))
+        assert match.num_tokens == 16
+        assert match.block_ids[0] == sequence.table[0]
+        assert match.block_ids[1] == [NULL_BLOCK, NULL_BLOCK, *sequence.table[1][2:]]
+
+    # -- everything at once --------------------------------------------------------------------
+
+    @pytest.mark.parametrize("groups", [("full",), ("sliding",), ("full", "sliding", "sliding")])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_random_use_keeps_the_count(self, groups: tuple[str, ...], seed: int) -> None:
+        """Every block is referenced or free, and shared only by equal prefixes."""
+        rng = random.Random(seed)
+        manager = self.make(cache_config(40, *groups))
+        running: dict[str, FakeSequence] = {}
+        for number in range(300):
+            if running and rng.random() < 0.3:
+                manager.free(running.pop(rng.choice(list(running))).request_id)
+            elif running and rng.random() < 0.6:
+                sequence = rng.choice(list(running.values()))
+                room = len(sequence.all_token_ids) - sequence.num_computed_tokens
+                if room:
+                    advance(manager, sequence, rng.randint(1, room))
+            else:
+                tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
+                sequence = FakeSequence(f"r{number}", tokens)
+                rest = len(tokens) - manager.match_prefix(sequence).num_tokens
+                if advance(manager, sequence, rng.randint(1, rest), match=True) is not None:
+                    running[sequence.request_id] = sequence
+            _check_tables(manager, running)
+        for request_id in running:
+            manager.free(request_id)
+        assert manager.num_free_blocks == manager.num_blocks
+
+
+def _check_tables(manager: KVCacheManager, running: dict[str, FakeSequence]) -> None:
+    held: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+    for sequence in running.values():
+        for group, table in enumerate(manager.block_ids(sequence.request_id)):
+            assert len(table) == -(-sequence.num_computed_tokens // BLOCK_SIZE)
+            for index, block_id in enumerate(table):
+                if block_id != NULL_BLOCK:
+                    assert block_id == sequence.table[group][index]
+                    prefix = tuple(sequence.all_token_ids[: (index + 1) * BLOCK_SIZE])
+                    held[block_id, group, prefix] += 1
+    blocks = [block_id for block_id, _, _ in held]
+    assert len(blocks) == len(set(blocks)), "a block belongs to two groups or to two contents"
+    assert manager.num_free_blocks == manager.num_blocks - len(blocks)

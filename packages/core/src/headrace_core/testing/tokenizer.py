@@ -1,0 +1,113 @@
+"""What every tokenizer must do. Inherit, and say how to make one.
+
+    class TestMine(TokenizerConformance):
+        @pytest.fixture
+        def tokenizer(self):
+            return MyTokenizer(...)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_core.text import Tokenizer
+
+TEXTS = (
+    "Hello, world!",
+    "two  spaces, a\ttab and a\nnew line",
+    " leading and trailing ",
+    "ünïcödé, 你好, مرحبا, 😀👩‍👩‍👧",
+    "x = {'a': [1, 2.5]}  # code\n    return x",
+)
+REPLACEMENT = "�"
+
+
+class TokenizerConformance:
+    """The suite. Class attributes say what the vocabulary cannot do."""
+
+    lossless: ClassVar[bool] = True
+    """Decoding an encoded text gives the text back, character for character."""
+    texts: ClassVar[tuple[str, ...]] = TEXTS
+
+    @pytest.fixture
+    def tokenizer(self) -> Tokenizer:
+        """Made for each test: keep a costly one in a cache of your own."""
+        raise NotImplementedError("return the tokenizer under test")
+
+    def test_ids_are_in_the_vocabulary(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.vocab_size > 0
+        for text in self.texts:
+            ids = tokenizer.encode(text)
+            assert ids
+            assert all(isinstance(i, int) and tokenizer.token_string(i) for i in ids)
+
+    def test_round_trip(self, tokenizer: Tokenizer) -> None:
+        if not self.lossless:
+            pytest.skip("this vocabulary does not keep every character")
+        for text in self.texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            assert tokenizer.decode(ids) == text
+            with_special = tokenizer.encode(text, add_special_tokens=True)
+            assert tokenizer.decode(with_special, skip_special_tokens=True) == text
+
+    @settings(
+        max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(text=st.text(max_size=40))
+    def test_any_text(self, tokenizer: Tokenizer, text: str) -> None:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        decoded = tokenizer.decode(ids)
+        if self.lossless:
+            assert decoded == text
+
+    def test_nothing_is_nothing(self, tokenizer: Tokenizer) -> None:
+        assert tokenizer.encode("", add_special_tokens=False) == []
+        assert tokenizer.decode([]) == ""
+
+    def test_ids_outside_the_vocabulary_decode_to_nothing(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("Hello", add_special_tokens=False)
+        outside = [-1, 10**9]
+        assert tokenizer.decode([*ids, *outside]) == tokenizer.decode(ids)
+        assert all(tokenizer.token_string(i) == "" for i in outside)
+
+    def test_parts_of_characters_become_replacement_characters(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("😀你", add_special_tokens=False)
+        for end in range(len(ids)):
+            text = tokenizer.decode(ids[:end])
+            assert text.rstrip(REPLACEMENT) in "😀你"
+
+    def test_special_tokens(self, tokenizer: Tokenizer) -> None:
+        for name, token_id in (
+            ("bos_token", tokenizer.bos_token_id),
+            ("eos_token", tokenizer.eos_token_id),
+        ):
+            if token_id is None:
+                continue
+            assert token_id in tokenizer.special_token_ids
+            assert tokenizer.encode(
+                tokenizer.special_tokens[name], add_special_tokens=False
+            ) == [token_id]  # fmt: skip
+
+    def test_skipping_special_tokens(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.eos_token_id is None:
+            pytest.skip("this vocabulary has no end token")
+        ids = [*tokenizer.encode("Hello", add_special_tokens=False), tokenizer.eos_token_id]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == tokenizer.decode(ids[:-1])
+        shown = tokenizer.decode(ids, skip_special_tokens=False)
+        assert shown.endswith(tokenizer.special_tokens["eos_token"])
+
+    def test_special_ids_are_tokens(self, tokenizer: Tokenizer) -> None:
+        assert all(tokenizer.token_string(i) for i in tokenizer.special_token_ids)
+
+    def test_threads_do_not_disturb_each_other(self, tokenizer: Tokenizer) -> None:
+        texts = list(self.texts) * 8
+        expected = [tokenizer.encode(text) for text in texts]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(tokenizer.encode, texts)) == expected
+            decoded = list(pool.map(tokenizer.decode, expected))
+        assert decoded == [tokenizer.decode(ids) for ids in expected]

@@ -1,0 +1,78 @@
+"""Fakes give the shapes, dtypes and devices of the reference, and read nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace_core import reference
+from headrace_core.ops import OP_NAMES, KernelNeed
+from headrace_core.reference import fakes
+from headrace_core.reference.provider import PROVIDER
+from headrace_core.testing.ops import paged_case, rand
+
+
+def described(value):
+    if isinstance(value, tuple):
+        return tuple(map(described, value))
+    return None if value is None else (value.shape, value.dtype)
+
+
+def calls(dtype):
+    """(op name, positional arguments, options) of one call to every op without packing."""
+    x, weight = rand(5, 16, dtype=dtype), rand(16, dtype=dtype)
+    heads = rand(5, 4, 16, dtype=dtype)
+    caches = rand(2, 3, 8, 4, 16, dtype=dtype)
+    positions, cos_sin = torch.arange(5), rand(9, 8)
+    yield "embedding", (positions, x), {}
+    yield "rms_norm", (heads, weight, 1e-6), {}
+    yield "add_rms_norm", (x, x, weight, 1e-6), {}
+    yield "layer_norm", (x, weight, None, 1e-6), {}
+    yield "activation", (x, "silu"), {}
+    yield "activation_and_mul", (x, "silu"), {}
+    yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
+    yield "cache_write", (heads, heads, *caches, positions), {}
+    yield (
+        "rotary_cache_write",
+        (heads, heads, heads, positions, cos_sin, *caches, positions),
+        {"interleaved": True},
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shapes_are_those_of_the_reference(dtype):
+    for name, arguments, options in calls(dtype):
+        fake, real = getattr(fakes, name), getattr(reference, name)
+        copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arguments]
+        assert described(fake(*copies, **options)) == described(real(*copies, **options)), name
+    case = paged_case([(2, 5)], dtype=dtype)
+    assert described(case.run(fakes.paged_attention)) == described(
+        case.run(reference.paged_attention)
+    )
+
+
+def test_packed_ops():
+    x, weight = rand(5, 16), rand(24, 16)
+    for module in (fakes, reference):
+        assert module.linear(x, module.linear.pack(weight)).shape == (5, 24)
+        packed = module.int8_linear.pack(weight.to(torch.int8), rand(24), "float32")
+        assert module.int8_linear(x, packed).shape == (5, 24)
+        packed = module.moe.pack(rand(3, 8, 16), rand(3, 16, 4))
+        routing = torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+        assert module.moe(x, packed, *routing, "silu").shape == (5, 16)
+
+
+def test_meta_tensors_stay_meta():
+    x = torch.empty(5, 16, device="meta")
+    assert fakes.rms_norm(x, x[0], 1e-6).device.type == "meta"
+    assert fakes.linear(x, fakes.linear.pack(x)).device.type == "meta"
+    assert fakes.paged_attention(x[:, None]).shape == (5, 1, 16)
+
+
+def test_every_op_has_a_fake_and_the_provider_has_every_op():
+    assert all(callable(getattr(fakes, name)) for name in OP_NAMES)
+    need = KernelNeed("cpu", "float32")
+    assert set(PROVIDER.operations(need)) == set(OP_NAMES)
+    assert PROVIDER.refuse(need) == []
+    assert PROVIDER.priority(need) == 0
+    assert not PROVIDER.row_invariant(need)

@@ -1,0 +1,96 @@
+"""Small reference ops against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from headrace_core import reference
+from headrace_core.errors import ConfigError
+
+
+def test_rms_norm():
+    x = torch.tensor([[3.0, 4.0]])
+    out = reference.rms_norm(x, torch.tensor([1.0, 2.0]), 0.5)
+    root = math.sqrt(12.5 + 0.5)
+    torch.testing.assert_close(out, torch.tensor([[3 / root, 8 / root]]))
+    gemma = reference.rms_norm(x, torch.tensor([0.0, 1.0]), 0.5, offset=1.0)
+    torch.testing.assert_close(gemma, out)
+
+
+def test_add_rms_norm_rounds_the_sum_first():
+    x, residual = torch.tensor([[256.0]]), torch.tensor([[1.0]])
+    x, residual = x.bfloat16(), residual.bfloat16()
+    normed, total = reference.add_rms_norm(x, residual, torch.ones(1).bfloat16(), 0.0)
+    assert total.item() == 256.0  # 257 is no bfloat16
+    assert normed.item() == 1.0
+
+
+def test_layer_norm():
+    out = reference.layer_norm(
+        torch.tensor([[1.0, 3.0]]), torch.tensor([2.0, 2.0]), torch.tensor([0.0, 1.0]), 0.0
+    )
+    assert out.tolist() == [[-2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_one"),
+    [
+        ("silu", 1 / (1 + math.exp(-1))),
+        ("gelu", 0.5 * (1 + math.erf(math.sqrt(0.5)))),
+        ("gelu_tanh", 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * 1.044715))),
+        ("relu", 1.0),
+        ("relu2", 1.0),
+    ],
+)
+def test_activations(kind, at_one):
+    x = torch.tensor([[1.0, 3.0]])
+    assert reference.activation(x, kind)[0, 0].item() == pytest.approx(at_one, abs=1e-6)
+    assert reference.activation_and_mul(x, kind).item() == pytest.approx(3 * at_one, abs=1e-6)
+    assert reference.activation(-x, "relu2").tolist() == [[0.0, 0.0]]
+
+
+def test_unknown_activation_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'swish' is unknown.*silu"):
+        reference.activation(torch.ones(1), "swish")
+
+
+@pytest.mark.parametrize(
+    ("interleaved", "expected"),
+    [(False, [-3.0, 2.0, 1.0, 4.0, 5.0]), (True, [-2.0, 1.0, 3.0, 4.0, 5.0])],
+)
+def test_rotary_turns_pairs(interleaved, expected):
+    """R = 4 of D = 5: the first pair by 90 degrees, the second not at all."""
+    cos_sin = torch.tensor([[9.0, 9.0, 9.0, 9.0], [0.0, 1.0, 1.0, 0.0]])
+    query = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).reshape(1, 1, 5)
+    key = query.clone()
+    reference.rotary(query, key, torch.tensor([1]), cos_sin, interleaved=interleaved)
+    assert query.flatten().tolist() == expected
+    assert key.flatten().tolist() == expected
+
+
+@pytest.mark.spec("ATTN-RESHAPE-CACHE-FLASH")
+def test_cache_write_skips_negative_slots():
+    key = torch.arange(3.0).reshape(3, 1, 1)
+    caches = torch.full((2, 2, 2, 1, 1), -1.0)
+    reference.cache_write(key, key + 10, caches[0], caches[1], torch.tensor([3, -1, 0]))
+    assert caches[0].flatten().tolist() == [2.0, -1.0, -1.0, 0.0]
+    assert caches[1].flatten().tolist() == [12.0, -1.0, -1.0, 10.0]
+
+
+def test_int8_linear_scales_output_features():
+    weight = torch.tensor([[1, -2], [3, 4]], dtype=torch.int8)
+    packed = reference.int8_linear.pack(weight, torch.tensor([0.5, 2.0]), "float32")
+    out = reference.int8_linear(torch.tensor([[1.0, 1.0]]), packed, torch.tensor([0.0, 1.0]))
+    assert out.tolist() == [[-0.5, 15.0]]
+
+
+def test_moe_sums_the_chosen_experts_by_weight():
+    gate_up = torch.tensor([[[1.0], [2.0]], [[1.0], [3.0]], [[torch.nan], [torch.nan]]])
+    down = torch.tensor([[[1.0]], [[1.0]], [[torch.nan]]])
+    packed = reference.moe.pack(gate_up, down)
+    weights, ids = torch.tensor([[0.25, 0.75]]), torch.tensor([[1, 0]])
+    out = reference.moe(torch.tensor([[2.0]]), packed, weights, ids, "relu")
+    assert out.item() == 0.25 * (2 * 6) + 0.75 * (2 * 4)

@@ -1,0 +1,1 @@
+"""One file a family; each class is an entry point of the group ``headrace.models``."""

@@ -1,0 +1,92 @@
+"""Gemma 2: norms on both sides, soft-capped scores and logits, windows on every other layer.
+
+Gemma Team 2024, arXiv:2408.00118.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import RULES, LlamaForCausalLM
+from headrace_models.layers.attention import Attention
+from headrace_models.layers.blocks import SandwichBlock
+from headrace_models.layers.decoder import Block
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+
+GEMMA_RULES = (
+    *(rule for rule in RULES if not rule.target.endswith("mlp_norm")),
+    WeightRule("model.layers.{}.post_attention_layernorm", "layers.{}.attention_out_norm"),
+    WeightRule("model.layers.{}.pre_feedforward_layernorm", "layers.{}.mlp_norm"),
+    WeightRule("model.layers.{}.post_feedforward_layernorm", "layers.{}.mlp_out_norm"),
+)
+"""Llama's, but ``post_attention_layernorm`` really stands after the attention."""
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """Text model of Gemma 2."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = GEMMA_RULES
+    ties_embeddings: ClassVar[bool] = True
+
+    def head_dim(self) -> int:
+        return self.settings.head_dim(default=256)
+
+    def make_norm(self, context: BuildContext, name: str) -> RMSNorm:
+        """Gemma stores its norms' weights less 1."""
+        eps = self.settings.number("rms_norm_eps", 1e-6)
+        return RMSNorm(context, name, self.hidden_size(), eps, offset=1.0)
+
+    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm:
+        return self.make_norm(context, f"{prefix}model.norm")
+
+    def embed_tokens(self, batch: ForwardBatch) -> Tensor:
+        embedded = self.embed(batch.input_ids)
+        # Rounded to the activations' dtype first, as the model was trained.
+        return embedded * torch.tensor(self.hidden_size() ** 0.5, dtype=embedded.dtype)
+
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        return SandwichBlock(
+            self.make_norm(context, f"{name}.input_layernorm"),
+            self.make_attention(context, index, f"{name}.self_attn"),
+            self.make_norm(context, f"{name}.post_attention_layernorm"),
+            self.make_norm(context, f"{name}.pre_feedforward_layernorm"),
+            self.make_mlp(context, index, f"{name}.mlp"),
+            self.make_norm(context, f"{name}.post_feedforward_layernorm"),
+        )
+
+    def is_sliding(self, index: int) -> bool:
+        kinds = self.settings.layer_types()
+        return index % 2 == 0 if kinds is None else kinds[index] == "sliding_attention"
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+        bias = self.settings.flag("attention_bias", False)
+        window = self.settings.optional_integer("sliding_window")
+        return self.attention(
+            context,
+            name,
+            scale=self.settings.positive("query_pre_attn_scalar", 256) ** -0.5,
+            sliding_window=window if self.is_sliding(index) else None,
+            soft_cap=self.settings.optional_positive("attn_logit_softcapping") or 0.0,
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        return GatedMLP(
+            context,
+            name,
+            self.hidden_size(),
+            self.settings.integer("intermediate_size"),
+            self.settings.activation("hidden_activation", "hidden_act"),
+        )

@@ -1,0 +1,44 @@
+"""Mixtral: Mistral with eight experts per layer, two of them active. Jiang et al. 2024,
+arXiv:2401.04088."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import RULES
+from headrace_models.families.mistral import MistralForCausalLM
+from headrace_models.layers.mlp import MLPLayer
+from headrace_models.layers.moe import SparseMoE
+from headrace_models.settings import MAX_EXPERTS
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+_EXPERTS = "model.layers.{}.block_sparse_moe.experts.{}"
+
+
+class MixtralForCausalLM(MistralForCausalLM):
+    """Mixtral 8x7B, 8x22B."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *(rule for rule in RULES if ".mlp." not in rule.target),
+        WeightRule("model.layers.{}.block_sparse_moe.gate", "layers.{}.mlp.router"),
+        WeightRule(f"{_EXPERTS}.w1", "layers.{}.mlp.experts.{}.gate_up", part=0),
+        WeightRule(f"{_EXPERTS}.w3", "layers.{}.mlp.experts.{}.gate_up", part=1),
+        WeightRule(f"{_EXPERTS}.w2", "layers.{}.mlp.experts.{}.down"),
+    )
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        return SparseMoE(
+            context,
+            name.removesuffix("mlp") + "block_sparse_moe",
+            hidden_size=self.hidden_size(),
+            intermediate_size=self.settings.integer("intermediate_size"),
+            num_experts=self.settings.integer("num_local_experts", maximum=MAX_EXPERTS),
+            top_k=self.settings.integer("num_experts_per_tok", 2),
+            activation=self.settings.activation("hidden_act"),
+            renormalise=True,
+            expert_names=("w1", "w3", "w2"),
+        )

@@ -1,0 +1,42 @@
+"""Qwen3: Llama with norms over each query and key head. Yang et al. 2025, arXiv:2505.09388."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import RULES, LlamaForCausalLM
+from headrace_models.families.qwen2 import upper_layer_window
+from headrace_models.layers.attention import Attention
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+HEAD_NORM_RULES = (
+    WeightRule("model.layers.{}.self_attn.q_norm", "layers.{}.attention.query_norm"),
+    WeightRule("model.layers.{}.self_attn.k_norm", "layers.{}.attention.key_norm"),
+)
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Dense Qwen3."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (*RULES, *HEAD_NORM_RULES)
+
+    def head_dim(self) -> int:
+        return self.settings.head_dim(default=128)
+
+    def sliding_window(self, index: int) -> int | None:
+        return upper_layer_window(self.settings, index)
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+        bias = self.settings.flag("attention_bias", False)
+        return self.attention(
+            context,
+            name,
+            sliding_window=self.sliding_window(index),
+            qkv_bias=bias,
+            out_bias=bias,
+            head_norm_eps=self.settings.number("rms_norm_eps", 1e-6),
+        )

@@ -1,0 +1,142 @@
+"""The tree that a model is: layers that hold layers, and leaves that hold weights.
+
+No torch module: a leaf's loaded weight is whatever a quantization method or a kernel made of it,
+which need not be a tensor, and nothing here is trained.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace_core.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.linear import TensorSpec
+
+
+class Layer:
+    """A piece of a model. Its pieces are its attributes, or lists in its attributes."""
+
+    def children(self) -> Iterator[tuple[str, Layer]]:
+        """Direct pieces in the order of their making, which is the order of execution."""
+        for name, value in vars(self).items():
+            if isinstance(value, Layer):
+                yield name, value
+            elif isinstance(value, list):
+                for index, item in enumerate(value):
+                    if isinstance(item, Layer):
+                        yield f"{name}.{index}", item
+
+
+def walk(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Every piece below ``layer`` with its dotted path, parents first."""
+    for name, child in layer.children():
+        full = f"{path}.{name}" if path else name
+        yield full, child
+        yield from walk(child, full)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of how many equal pieces of an axis this rank keeps."""
+
+    count: int = 1
+    index: int = 0
+
+
+WHOLE = Shard()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One checkpoint tensor within a fused one, along its part dimension."""
+
+    size: int
+    """What this rank keeps of it."""
+    shard: Shard = WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor that a leaf waits for, and which piece of the checkpoint's tensors goes into it."""
+
+    shape: tuple[int, ...]
+    """On this rank, all parts together."""
+    dtype: str | None = None
+    """None: any floating dtype, converted to the activations'."""
+    parts: tuple[Part, ...] = ()
+    """Along ``part_dim``; empty: one part, unsharded."""
+    part_dim: int | None = 0
+    in_dim: int | None = None
+    in_shard: Shard = WHOLE
+    required: bool = True
+
+    @property
+    def num_parts(self) -> int:
+        return max(1, len(self.parts))
+
+    def part_shape(self, part: int) -> tuple[int, ...]:
+        """Shape on this rank of one part."""
+        shape = list(self.shape)
+        if self.parts and self.part_dim is not None:
+            shape[self.part_dim] = self.parts[part].size
+        return tuple(shape)
+
+    def source_shape(self, part: int) -> tuple[int, ...]:
+        """Shape of one part as the checkpoint holds it, before sharding."""
+        shape = list(self.part_shape(part))
+        if self.parts and self.part_dim is not None:
+            shape[self.part_dim] *= self.parts[part].shard.count
+        if self.in_dim is not None:
+            shape[self.in_dim] *= self.in_shard.count
+        return tuple(shape)
+
+
+class WeightLayer(Layer, ABC):
+    """A leaf: it says what it needs and takes it once it is complete."""
+
+    name: str
+    """Full name, as the checkpoint spells it; for messages."""
+
+    @abstractmethod
+    def slots(self) -> Mapping[str, Slot]:
+        """Needed tensors by their name below the leaf (``weight``). Leaves without any are
+        loaded last."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors, of the slots' shapes and dtypes, on the model's device."""
+
+
+def slot_of(
+    spec: TensorSpec,
+    out_parts: Sequence[Part],
+    in_shard: Shard = WHOLE,
+) -> Slot:
+    """The slot of a quantization method's tensor in a layer with ``out_parts``.
+
+    A tensor's extent per part follows the parts' sizes in proportion, so that eight values packed
+    into one word along the output also work.
+    """
+    parts: tuple[Part, ...] = ()
+    if spec.part_dim is not None:
+        extent, total = spec.shape[spec.part_dim], sum(part.size for part in out_parts)
+        if any(part.size * extent % total for part in out_parts):
+            raise UnsupportedModel(
+                f"a tensor of {extent} rows cannot be cut in proportion to {list(out_parts)}"
+            )
+        parts = tuple(Part(part.size * extent // total, part.shard) for part in out_parts)
+    return Slot(
+        shape=tuple(spec.shape),
+        dtype=spec.dtype,
+        parts=parts,
+        part_dim=spec.part_dim,
+        in_dim=spec.in_dim,
+        in_shard=in_shard if spec.in_dim is not None else WHOLE,
+        required=spec.required,
+    )

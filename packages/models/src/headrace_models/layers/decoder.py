@@ -1,0 +1,122 @@
+"""What all decoders of text share: embedding, a stack of blocks, a final norm, a head."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+
+from headrace_models.layers.attention import Attention
+from headrace_models.layers.base import Layer, Part, walk
+from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.linear import Linear, TiedLinear
+from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.settings import MAX_LAYERS, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext, WeightRule
+
+logger = logging.getLogger(__name__)
+
+
+class Norm(Protocol):
+    """:class:`RMSNorm` or :class:`LayerNorm`."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+class Block(Layer, ABC):
+    """One layer of the stack."""
+
+    @abstractmethod
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, H] is what the block before added to the residual [T, H] (None: nothing yet).
+
+        The sum of both is the stream; handing it on in two terms lets each norm add them in the
+        same pass.
+        """
+
+
+class Decoder(Layer, ABC):
+    """A causal language model; families say what differs.
+
+    Args:
+        prefix: of the checkpoint's names, if the model is part of another.
+    """
+
+    weight_rules: ClassVar[Sequence[WeightRule]]
+    ties_embeddings: ClassVar[bool] = False
+    """The family's default for a config without ``tie_word_embeddings``."""
+    embedding_name: ClassVar[str] = "model.embed_tokens"
+    blocks_name: ClassVar[str] = "model.layers"
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        self.context = context
+        self.settings = Settings(context.config)
+        hidden, vocab = self.hidden_size(), self.settings.integer("vocab_size")
+        self.embed = Embedding(context, f"{prefix}{self.embedding_name}", vocab, hidden)
+        self.prepare(context, prefix)
+        self.layers = [
+            self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
+            for index in range(self.num_layers())
+        ]
+        self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
+        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.head: Linear | TiedLinear
+        if self.settings.flag("tie_word_embeddings", self.ties_embeddings):
+            self.head = TiedLinear(context, f"{prefix}lm_head", lambda: self.embed.weight)
+        else:
+            self.head = Linear(context, f"{prefix}lm_head", hidden, [Part(vocab)])
+
+    def hidden_size(self) -> int:
+        return self.settings.integer("hidden_size")
+
+    def num_layers(self) -> int:
+        return self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        """Make what the blocks share (rotary tables), before the first one."""
+
+    @abstractmethod
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        """The stack's layer ``index``; ``name`` as the checkpoint spells it."""
+
+    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm | LayerNorm:
+        eps = self.settings.number("rms_norm_eps", 1e-6)
+        return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
+
+    def embed_tokens(self, batch: ForwardBatch) -> Tensor:
+        """[T, H]."""
+        return self.embed(batch.input_ids)
+
+    def attention_layers(self) -> Mapping[str, Attention]:
+        """See :class:`headrace_core.model.CausalLM`."""
+        found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
+        return {layer.spec.name: layer for layer in found}
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See :class:`headrace_core.model.CausalLM`."""
+        x, residual = self.embed_tokens(batch), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        if batch.logits_rows is not None:  # norms work by row: the others need not be computed
+            x = x.index_select(0, batch.logits_rows)
+            residual = None if residual is None else residual.index_select(0, batch.logits_rows)
+        hidden, _ = self.final_norm.add(x, residual)
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """See :class:`headrace_core.model.CausalLM`."""
+        logits = self.head(hidden).float()
+        if self.logits_cap is None:
+            return logits
+        return torch.tanh(logits / self.logits_cap) * self.logits_cap

@@ -1,0 +1,179 @@
+"""Linear layers: fused by output, cut over ranks by output (column) or input (row)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.linear import LinearSpec
+from headrace_core.ops import PackedLinear
+from headrace_models.layers.base import WHOLE, Part, Shard, Slot, WeightLayer, slot_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+    from headrace_core.parallel import Communicator
+
+
+def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
+    """How ``units`` indivisible things (heads, columns) are spread over the ranks.
+
+    With fewer units than ranks (key-value heads), neighbouring ranks keep the same one.
+
+    Raises:
+        UnsupportedModel: neither number divides the other; names ``what``.
+    """
+    world, rank = communicator.world_size, communicator.rank
+    if units % world == 0:
+        return Shard(world, rank)
+    if world % units == 0:
+        return Shard(units, rank // (world // units))
+    raise UnsupportedModel(
+        f"{what} = {units} cannot be divided over tensor_parallel_size = {world}"
+    )
+
+
+class Linear(WeightLayer):
+    """``x @ weight.T + bias`` by the quantization method's choice for this layer.
+
+    Args:
+        name: as the checkpoint spells it.
+        parts: fused outputs, as this rank keeps them.
+        part_names: the checkpoint's names of the fused modules, if it has them apart.
+        in_shard: which columns of the weight this rank keeps.
+        reduce: sum the result over the ranks.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        in_features: int,
+        parts: Sequence[Part],
+        *,
+        bias: bool = False,
+        part_names: tuple[str, ...] = (),
+        in_shard: Shard = WHOLE,
+        reduce: bool = False,
+    ) -> None:
+        self.name = name
+        self.communicator = context.communicator
+        self.parts = tuple(parts)
+        self.in_shard = in_shard
+        self.reduce = reduce and context.communicator.world_size > 1
+        self.spec = LinearSpec(
+            name=name,
+            in_features=in_features,
+            out_parts=tuple(part.size for part in parts),
+            dtype=context.dtype,
+            bias=bias,
+            part_names=part_names,
+        )
+        self.method = context.quant.for_layer(self.spec)
+        self.state: Any = None
+        self.bias: Tensor | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        wanted = {
+            suffix: slot_of(tensor, self.parts, self.in_shard)
+            for suffix, tensor in self.method.create(self.spec).items()
+        }
+        if self.spec.bias:
+            wanted["bias"] = Slot(shape=(self.spec.out_features,), parts=self.parts)
+        return wanted
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        own = dict(tensors)
+        bias = own.pop("bias", None)
+        # Every rank of a row-parallel layer holds the whole bias; the sum may contain it once.
+        self.bias = None if self.reduce and self.communicator.rank else bias
+        self.state = self.method.finish(self.spec, own)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features], both as this rank holds them."""
+        out = self.method.apply(self.state, x, self.bias)
+        return self.communicator.all_reduce(out) if self.reduce else out
+
+
+def column_parallel(
+    context: BuildContext,
+    name: str,
+    in_features: int,
+    out_parts: Sequence[int],
+    *,
+    units: Sequence[int] | None = None,
+    bias: bool = False,
+    part_names: tuple[str, ...] = (),
+) -> Linear:
+    """A layer whose outputs are spread over the ranks.
+
+    Args:
+        out_parts: whole output sizes of the fused parts.
+        units: indivisible things per part (heads); default: single outputs.
+    """
+    parts: list[Part] = []
+    for index, size in enumerate(out_parts):
+        count = size if units is None else units[index]
+        shard = shard_of(count, context.communicator, what=f"{name}, part {index}")
+        parts.append(Part(size // shard.count, shard))
+    return Linear(context, name, in_features, parts, bias=bias, part_names=part_names)
+
+
+def row_parallel(
+    context: BuildContext, name: str, in_features: int, out_features: int, *, bias: bool = False
+) -> Linear:
+    """A layer whose inputs are spread over the ranks; the result is summed over them."""
+    shard = shard_of(in_features, context.communicator, what=f"{name}, inputs")
+    return Linear(
+        context,
+        name,
+        in_features // shard.count,
+        [Part(out_features)],
+        bias=bias,
+        in_shard=shard,
+        reduce=True,
+    )
+
+
+class PlainLinear(WeightLayer):
+    """A small layer that no method quantizes (a router)."""
+
+    def __init__(
+        self, context: BuildContext, name: str, in_features: int, out_features: int
+    ) -> None:
+        self.name = name
+        self.ops = context.ops
+        self.shape = (out_features, in_features)
+        self.packed: PackedLinear | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        return {"weight": Slot(self.shape)}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.packed = self.ops.linear.pack(tensors["weight"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.packed is not None, self.name
+        return self.ops.linear(x, self.packed)
+
+
+class TiedLinear(WeightLayer):
+    """A layer whose weight is another layer's (the head that is the embedding)."""
+
+    def __init__(self, context: BuildContext, name: str, weight: Callable[[], Tensor]) -> None:
+        self.name = name
+        self.ops = context.ops
+        self.weight = weight
+        self.packed: PackedLinear | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.packed = self.ops.linear.pack(self.weight())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.packed is not None, self.name
+        return self.ops.linear(x, self.packed)

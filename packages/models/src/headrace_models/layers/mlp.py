@@ -1,0 +1,81 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from headrace_models.layers.base import Layer
+from headrace_models.layers.linear import column_parallel, row_parallel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+
+class MLPLayer(Layer, ABC):
+    """What stands after the attention in a block, dense or not."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+
+
+class GatedMLP(MLPLayer):
+    """``down(act(gate(x)) * up(x))``, gate and up in one product.
+
+    Args:
+        stored_fused: the checkpoint holds gate and up in one module (Phi-3).
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool = False,
+        stored_fused: bool = False,
+    ) -> None:
+        self.ops = context.ops
+        self.activation = activation
+        self.gate_up = column_parallel(
+            context,
+            f"{name}.gate_up_proj",
+            hidden_size,
+            (intermediate_size, intermediate_size),
+            bias=bias,
+            part_names=() if stored_fused else (f"{name}.gate_proj", f"{name}.up_proj"),
+        )
+        self.down = row_parallel(
+            context, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.activation_and_mul(self.gate_up(x), self.activation))
+
+
+class MLP(MLPLayer):
+    """``down(act(up(x)))``."""
+
+    def __init__(
+        self,
+        context: BuildContext,
+        up_name: str,
+        down_name: str,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str,
+        *,
+        bias: bool = True,
+    ) -> None:
+        self.ops = context.ops
+        self.activation = activation
+        self.up = column_parallel(context, up_name, hidden_size, (intermediate_size,), bias=bias)
+        self.down = row_parallel(context, down_name, intermediate_size, hidden_size, bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.ops.activation(self.up(x), self.activation))

@@ -1,0 +1,270 @@
+"""Building a model and filling it from its checkpoint, strictly.
+
+Every tensor that the model needs must come exactly once, with the right shape and dtype; every
+tensor that comes must be needed, or be known to be harmless. A leaf is packed as soon as its last
+tensor arrives, so the peak is about one copy of the weights plus one leaf.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from headrace_core import plugins
+from headrace_core.config import DTYPES, LoadConfig
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.model import (
+    BuildContext,
+    CausalLM,
+    ModelInfo,
+    ProgressCallback,
+    WeightFormat,
+    WeightRule,
+    ignore_progress,
+)
+from headrace_models.formats.dummy import dummy_tensors
+from headrace_models.layers.base import Slot, WeightLayer, walk
+from headrace_models.mapping import Place, WeightMap, stored_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+HARMLESS: Mapping[str, str] = {
+    r".*\.rotary_emb\.inv_freq": "computed from the config",
+    r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias": "GPT-2's causal mask",
+    r".*\.weight_shape": "repeats the shape of a packed weight",
+}
+"""Left-over tensors that are passed over: a pattern of the whole name, and why."""
+
+_UNREAD = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
+
+
+def load_model(
+    info: ModelInfo,
+    context: BuildContext,
+    *,
+    load: LoadConfig | None = None,
+    seed: int = 0,
+    progress: ProgressCallback = ignore_progress,
+) -> CausalLM:
+    """Build ``info.architecture`` and fill it; see the module's docstring.
+
+    Args:
+        context: its ``quant`` says how linear layers are stored
+            (:func:`headrace_models.quantization.quant_method` makes it).
+        load: format and strategy; default: ``LoadConfig()``.
+        seed: of ``load_format="dummy"``.
+        progress: told the bytes that are done.
+
+    Raises:
+        UnsupportedModel: the config asks for something that the family cannot do.
+        ConfigError: ``load.load_format`` does not fit the checkpoint.
+        WeightsError: a tensor is missing, left over, repeated, or of the wrong shape or dtype; or
+            a file is unreadable. Names tensor and file.
+    """
+    load = load or LoadConfig()
+    model_class = plugins.load("headrace.models", info.architecture)
+    model = model_class(context)
+    leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
+    weights = WeightMap(model.weight_rules, leaves)
+    filling = _Filling(context, leaves, weights)
+    with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
+        for name, tensor, file in _tensors(info, context, load, weights, seed, progress):
+            filling.take(name, tensor, file)
+        filling.close(info.path)
+    logger.info("%s: %s weights loaded from %s", info.architecture, load.load_format, info.path)
+    return cast(CausalLM, model)
+
+
+def _tensors(
+    info: ModelInfo,
+    context: BuildContext,
+    load: LoadConfig,
+    weights: WeightMap,
+    seed: int,
+    progress: ProgressCallback,
+) -> Iterable[tuple[str, Tensor, Path]]:
+    """The checkpoint's tensors, through the format that the user or the files ask for."""
+    wanted = load.load_format.lower()
+    if wanted == "dummy":
+        return dummy_tensors(weights.wanted(), context.dtype, seed)
+    return _format(info, load, wanted).tensors(info.path, progress)
+
+
+def _format(info: ModelInfo, load: LoadConfig, wanted: str) -> WeightFormat:
+    group = "headrace.weight_formats"
+    if wanted != "auto":
+        chosen: WeightFormat = plugins.load(group, wanted)(load)
+        if not chosen.recognises(info.path):
+            raise ConfigError(
+                f"load.load_format = {wanted!r}: {info.path} holds no checkpoint of that format",
+                field="load.load_format",
+            )
+        return chosen
+    for name in plugins.installed(group):
+        candidate: WeightFormat = plugins.load(group, name)(load)
+        if candidate.recognises(info.path):
+            return candidate
+    names = ", ".join(plugins.installed(group))
+    others = [p.name for kind in _UNREAD for p in sorted(info.path.glob(kind))][:3]
+    hint = f" It holds {', '.join(others)}, which is not read: convert it." if others else ""
+    raise WeightsError(f"{info.path}: no weights found; readable formats are: {names}.{hint}")
+
+
+@dataclass(slots=True)
+class _Arrived:
+    """Tensors of one leaf that have come, until it is complete."""
+
+    parts: dict[Place, dict[int, tuple[Tensor, WeightRule, str, Path]]] = field(default_factory=dict)
+    missing: int = 0
+
+
+class _Filling:
+    """Collects tensors by leaf and loads each leaf when it is complete."""
+
+    def __init__(
+        self, context: BuildContext, leaves: Mapping[str, WeightLayer], weights: WeightMap
+    ) -> None:
+        self.context = context
+        self.leaves = leaves
+        self.weights = weights
+        self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
+        self.arrived = {
+            path: _Arrived(missing=sum(s.num_parts for s in slots.values() if s.required))
+            for path, slots in weights.slots.items()
+        }
+        self.loaded: set[str] = set()
+
+    def take(self, name: str, tensor: Tensor, file: Path) -> None:
+        match = self.weights.find(name)
+        if match is None:
+            if not self._is_harmless(name):
+                raise WeightsError(
+                    f"{file}: tensor {name!r} {list(tensor.shape)} belongs to no layer of the model"
+                )
+            logger.debug("%s: tensor %r passed over", file, name)
+            return
+        place, rule = match
+        slot = self.weights.slots[place.leaf][place.key]
+        whole = rule.split is not None and slot.num_parts > 1
+        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
+        parts = range(slot.num_parts) if whole else (rule.part,)
+        for part in parts:
+            self._claim(place, part, name, file)
+        arrived = self.arrived[place.leaf]
+        for part in parts:
+            arrived.parts.setdefault(place, {})[part] = (tensor, rule, name, file)
+            arrived.missing -= slot.required
+        if arrived.missing == 0 and not self._may_get_more(place.leaf):
+            self._load(place.leaf)
+
+    def _claim(self, place: Place, part: int, name: str, file: Path) -> None:
+        if (place, part) in self.origin:
+            other, other_file = self.origin[place, part]
+            raise WeightsError(
+                f"{file}: tensor {name!r} comes twice: {other!r} of {other_file} has the same place "
+                "in the model"
+            )
+        self.origin[place, part] = name, file
+
+    def close(self, path: Path) -> None:
+        """Load what waits only for optional tensors or for other leaves; complain of the rest."""
+        missing = [w for w in self.weights.wanted() if not self._has(w.place, w.part)]
+        if missing:
+            named = ", ".join(f"{w.source!r} {list(w.shape)}" for w in missing[:10])
+            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            raise WeightsError(f"{path}: tensors are missing from the checkpoint: {named}{more}")
+        for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
+            if leaf not in self.loaded:
+                self._load(leaf)
+
+    def _has(self, place: Place, part: int | None) -> bool:
+        return (place, part or 0) in self.origin
+
+    def _may_get_more(self, leaf: str) -> bool:
+        return any(not slot.required for slot in self.weights.slots[leaf].values())
+
+    def _load(self, leaf: str) -> None:
+        arrived = self.arrived.pop(leaf)
+        tensors = {}
+        for key, slot in self.weights.slots[leaf].items():
+            parts = arrived.parts.pop(Place(leaf, key), None)
+            if parts is not None:
+                tensors[key] = self._assemble(slot, parts)
+        self.leaves[leaf].load(tensors)
+        self.loaded.add(leaf)
+
+    def _assemble(
+        self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]]
+    ) -> Tensor:
+        """One tensor on the model's device out of the parts' pieces for this rank."""
+        dtype = getattr(torch, slot.dtype or self.context.dtype)
+        out = torch.empty(slot.shape, dtype=dtype, device=self.context.device)
+        start = 0
+        for part in range(slot.num_parts):
+            tensor, rule, name, file = parts[part]
+            if rule.transposed and tensor.dim() == 2:
+                tensor = tensor.T
+            if rule.split is not None:
+                tensor = _cut_part(slot, part, tensor)
+            piece = _cut_shard(slot, part, tensor)
+            if slot.parts and slot.part_dim is not None:
+                size = slot.parts[part].size
+                out.narrow(slot.part_dim, start, size).copy_(piece)
+                start += size
+            elif part == 0:
+                out.copy_(piece)
+            elif not torch.equal(out, piece.to(out)):
+                raise WeightsError(
+                    f"{file}: tensor {name!r} differs from that of the layers it is fused with"
+                )
+        return out
+
+    def _is_harmless(self, name: str) -> bool:
+        if any(re.fullmatch(pattern, name) for pattern in HARMLESS):
+            return True
+        # A head that is the embedding may be stored all the same.
+        return name == "lm_head.weight" and "head" in self.leaves and not self.weights.slots["head"]
+
+
+def _check_tensor(
+    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+) -> None:
+    expected = stored_shape(slot, part, rule)
+    if tuple(tensor.shape) != expected:
+        raise WeightsError(
+            f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
+        )
+    accepted = DTYPES if slot.dtype is None else (slot.dtype,)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in accepted:
+        raise WeightsError(
+            f"{file}: tensor {name!r} has dtype {dtype}, the model needs {' or '.join(accepted)}"
+        )
+
+
+def _cut_part(slot: Slot, part: int, tensor: Tensor) -> Tensor:
+    """One part of a checkpoint tensor that holds them all."""
+    if not slot.parts or slot.part_dim is None:
+        return tensor
+    sizes = [p.size * p.shard.count for p in slot.parts]
+    return tensor.narrow(slot.part_dim, sum(sizes[:part]), sizes[part])
+
+
+def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
+    """This rank's piece of one part."""
+    if slot.parts and slot.part_dim is not None:
+        size, shard = slot.parts[part].size, slot.parts[part].shard
+        tensor = tensor.narrow(slot.part_dim, shard.index * size, size)
+    if slot.in_dim is not None:
+        size = slot.shape[slot.in_dim]
+        tensor = tensor.narrow(slot.in_dim, slot.in_shard.index * size, size)
+    return tensor

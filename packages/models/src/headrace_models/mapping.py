@@ -1,0 +1,130 @@
+"""From a checkpoint's names to a model's slots and back, by the family's weight rules. No torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from headrace_core.model import WeightRule
+from headrace_models.layers.base import Slot, WeightLayer
+
+ALL_PARTS: tuple[int, ...] = ()
+"""``WeightRule.split`` of a checkpoint tensor that holds all parts of its target, in order; their
+sizes are the target's own."""
+
+
+class Place(NamedTuple):
+    """A slot of a model."""
+
+    leaf: str
+    """Path of the leaf."""
+    key: str
+    """Name of the slot below it."""
+
+
+class Wanted(NamedTuple):
+    """A tensor that the checkpoint must have."""
+
+    source: str
+    place: Place
+    part: int | None
+    """None: it holds all parts."""
+    shape: tuple[int, ...]
+    """As stored."""
+    dtype: str | None
+
+
+class Match(NamedTuple):
+    """A rule applied to a tensor's name."""
+
+    place: Place
+    rule: WeightRule
+
+
+class WeightMap:
+    """The rules of one built model.
+
+    Args:
+        leaves: by path.
+    """
+
+    def __init__(self, rules: Sequence[WeightRule], leaves: Mapping[str, WeightLayer]) -> None:
+        # Longest source first: the most specific rule that matches is the one that is meant.
+        self.rules = sorted(rules, key=lambda rule: -len(rule.source))
+        self.slots = {path: leaf.slots() for path, leaf in leaves.items()}
+
+    def find(self, name: str) -> Match | None:
+        """Where a checkpoint's tensor goes; None if nowhere."""
+        for rule in self.rules:
+            target = _translate(rule.source, rule.target, name)
+            if target is not None and (place := self._place(target)) is not None:
+                return Match(place, rule)
+        return None
+
+    def sources(self, place: Place, part: int) -> list[tuple[str, WeightRule]]:
+        """Names under which the checkpoint may hold one part of a slot, the usual one first."""
+        target = f"{place.leaf}.{place.key}"
+        found = []
+        for rule in self.rules:
+            if rule.split is None and rule.part != part:
+                continue
+            name = _translate(rule.target, rule.source, target)
+            if name is not None:
+                found.append((name, rule))
+        return found
+
+    def wanted(self) -> Iterator[Wanted]:
+        """Every required tensor, by its usual name."""
+        for leaf, slots in self.slots.items():
+            for key, slot in slots.items():
+                if slot.required:
+                    yield from self._wanted(Place(leaf, key), slot)
+
+    def _wanted(self, place: Place, slot: Slot) -> Iterator[Wanted]:
+        for part in range(slot.num_parts):
+            candidates = self.sources(place, part)
+            if not candidates:
+                raise LookupError(f"no weight rule leads to {place.leaf}.{place.key}, part {part}")
+            source, rule = candidates[0]
+            whole = rule.split is not None
+            shape = stored_shape(slot, None if whole else part, rule)
+            yield Wanted(source, place, None if whole else part, shape, slot.dtype)
+            if whole:
+                return
+
+    def _place(self, target: str) -> Place | None:
+        """Cut a full target name into leaf and slot."""
+        leaf, key = target, ""
+        while leaf:
+            leaf, _, last = leaf.rpartition(".")
+            key = f"{last}.{key}" if key else last
+            if leaf in self.slots:
+                return Place(leaf, key) if key in self.slots[leaf] else None
+        return None
+
+
+def stored_shape(slot: Slot, part: int | None, rule: WeightRule) -> tuple[int, ...]:
+    """Shape in the checkpoint of one part, or (None) of all in one tensor."""
+    shape = list(slot.source_shape(part or 0))
+    if part is None and slot.parts and slot.part_dim is not None:
+        shape[slot.part_dim] = sum(p.size * p.shard.count for p in slot.parts)
+    if rule.transposed and len(shape) == 2:
+        shape.reverse()
+    return tuple(shape)
+
+
+def _translate(pattern: str, into: str, name: str) -> str | None:
+    """``name``, which fits ``pattern`` plus an unchanged rest, spelled by ``into``."""
+    found = _compiled(pattern).fullmatch(name)
+    if found is None:
+        return None
+    *wildcards, rest = found.groups()
+    values = iter(wildcards)
+    return re.sub(r"\{\}", lambda _: next(values), into) + (rest or "")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile("([^.]+)".join(map(re.escape, pattern.split("{}"))) + r"(\..+)?")

@@ -1,0 +1,77 @@
+"""Which quantization method a checkpoint gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core import plugins
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.linear import QuantMethod, QuantNeed
+from headrace_core.model import ModelInfo
+from headrace_core.ops import OpTable
+
+PLAIN = "none"
+
+
+def quantization_config(info: ModelInfo) -> Mapping[str, Any] | None:
+    """The checkpoint's block, None if its weights are plain.
+
+    Raises:
+        UnsupportedModel: the block is no object or names no method.
+    """
+    block = info.config.get("quantization_config") or info.config.get("compression_config")
+    if not block:
+        return None
+    if not isinstance(block, Mapping) or not isinstance(block.get("quant_method"), str):
+        raise UnsupportedModel(
+            f"model {info.name!r}: config.json: quantization_config = {block!r}: must be an object "
+            "with a quant_method"
+        )
+    return block
+
+
+def quant_method_name(info: ModelInfo, wanted: str | None) -> str:
+    """Name of the method: what the checkpoint says, which the user's choice must equal; else the
+    user's choice; else ``none``.
+
+    Raises:
+        ConfigError: the two differ; names both.
+    """
+    block = quantization_config(info)
+    if block is None:
+        return wanted or PLAIN
+    stored = str(block["quant_method"])
+    if wanted not in (None, stored):
+        raise ConfigError(
+            f"model.quantization = {wanted!r}: the checkpoint {info.name!r} is quantized with "
+            f"{stored!r}; leave the setting out or give that name",
+            field="model.quantization",
+        )
+    return stored
+
+
+def quant_method(
+    info: ModelInfo,
+    wanted: str | None,
+    ops: OpTable,
+    *,
+    device: str,
+    device_capability: tuple[int, int] | None = None,
+) -> QuantMethod:
+    """The method itself, from the plug-ins of the group ``headrace.quantization``.
+
+    Raises:
+        ConfigError: see :func:`quant_method_name`; or the method refuses device, dtype or block.
+        PluginNotFound: no such method is installed.
+    """
+    name = quant_method_name(info, wanted)
+    method: type[QuantMethod] = plugins.load("headrace.quantization", name)
+    need = QuantNeed(dtype=info.dtype, device=device, device_capability=device_capability)
+    reasons = method.refuse(need)
+    if reasons:
+        raise ConfigError(
+            f"quantization {name!r} cannot serve {need}: {'; '.join(reasons)}",
+            field="model.quantization",
+        )
+    return method.from_config(quantization_config(info), ops)

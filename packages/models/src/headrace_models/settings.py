@@ -1,0 +1,123 @@
+"""Reading a config.json with every value checked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core.errors import UnsupportedModel
+
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2",
+}  # fmt: skip
+"""The checkpoint's name of an activation -> the op's."""
+
+_ABSENT = object()
+_LARGEST = 1e30
+MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
+MAX_HEAD_DIM = 8192
+
+
+class Settings:
+    """Typed look-ups; an absent, null or wrong value is an error that names the key.
+
+    Args:
+        config: ``config.json``'s text part.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def integer(
+        self, name: str, default: Any = _ABSENT, *, minimum: int = 1, maximum: int = 2**31 - 1
+    ) -> int:
+        """Raises: UnsupportedModel."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise _wrong(name, value, f"an integer from {minimum} to {maximum}")
+        return value
+
+    def number(self, name: str, default: Any = _ABSENT) -> float:
+        """Raises: UnsupportedModel."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(name, value, "a number")
+        if not abs(value) <= _LARGEST:  # written so that NaN fails too
+            raise _wrong(name, value, f"a number of at most {_LARGEST:g}")
+        return float(value)
+
+    def positive(self, name: str, default: Any = _ABSENT) -> float:
+        """A number above 0. Raises: UnsupportedModel."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise _wrong(name, value, "a number above 0")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Raises: UnsupportedModel."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise _wrong(name, value, "true or false")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        """None if the key is absent or null."""
+        return None if self.config.get(name) is None else self.integer(name)
+
+    def optional_positive(self, name: str) -> float | None:
+        """None if the key is absent, null or 0."""
+        return None if not self.config.get(name) else self.positive(name)
+
+    def activation(self, *names: str) -> str:
+        """The op's name of the activation under the first of the keys that is there."""
+        name = next((n for n in names if self.config.get(n) is not None), names[-1])
+        value = self._value(name, _ABSENT)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise _wrong(name, value, "one of " + ", ".join(sorted(ACTIVATIONS)))
+        return ACTIVATIONS[value]
+
+    def head_dim(self, default: int | None = None) -> int:
+        """``head_dim``, else the default, else hidden size over heads."""
+        if self.config.get("head_dim") is not None:
+            return self.integer("head_dim", maximum=MAX_HEAD_DIM)
+        if default is not None:
+            return default
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        if hidden % heads or hidden // heads > MAX_HEAD_DIM:
+            raise _wrong("hidden_size", hidden, f"a multiple of num_attention_heads = {heads}")
+        return hidden // heads
+
+    def num_kv_heads(self) -> int:
+        """``num_key_value_heads``, else as many as query heads."""
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise _wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+        return kv_heads
+
+    def layer_types(self) -> list[str] | None:
+        """Kind of each layer's attention, if the config says it per layer."""
+        value = self.config.get("layer_types")
+        if value is None:
+            return None
+        count = self.integer("num_hidden_layers")
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(value, list) or len(value) != count or any(v not in known for v in value):
+            raise _wrong("layer_types", value, f"{count} entries out of {', '.join(known)}")
+        return value
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.config.get(name)
+        if value is None:
+            if default is _ABSENT:
+                raise UnsupportedModel(f"config.json has no {name!r}, which the model needs")
+            return default
+        return value
+
+
+def _wrong(name: str, value: object, accepted: str) -> UnsupportedModel:
+    shown = repr(value)
+    shown = shown if len(shown) <= 200 else shown[:200] + "..."
+    return UnsupportedModel(f"config.json: {name} = {shown}: must be {accepted}")

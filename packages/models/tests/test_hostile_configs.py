@@ -1,0 +1,58 @@
+"""Whatever stands in a config.json: a model, or an error that headrace raises on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_families as families
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_core.errors import ConfigError, ModelError
+from headrace_core.testing.model import build_context
+
+pytestmark = pytest.mark.req("SEC-22")
+
+SUITES: dict[str, Any] = {
+    name: suite()
+    for name, suite in vars(families).items()
+    if name in ("TestLlama", "TestQwen2", "TestGemma3", "TestPhi3", "TestGPT2", "TestMixtral")
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)
+    | st.sampled_from([10**12, 2**63, -(10**400), 10**400, "silu", "yarn", "longrope", "linear"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["rope_type", "factor", "full_attention", "x"]), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+IRRELEVANT = {"architectures", "transformers_version", "use_cache", "model_type", "hf_overrides"}
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    found = {}
+    for name, suite in SUITES.items():
+        path = suite.make_checkpoint(tmp_path_factory.mktemp(name)).path
+        found[name] = path, json.loads((path / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", SUITES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_wrong_value(name: str, data: st.DataObject, configs: Any) -> None:
+    path, config = configs[name]
+    key = data.draw(st.sampled_from(sorted(set(config) - IRRELEVANT)))
+    changed = {**config, key: data.draw(JSON)}
+    if isinstance(config[key], dict) and data.draw(st.booleans()):
+        inner = data.draw(st.sampled_from(sorted(config[key])))
+        changed[key] = {**config[key], inner: data.draw(JSON)}
+    (path / "config.json").write_text(json.dumps(changed))
+    try:
+        info = SUITES[name].resolve(path)
+        SUITES[name].load(info, build_context(info))
+    except (ConfigError, ModelError):
+        pass

@@ -1,0 +1,1 @@
+"""Quantization methods, one file each; entry points of the group ``headrace.quantization``."""
