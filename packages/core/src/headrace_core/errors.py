@@ -18,7 +18,7 @@ HeadraceError
 ├── QueueFull                       the engine takes no more requests now (HTTP 429)
 └── EngineError
     ├── GenerateError               one request failed inside the engine; others go on (HTTP 500)
-    └── EngineDead                  the engine stopped; nothing more can be served (HTTP 503)
+    └── EngineDead                  the engine stopped; nothing more can be served (HTTP 500)
 """
 
 from __future__ import annotations

@@ -111,9 +111,15 @@ def test_visibility():
 
 
 def test_row_that_sees_nothing_is_zero_even_among_nan():
-    key = torch.full((2, 1, 4), torch.nan)
-    out = attend(torch.ones(1, 2, 4), key, key, scale=1.0, sliding_window=0)
-    assert out.tolist() == torch.zeros(1, 2, 4).tolist()
+    """Two new tokens of a context of one stand at -1 and 0."""
+    key = torch.full((1, 1, 4), torch.nan)
+    out = attend(torch.ones(2, 2, 4), key, key, scale=1.0)
+    assert out[0].tolist() == torch.zeros(2, 4).tolist()
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_window_of_nothing_is_no_window(window):
+    assert three_tokens(sliding_window=window) == three_tokens()
 
 
 def test_wide_keeps_integers():

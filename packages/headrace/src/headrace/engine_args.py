@@ -28,8 +28,8 @@ SECTIONS: Mapping[str, str] = {
 def _section_classes() -> Iterator[tuple[str, type]]:
     for option in dataclasses.fields(EngineConfig):
         if option.name in SECTIONS:
-            assert isinstance(option.default_factory, type)
-            yield option.name, option.default_factory
+            config: Any = option.default_factory
+            yield option.name, config
 
 
 def _table() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:

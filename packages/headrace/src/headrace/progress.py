@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
 
@@ -20,7 +21,7 @@ def progress_bars(enabled: bool) -> Iterator[ProgressCallback]:
         return
     from tqdm import tqdm
 
-    bars: dict[str, tqdm] = {}
+    bars: dict[str, Any] = {}
 
     def show(progress: LoadProgress) -> None:
         bar = bars.get(progress.phase)

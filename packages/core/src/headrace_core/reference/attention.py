@@ -82,12 +82,15 @@ def attend(
 def visibility(
     num_q: int, seq_len: int, sliding_window: int | None, device: torch.device
 ) -> Tensor:
-    """[q, L] bool: the new tokens stand at the last num_q of seq_len positions."""
+    """[q, L] bool: the new tokens stand at the last num_q of seq_len positions.
+
+    A window of None or at most 0 is none.
+    """
     distance = (
         torch.arange(seq_len - num_q, seq_len, device=device)[:, None]
         - torch.arange(seq_len, device=device)[None, :]
     )
     visible = distance >= 0
-    if sliding_window is not None:
+    if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
     return visible

@@ -137,7 +137,7 @@ def paged_case(
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side).
     """
-    window = options.get("sliding_window")
+    window = options.get("sliding_window") or 0
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
     num_blocks = sum(blocks_of) + 2
     caches = _empty_caches(num_blocks, block_size, num_kv_heads, head_dim, layout, dtype)
@@ -145,7 +145,7 @@ def paged_case(
     table = torch.zeros(len(lengths), max([1, *blocks_of]) + 1, dtype=torch.int32)
     taken = 0
     for b, (num_new, seq_len) in enumerate(lengths):
-        first_seen = max(0, seq_len - num_new - window + 1) if window is not None else 0
+        first_seen = max(0, seq_len - num_new - window + 1) if window > 0 else 0
         for column in range(first_seen // block_size, blocks_of[b]):
             block = int(order[taken])
             taken += 1
@@ -677,7 +677,7 @@ class OpConformance:
         )
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
-    @pytest.mark.parametrize("window", [1, 5, 16, 33, 1000])
+    @pytest.mark.parametrize("window", [0, 1, 5, 16, 33, 1000])
     def test_paged_attention_window(
         self, op: Callable[[str], Any], dtype: str, window: int
     ) -> None:

@@ -6,7 +6,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.cli.arguments import Parser, flag_name, options_of
 from headrace.engine_args import EngineArgs
@@ -82,7 +82,7 @@ def settings_from(args: Namespace) -> ServerSettings:
     """The server's settings from a parsed command line."""
     from headrace_server.settings import ServerSettings
 
-    values = {}
+    values: dict[str, Any] = {}
     for option in options_of(ServerSettings):
         value = getattr(args, flag_name(option))
         values[option.name] = tuple(value) if isinstance(value, list) else value

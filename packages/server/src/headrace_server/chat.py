@@ -1,0 +1,273 @@
+"""One call of ``/v1/chat/completions``: a conversation to the engine, outputs to choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET, UnsetType
+
+from headrace_core.output import CompletionOutput, RequestOutput
+from headrace_core.text import ParsedDelta
+from headrace_server import convert
+from headrace_server.counting import Tally, usage
+from headrace_server.logprobs import chat_logprobs, prompt_logprobs
+from headrace_server.parsers import Parsers
+from headrace_server.parsing import AnswerParser, call_id, calls_tools
+from headrace_server.protocol.chat import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatLogprobs,
+    ChatRequest,
+    ChatResponse,
+    ChunkChatLogprobs,
+    ChunkDelta,
+    ChunkFunction,
+    ChunkToolCall,
+    FunctionCall,
+    ToolCallOut,
+)
+from headrace_server.protocol.usage import Usage
+from headrace_server.request_log import log_request
+from headrace_server.state import ServerState
+from headrace_server.stream import event
+
+
+class Chat:
+    """Checks a request when made; then either :meth:`whole` or :meth:`events`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    def __init__(self, body: ChatRequest, request: Request, state: ServerState) -> None:
+        self.body, self.state = body, state
+        wins = body.max_completion_tokens is not None
+        self.spelling: Mapping[str, str] = {"max_tokens": "max_completion_tokens"} if wins else {}
+        """The engine's names of fields -> the client's."""
+        model = state.engine.model
+        convert.check_model(body.model, model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        self.id = convert.answer_id("chatcmpl-", body.request_id, request)
+        self._params = convert.chat_params(body, model)
+        self._seeks_calls = calls_tools(body, state.parsers)
+        dropped = state.settings.exclude_tools_when_tool_choice_none and not self._seeks_calls
+        self._prompt = convert.chat_prompt(
+            body, state, salt=body.cache_salt, with_tools=not dropped
+        )
+        self._role = (
+            state.settings.response_role
+            if self._prompt.add_generation_prompt
+            else body.messages[-1].role
+        )
+        self._created = int(time.time())
+        self._model = model.name
+        self._as_ids = (
+            state.settings.return_tokens_as_token_ids
+            if body.return_tokens_as_token_ids is None
+            else body.return_tokens_as_token_ids
+        )
+        self._parsers = [self._parser(state.parsers) for _ in range(body.n)]
+        self._tally = Tally(state.metrics, self._params)
+
+    def _parser(self, chosen: Parsers) -> AnswerParser:
+        tools = chosen.tools
+        return AnswerParser(
+            chosen.reasoning() if chosen.reasoning is not None else None,
+            tools(self.body.tools or []) if tools is not None and self._seeks_calls else None,
+            keep_reasoning=self.body.include_reasoning,
+            one_call=not self.body.parallel_tool_calls,
+        )
+
+    async def whole(self) -> ChatResponse:
+        """The answer in one piece."""
+        last: RequestOutput | None = None
+        outputs = self._outputs()
+        try:
+            async for output in outputs:
+                last = output
+        finally:
+            await outputs.aclose()
+        assert last is not None, "an engine yields at least one output"
+        ids = bool(self.body.return_token_ids)
+        wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
+        return ChatResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
+            usage=self._usage(),
+            prompt_logprobs=prompt_logprobs(last.prompt_logprobs or []) if wanted else None,
+            prompt_token_ids=last.prompt_token_ids if ids else None,
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, the terminal one left out."""
+        options = self.body.stream_options
+        running = options is not None and options.continuous_usage_stats
+        outputs = self._outputs()
+        opened = False
+        try:
+            async for output in outputs:
+                if not opened:
+                    opened = True
+                    for chunk in self._opening(output, running):
+                        yield chunk
+                for part in output.outputs:
+                    choice = self._chunk(part)
+                    if choice is not None:
+                        yield event(self._wrap([choice], running))
+        finally:
+            await outputs.aclose()
+        forced = self.state.settings.enable_force_include_usage
+        if forced or (options is not None and options.include_usage):
+            yield event(self._wrap([], True))
+
+    def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        return self._tally.watch(self._generate())
+
+    def _generate(self) -> AsyncIterator[RequestOutput]:
+        name = convert.engine_id(self.id, 0)
+        log_request(self.state.settings, name, self._params, self._prompt)
+        return self.state.engine.generate(
+            self._prompt, self._params, name, priority=self.body.priority
+        )
+
+    def _echoed(self) -> str:
+        """The last message's text, if it is to be repeated in front of the answer."""
+        if not self.body.echo or self.body.messages[-1].role != self._role:
+            return ""
+        content = self._prompt.messages[-1]["content"]
+        if isinstance(content, str):
+            return content
+        return "".join(part["text"] for part in content)
+
+    # The whole answer
+
+    def _choice(self, part: CompletionOutput) -> ChatChoice:
+        parser = self._parsers[part.index]
+        parsed = parser.feed(part.text, last=True)
+        return ChatChoice(
+            index=part.index,
+            message=self._message(parsed),
+            logprobs=_model(self._logprobs(part)),
+            finish_reason=self._finish_reason(part),
+            stop_reason=part.stop_reason,
+            token_ids=part.token_ids if self.body.return_token_ids else None,
+        )
+
+    def _message(self, parsed: ParsedDelta) -> ChatAnswer:
+        calls = [
+            ToolCallOut(
+                id=call_id(), function=FunctionCall(name=c.name or "", arguments=c.arguments)
+            )
+            for c in _joined(parsed)
+        ]
+        structured = bool(calls) or bool(parsed.reasoning)
+        content: str | None = self._echoed() + parsed.content
+        return ChatAnswer(
+            role=self._role,
+            content=None if structured and not content else content,
+            tool_calls=calls or None,
+            reasoning=parsed.reasoning or None,
+            reasoning_content=parsed.reasoning or None,
+        )
+
+    def _finish_reason(self, part: CompletionOutput) -> str | None:
+        called = self._parsers[part.index].called and part.finish_reason == "stop"
+        return "tool_calls" if called else part.finish_reason
+
+    def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
+        if not self.body.logprobs or part.logprobs is None:
+            return None
+        count = self.body.top_logprobs or 0
+        return chat_logprobs(part.token_ids, part.logprobs, count, self._as_ids)
+
+    # Streams
+
+    def _opening(self, output: RequestOutput, running: bool) -> list[bytes]:
+        """One chunk per choice with the role, and the echo."""
+        chunks = []
+        echoed = self._echoed()
+        for index in range(self.body.n):
+            delta = ChunkDelta(role=self._role, content=echoed)
+            chunk = self._wrap([ChatChunkChoice(index, delta)], running)
+            if self.body.return_token_ids:
+                chunk.prompt_token_ids = output.prompt_token_ids
+            chunks.append(event(chunk))
+        return chunks
+
+    def _chunk(self, part: CompletionOutput) -> ChatChunkChoice | None:
+        """What is new in a choice; None if there is nothing to say."""
+        parser = self._parsers[part.index]
+        parsed = parser.feed(part.text, last=part.finished())
+        choice = ChatChunkChoice(
+            part.index,
+            _delta(parsed),
+            logprobs=self._logprobs(part),
+            finish_reason=self._finish_reason(part),
+        )
+        if part.stop_reason is not None:
+            choice.stop_reason = part.stop_reason
+        if self.body.return_token_ids:
+            choice.token_ids = part.token_ids
+        speaks = (
+            parsed.content
+            or parsed.reasoning
+            or parsed.tool_calls
+            or choice.finish_reason
+            or choice.logprobs
+            or (self.body.return_token_ids and part.token_ids)
+        )
+        return choice if speaks else None
+
+    def _usage(self) -> Usage:
+        return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)
+
+    def _wrap(self, choices: list[ChatChunkChoice], counted: bool) -> ChatChunk:
+        counts: dict[str, Any] | UnsetType = self._usage().model_dump() if counted else UNSET
+        return ChatChunk(self.id, self._created, self._model, choices, counts)
+
+
+def _delta(parsed: ParsedDelta) -> ChunkDelta:
+    delta = ChunkDelta()
+    if parsed.content:
+        delta.content = parsed.content
+    if parsed.reasoning:
+        delta.reasoning = delta.reasoning_content = parsed.reasoning
+    if parsed.tool_calls:
+        delta.tool_calls = [_chunk_call(c.index, c.name, c.arguments) for c in parsed.tool_calls]
+    return delta
+
+
+def _chunk_call(index: int, name: str | None, arguments: str) -> ChunkToolCall:
+    function = ChunkFunction(name, arguments)
+    if name is None:
+        return ChunkToolCall(index, function=function)
+    return ChunkToolCall(index, call_id(), "function", function)
+
+
+def _joined(parsed: ParsedDelta) -> list[Any]:
+    """Tool calls with their pieces put together."""
+    calls: dict[int, Any] = {}
+    for piece in parsed.tool_calls:
+        if piece.index in calls:
+            calls[piece.index].arguments += piece.arguments
+        else:
+            calls[piece.index] = _Call(piece.name, piece.arguments)
+    return [calls[index] for index in sorted(calls)]
+
+
+class _Call(msgspec.Struct):
+    name: str | None
+    arguments: str
+
+
+def _model(block: ChunkChatLogprobs | None) -> ChatLogprobs | None:
+    return None if block is None else ChatLogprobs.model_validate(msgspec.to_builtins(block))

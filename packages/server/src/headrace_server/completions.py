@@ -1,0 +1,252 @@
+"""One call of ``/v1/completions``: prompts to the engine, outputs to choices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET, UnsetType
+
+from headrace_core.output import CompletionOutput, Logprobs, RequestOutput
+from headrace_core.request import Prompt
+from headrace_server import convert
+from headrace_server.counting import Tally, usage
+from headrace_server.logprobs import CompletionFormat, prompt_logprobs
+from headrace_server.protocol.completions import (
+    ChunkLogprobs,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from headrace_server.protocol.usage import Usage
+from headrace_server.request_log import log_request
+from headrace_server.state import ServerState
+from headrace_server.stream import event, merge
+
+
+@dataclass
+class _Echo:
+    """The prompt as it is repeated in front of completions."""
+
+    text: str
+    first_token: str
+    logprobs: Logprobs | None
+
+
+@dataclass
+class _Choice:
+    """What one choice of a stream has sent."""
+
+    format: CompletionFormat | None
+    opened: bool = False
+
+
+@dataclass
+class _Shown:
+    """What of one output a choice shows."""
+
+    text: str = ""
+    logprobs: ChunkLogprobs | None = None
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Completion:
+    """Checks a request when made; then either :meth:`whole` or :meth:`events`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
+        self.body, self.state = body, state
+        self.spelling: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+        """The engine's names of fields -> the client's."""
+        model = state.engine.model
+        convert.check_model(body.model, model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        self.id = convert.answer_id("cmpl-", body.request_id, request)
+        self._params = convert.completion_params(body, model)
+        self._prompts = convert.completion_prompts(body)
+        self._created = int(time.time())
+        self._model = model.name
+        self._prompt_only = body.max_tokens == 0
+        self._as_ids = _choose(body.return_tokens_as_token_ids,
+                               state.settings.return_tokens_as_token_ids)  # fmt: skip
+        self._echoes: dict[int, _Echo] = {}
+        self._tallies = [Tally(state.metrics, self._params) for _ in self._prompts]
+
+    async def whole(self) -> CompletionResponse:
+        """The answer in one piece."""
+        choices: dict[int, CompletionChoice] = {}
+        async for position, output in merge(self._streams()):
+            if not output.finished:
+                continue
+            echo = await self._echo(position, output)
+            for part in output.outputs:
+                index = position * self.body.n + part.index
+                choices[index] = self._choice(index, part, output, echo)
+        return CompletionResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[choices[index] for index in sorted(choices)],
+            usage=self._usage(),
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events, the terminal one left out."""
+        options = self.body.stream_options
+        forced = self.state.settings.enable_force_include_usage
+        running = options is not None and options.continuous_usage_stats
+        choices = [_Choice(self._format()) for _ in range(len(self._prompts) * self.body.n)]
+        outputs = merge(self._streams())
+        try:
+            async for position, output in outputs:
+                echo = await self._echo(position, output)
+                for part in output.outputs:
+                    index = position * self.body.n + part.index
+                    chunk = self._chunk(choices[index], index, part, output, echo)
+                    if chunk is not None:
+                        yield event(self._wrap([chunk], self._usage() if running else None))
+        finally:
+            await outputs.aclose()
+        if forced or (options is not None and options.include_usage):
+            yield event(self._wrap([], self._usage()))
+
+    def _streams(self) -> list[AsyncIterator[RequestOutput]]:
+        return [
+            tally.watch(self._generate(i, prompt))
+            for i, (prompt, tally) in enumerate(zip(self._prompts, self._tallies, strict=True))
+        ]
+
+    def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
+        name = convert.engine_id(self.id, position)
+        log_request(self.state.settings, name, self._params, prompt)
+        return self.state.engine.generate(
+            prompt,
+            self._params,
+            name,
+            priority=self.body.priority,
+            add_special_tokens=self.body.add_special_tokens,
+        )
+
+    def _format(self) -> CompletionFormat | None:
+        if self.body.logprobs is None:
+            return None
+        return CompletionFormat(self.body.logprobs, self._as_ids)
+
+    async def _echo(self, position: int, output: RequestOutput) -> _Echo | None:
+        """Made from a prompt's first output: later ones repeat no log-probabilities."""
+        if not self.body.echo:
+            return None
+        if position not in self._echoes:
+            engine, ids = self.state.engine, output.prompt_token_ids
+            text = output.prompt
+            if text is None or self.body.truncate_prompt_tokens is not None:
+                text = await engine.detokenize(ids)
+            first = await engine.detokenize(ids[:1]) if self.body.logprobs is not None else ""
+            self._echoes[position] = _Echo(text, first, output.prompt_logprobs)
+        return self._echoes[position]
+
+    def _show(
+        self,
+        part: CompletionOutput,
+        output: RequestOutput,
+        echo: _Echo | None,
+        form: CompletionFormat | None,
+    ) -> _Shown:
+        """Echo and generated part together; the latter not if only the prompt was asked for."""
+        shown = _Shown()
+        blocks = []
+        if echo is not None:
+            shown.text = echo.text
+            if form is not None and echo.logprobs is not None:
+                blocks.append(form.build(output.prompt_token_ids, echo.logprobs, echo.first_token))
+        if not self._prompt_only:
+            shown.text += part.text
+            shown.token_ids = part.token_ids
+            if form is not None and part.logprobs is not None:
+                blocks.append(form.build(part.token_ids, part.logprobs))
+        shown.logprobs = _join(blocks)
+        return shown
+
+    def _choice(
+        self, index: int, part: CompletionOutput, output: RequestOutput, echo: _Echo | None
+    ) -> CompletionChoice:
+        shown = self._show(part, output, echo, self._format())
+        ids = bool(self.body.return_token_ids)
+        wanted = self.body.prompt_logprobs is not None and output.prompt_logprobs is not None
+        return CompletionChoice(
+            index=index,
+            text=shown.text,
+            logprobs=_model(shown.logprobs),
+            finish_reason="length" if self._prompt_only else part.finish_reason,
+            stop_reason=None if self._prompt_only else part.stop_reason,
+            prompt_logprobs=prompt_logprobs(output.prompt_logprobs or []) if wanted else None,
+            token_ids=shown.token_ids if ids else None,
+            prompt_token_ids=output.prompt_token_ids if ids else None,
+        )
+
+    def _chunk(
+        self,
+        choice: _Choice,
+        index: int,
+        part: CompletionOutput,
+        output: RequestOutput,
+        echo: _Echo | None,
+    ) -> CompletionChunkChoice | None:
+        """What is new in a choice; None if there is nothing to say."""
+        first, choice.opened = not choice.opened, True
+        shown = self._show(part, output, echo if first else None, choice.format)
+        ids = bool(self.body.return_token_ids)
+        chunk = CompletionChunkChoice(
+            index=index,
+            text=shown.text,
+            logprobs=shown.logprobs,
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+            token_ids=shown.token_ids if ids else UNSET,
+            prompt_token_ids=output.prompt_token_ids if ids and first else UNSET,
+        )
+        if self._prompt_only:
+            chunk.finish_reason, chunk.stop_reason = "length", None
+        speaks = chunk.text or chunk.logprobs or chunk.finish_reason or (ids and shown.token_ids)
+        return chunk if speaks else None
+
+    def _usage(self) -> Usage:
+        hidden = sum(sum(t.num_tokens.values()) for t in self._tallies) * self._prompt_only
+        details = self.state.settings.enable_prompt_tokens_details
+        return usage(self._tallies, details=details, hidden=hidden)
+
+    def _wrap(self, choices: list[CompletionChunkChoice], used: Usage | None) -> CompletionChunk:
+        counts: object | UnsetType = used.model_dump() if used is not None else UNSET
+        return CompletionChunk(self.id, self._created, self._model, choices, counts)
+
+
+def _choose(wanted: bool | None, default: bool) -> bool:
+    return default if wanted is None else wanted
+
+
+def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:
+    if not blocks:
+        return None
+    first, *others = blocks
+    for other in others:
+        first.text_offset += other.text_offset
+        first.token_logprobs += other.token_logprobs
+        first.tokens += other.tokens
+        first.top_logprobs += other.top_logprobs
+    return first
+
+
+def _model(block: ChunkLogprobs | None) -> CompletionLogprobs | None:
+    if block is None:
+        return None
+    return CompletionLogprobs.model_validate(msgspec.to_builtins(block))

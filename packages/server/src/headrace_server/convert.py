@@ -1,0 +1,346 @@
+"""From the wire to core types, refusing by field name what cannot be honoured."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
+from headrace_core.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_server.middleware import is_request_id
+from headrace_server.protocol.base import MAX_SEQUENCES, check_size
+from headrace_server.protocol.chat import ChatMessage, ChatRequest
+from headrace_server.protocol.completions import CompletionRequest
+from headrace_server.protocol.sampling import SamplingBody
+from headrace_server.protocol.tokenize import TokenizeChatRequest
+from headrace_server.state import ServerState
+
+_TEXT_PARTS: Mapping[str, str] = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+_MEDIA_KEYS = (
+    "image_url", "image_pil", "image_embeds", "audio_url", "input_audio", "audio_embeds",
+    "video_url", "input_image", "input_file", "file",
+)  # fmt: skip
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt",
+     "continue_final_message"}
+)  # fmt: skip
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises UnknownModel unless ``name`` is None or a served name."""
+    if name is not None and name not in model.names:
+        served = ", ".join(map(repr, model.names))
+        raise UnknownModel(f"model {name!r} is not served; served: {served}", param="model")
+
+
+def answer_id(prefix: str, wanted: str | None, request: Request) -> str:
+    """The id of an answer: prefix and the client's id (header before field), or a random one.
+
+    Raises:
+        RequestError: the field ``request_id`` has other characters than letters, digits, ``-_.:``.
+    """
+    if wanted is not None and not is_request_id(wanted):
+        raise RequestError(
+            f"request_id = {wanted[:64]!r}: must be 1 to 128 letters, digits, '-', '_', '.', ':'",
+            param="request_id",
+        )
+    if wanted is None or "x-request-id" in request.headers:
+        wanted = request.scope["headrace_request_id"]
+    return f"{prefix}{wanted}"
+
+
+def engine_id(answer: str, position: int) -> str:
+    """Id of one prompt inside the engine: never twice, whatever clients send."""
+    return f"{answer}-{position}-{uuid.uuid4().hex[:8]}"
+
+
+def refuse_rank(request: Request) -> None:
+    """Raises UnsupportedFeature if the client chooses among engines; there is one."""
+    rank = request.headers.get("x-data-parallel-rank", "0")
+    if rank != "0":
+        raise UnsupportedFeature(
+            f"header X-data-parallel-rank = {rank[:16]!r}: this server has one engine, rank 0",
+            param="X-data-parallel-rank",
+        )
+
+
+def sampling_params(
+    body: SamplingBody,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Sampling parameters of a body; what it leaves out comes from the model's defaults.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    cap = model.default_sampling_params.get("max_tokens")
+    if cap is not None:
+        max_tokens = cap if max_tokens is None else min(max_tokens, cap)
+    _check_streaming(body)
+    if body.priority != 0 and not model.priority_scheduling:
+        raise RequestError(
+            f"priority = {body.priority}: must be 0 unless the server runs with "
+            "--scheduling-policy priority",
+            param="priority",
+        )
+    values: dict[str, Any] = {
+        name: value for name, value in model.default_sampling_params.items() if name != "max_tokens"
+    }
+    for name in _COPIED & body.model_fields_set:
+        values[name] = getattr(body, name)
+    values["stop"] = body.stop or values.get("stop")
+    return SamplingParams.from_optional(
+        **values,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        logit_bias=_logit_bias(body.logit_bias, model.vocab_size),
+        extra_args=_extra_args(body),
+        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+        detokenize=model.has_tokenizer,
+    )
+
+
+_COPIED = frozenset(
+    {
+        "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+        "presence_penalty", "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output",
+        "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+        "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+    }
+)  # fmt: skip
+
+
+def _check_streaming(body: SamplingBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only allowed with stream", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs: not available with stream", param="prompt_logprobs")
+
+
+def check_logprobs(name: str, value: int | None, model: ServedModel) -> None:
+    """Raises RequestError, under the client's field name, if the server allows fewer."""
+    limit = model.max_logprobs
+    if value is not None and limit != -1 and (value > limit or value == -1):
+        raise RequestError(
+            f"{name} = {value}: must be at most {limit} (--max-logprobs)", param=name, value=value
+        )
+
+
+def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not bias:
+        return None
+    result = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise RequestError(
+                f"logit_bias: key {key[:32]!r} must be a token id below {vocab_size}",
+                param="logit_bias",
+            )
+        result[int(key)] = max(-100.0, min(100.0, value))
+    return result
+
+
+def _extra_args(body: SamplingBody) -> dict[str, Any] | None:
+    merged = {**(body.vllm_xargs or {}), **(body.headrace_xargs or {})}
+    check_size("headrace_xargs", merged)
+    return merged or None
+
+
+# Completions
+
+
+def completion_params(body: CompletionRequest, model: ServedModel) -> SamplingParams:
+    """Sampling parameters of a completion. ``max_tokens`` 0 runs one token that is not shown."""
+    check_logprobs("logprobs", body.logprobs, model)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, model)
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError(
+            "max_tokens = 0: must be at least 1; 0 only with echo", param="max_tokens", value=0
+        )
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        asked = -1 if prompt_logprobs == -1 else max(prompt_logprobs or 0, body.logprobs)
+        prompt_logprobs = asked
+    return sampling_params(
+        body,
+        model,
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def completion_prompts(body: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion, one or many.
+
+    Raises:
+        RequestError: prompts times ``n`` is above the bound.
+    """
+    given: Any = body.prompt
+    many: Sequence[Any]
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        many = [given]
+    else:
+        many = given
+    if len(many) * body.n > MAX_SEQUENCES:
+        raise RequestError(
+            f"prompt: {len(many)} prompts times n = {body.n} exceeds {MAX_SEQUENCES}",
+            param="prompt",
+        )
+    return [_prompt(one, body.cache_salt) for one in many]
+
+
+def _prompt(given: str | list[int], salt: str | None) -> Prompt:
+    if isinstance(given, str):
+        text = TextPrompt(prompt=given)
+        if salt is not None:
+            text["cache_salt"] = salt
+        return text
+    tokens = TokensPrompt(prompt_token_ids=given)
+    if salt is not None:
+        tokens["cache_salt"] = salt
+    return tokens
+
+
+# Chats
+
+
+def chat_params(body: ChatRequest, model: ServedModel) -> SamplingParams:
+    """Sampling parameters of a chat."""
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError(
+            f"top_logprobs = {body.top_logprobs}: needs logprobs = true", param="top_logprobs"
+        )
+    check_logprobs("top_logprobs", body.top_logprobs, model)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, model)
+    limit = body.max_completion_tokens
+    return sampling_params(
+        body,
+        model,
+        max_tokens=limit if limit is not None else body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def chat_prompt(
+    body: ChatRequest | TokenizeChatRequest,
+    state: ServerState,
+    *,
+    salt: str | None = None,
+    with_tools: bool = True,
+) -> ChatPrompt:
+    """The conversation, its messages brought to one form.
+
+    Args:
+        salt: keeps its cached blocks apart.
+        with_tools: False leaves the tools out.
+
+    Raises:
+        RequestError: naming the message and part.
+    """
+    settings = state.settings
+    if body.chat_template is not None and not settings.trust_request_chat_template:
+        raise UnsupportedFeature(
+            "chat_template: this server takes no templates from requests "
+            "(--trust-request-chat-template is off)",
+            param="chat_template",
+        )
+    kwargs = body.chat_template_kwargs or {}
+    check_size("chat_template_kwargs", kwargs)
+    check_size("documents", body.documents or [])
+    check_size("tools", body.tools or [])
+    for name in sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
+        raise RequestError(
+            f"chat_template_kwargs: {name!r} is set by a field of its own or by the server",
+            param="chat_template_kwargs",
+        )
+    return ChatPrompt(
+        messages=[_message(i, message) for i, message in enumerate(body.messages)],
+        tools=(body.tools or None) if with_tools else None,
+        chat_template=body.chat_template or state.chat_template,
+        chat_template_kwargs={**settings.default_chat_template_kwargs, **kwargs},
+        content_format=settings.chat_template_content_format,
+        add_generation_prompt=_generation_prompt(body),
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        documents=body.documents,
+        cache_salt=salt,
+    )
+
+
+def _generation_prompt(body: ChatRequest | TokenizeChatRequest) -> bool:
+    """Whether a new message is opened. Continuing the last one replaces the default."""
+    if not body.continue_final_message:
+        return body.add_generation_prompt
+    if body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set:
+        raise RequestError(
+            "continue_final_message: cannot be combined with add_generation_prompt",
+            param="continue_final_message",
+        )
+    return False
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    check_size(where, message.model_extra or {})
+    result: dict[str, Any] = dict(message.model_extra or {})
+    result["role"] = message.role
+    result["content"] = _content(where, message.content)
+    for name in ("name", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            result[name] = value
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if reasoning is not None:
+        result["reasoning"] = result["reasoning_content"] = reasoning
+    if message.tool_calls:
+        check_size(where, message.tool_calls)
+        result["tool_calls"] = message.tool_calls
+    return result
+
+
+def _content(where: str, content: Any) -> Any:
+    if content is None or isinstance(content, str):
+        return content
+    return [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+
+
+def _part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type")
+    if kind is None:
+        kind = next((key for key in (*_TEXT_PARTS, *_MEDIA_KEYS) if key in part), None)
+    if kind in _MEDIA_KEYS:
+        raise UnsupportedFeature(
+            f"{where}: parts of type {kind!r} are not served; this model takes text only",
+            param="messages",
+        )
+    key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if key is None:
+        raise RequestError(
+            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXT_PARTS)}",
+            param="messages",
+        )
+    text = part.get(key)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{key}: must be a string", param="messages")
+    return {"type": "text", "text": text}

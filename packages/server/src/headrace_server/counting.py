@@ -1,0 +1,74 @@
+"""Bookkeeping while a request's outputs pass: tokens, finish reasons, usage, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from headrace_core.output import RequestOutput
+from headrace_core.sampling import SamplingParams
+from headrace_server.metrics import Metrics
+from headrace_server.protocol.usage import PromptTokensDetails, Usage
+
+
+class Tally:
+    """Tokens of one prompt's completions, from deltas or from a final output."""
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics = metrics
+        self._params = params
+        self._timer = metrics.timer()
+        self._reasons: dict[int, str] = {}
+        self.num_tokens: dict[int, int] = {}
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    async def watch(
+        self, outputs: AsyncIterator[RequestOutput]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Pass outputs on, counting; closing closes the source, which aborts the request."""
+        try:
+            async for output in outputs:
+                self._count(output)
+                yield output
+        finally:
+            close = getattr(outputs, "aclose", None)
+            if close is not None:
+                await close()
+
+    def _count(self, output: RequestOutput) -> None:
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_cached_tokens = output.num_cached_tokens
+        new = 0
+        for part in output.outputs:
+            new = max(new, len(part.token_ids))
+            self.num_tokens[part.index] = self.num_tokens.get(part.index, 0) + len(part.token_ids)
+            if part.finish_reason is not None:
+                self._reasons[part.index] = part.finish_reason
+        if not output.finished or self._timed:
+            self._metrics.saw_tokens(self._timer, new)
+        if output.finished:
+            self._metrics.finished(
+                output, self._params, self._timer, self.num_tokens, self._reasons
+            )
+
+    @property
+    def _timed(self) -> bool:
+        return self._timer.last > 0
+
+
+def usage(tallies: list[Tally], *, details: bool, hidden: int = 0) -> Usage:
+    """The sum over prompts.
+
+    Args:
+        details: report cached prompt tokens.
+        hidden: generated tokens that were not asked for.
+    """
+    prompt = sum(tally.num_prompt_tokens for tally in tallies)
+    generated = sum(sum(tally.num_tokens.values()) for tally in tallies) - hidden
+    cached = sum(tally.num_cached_tokens for tally in tallies)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=generated,
+        total_tokens=prompt + generated,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if details else None,
+    )

@@ -1,0 +1,184 @@
+"""Errors on the wire: one body, one table from exceptions to statuses, no foreign text.
+
+Every message is our own (:mod:`headrace_core.errors`' request errors, or a sentence from here);
+the text of any other exception goes to the log, under the request's id, never to a client.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from headrace_core.errors import (
+    EngineDead,
+    GenerateError,
+    QueueFull,
+    RequestError,
+    UnknownModel,
+)
+
+logger = logging.getLogger(__name__)
+
+TYPES: Mapping[int, str] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "BadRequestError",
+    429: "RateLimitError",
+    431: "BadRequestError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+_MAX_MESSAGE = 2000
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    """Body of every error answer but 401 and unknown routes."""
+
+    error: ErrorInfo
+
+
+class ShuttingDown(Exception):
+    """The server stops before this request could finish."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads what we answer."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An exception as HTTP knows it."""
+
+    status: int
+    message: str
+    param: str | None = None
+    headers: dict[str, str] = {}
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status, "APIError")
+        message = self.message[:_MAX_MESSAGE]
+        return {
+            "error": {"message": message, "type": kind, "param": self.param, "code": self.status}
+        }
+
+    def response(self) -> Response:
+        return JSONResponse(self.body(), self.status, dict(self.headers))
+
+    def encoded(self) -> bytes:
+        """The body as JSON bytes, for the middle of a stream."""
+        return msgspec.json.encode(self.body())
+
+
+def answer(error: BaseException) -> Answer:
+    """What a client is told about an exception."""
+    match error:
+        case UnknownModel():
+            return Answer(404, str(error), error.param or "model")
+        case RequestError():
+            return Answer(400, str(error), error.param)
+        case RequestValidationError():
+            return _validation(error.errors())
+        case QueueFull():
+            wait = str(max(1, math.ceil(error.retry_after)))
+            return Answer(
+                429,
+                f"the server takes no more requests now; try again in {wait} s",
+                headers={"Retry-After": wait},
+            )
+        case ShuttingDown():
+            return Answer(503, "the server is shutting down", headers={"Retry-After": "5"})
+        case ClientGone():
+            return Answer(499, "the client closed the connection")
+        case GenerateError():
+            return Answer(500, "the engine failed on this request; other requests go on")
+        case EngineDead():
+            return Answer(500, "the engine has stopped; the server shuts down")
+        case _:
+            return Answer(500, "internal error; the server's log has the details")
+
+
+def report(error: BaseException, request_id: str = "") -> Answer:
+    """:func:`answer`, and a log line if the fault is ours."""
+    told = answer(error)
+    if told.status >= 500 and not isinstance(error, ShuttingDown):
+        expected = isinstance(error, (GenerateError, EngineDead))
+        logger.error(
+            "request %s failed: %s: %s",
+            request_id or "(no id)",
+            type(error).__name__,
+            error,
+            exc_info=None if expected else error,
+        )
+    return told
+
+
+def install(app: FastAPI) -> None:
+    """Register the handlers."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        return report(error, request.scope.get("headrace_request_id", "")).response()
+
+    for kind in (
+        RequestError,
+        RequestValidationError,
+        QueueFull,
+        GenerateError,
+        EngineDead,
+        ShuttingDown,
+        ClientGone,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)
+    app.add_exception_handler(HTTPException, _http_exception)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """The framework's own refusals: unknown routes and methods keep its ``detail`` body."""
+    assert isinstance(error, HTTPException)
+    headers = dict(error.headers or {})
+    if error.status_code in (404, 405):
+        return JSONResponse({"detail": error.detail}, error.status_code, headers)
+    return Answer(error.status_code, str(error.detail), headers=headers).response()
+
+
+def _validation(problems: Sequence[Any]) -> Answer:
+    lines, param = [], None
+    for problem in problems[:3]:
+        where = _field_path(problem["loc"])
+        param = param or where
+        lines.append(f"{where or 'body'}: {problem['msg']}")
+    if len(problems) > 3:
+        lines.append(f"and {len(problems) - 3} more")
+    return Answer(400, "; ".join(lines), param)
+
+
+def _field_path(location: Sequence[str | int]) -> str | None:
+    """``messages[0].content`` from pydantic's location; names of union members are left out."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _UNION_MEMBERS:
+            path += f".{part}" if path else part
+    return path or None
+
+
+_UNION_MEMBERS = frozenset({"str", "int", "float", "bool", "list", "dict"})

@@ -1,0 +1,230 @@
+"""Prometheus metrics: one registry per application, nothing global.
+
+Counters and gauges of the engine are read from :meth:`EngineClient.stats` at scrape time; latency
+and length histograms are filled from each request's last output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from headrace_core.engine import EngineClient, EngineStats, ServedModel
+from headrace_core.output import RequestOutput
+from headrace_core.sampling import SamplingParams
+
+ENGINE_INDEX = "0"
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0,
+    3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+)  # fmt: skip
+_TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_BYTES = tuple(float(10**e) for e in range(2, 9))
+_LABELS = ("model_name", "engine")
+
+
+class _EngineCollector(Collector):
+    """The last snapshot of the engine as metric families."""
+
+    def __init__(self, prefix: str, model: ServedModel) -> None:
+        self._prefix = prefix
+        self._values = (model.name, ENGINE_INDEX)
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        gauges = (
+            ("num_requests_running", "Requests that the engine runs.", stats.num_requests_running),
+            ("num_requests_waiting", "Requests that wait for the engine.",
+             stats.num_requests_waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage),
+        )  # fmt: skip
+        counters = (
+            ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generation_tokens),
+            ("num_preemptions", "Requests put back to waiting for memory.", stats.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.",
+             stats.prefix_cache_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_cache_hits),
+        )  # fmt: skip
+        for name, text, value in gauges:
+            gauge = GaugeMetricFamily(self._prefix + name, text, labels=_LABELS)
+            gauge.add_metric(self._values, float(value))
+            yield gauge
+        for name, text, value in counters:
+            counter = CounterMetricFamily(self._prefix + name, text, labels=_LABELS)
+            counter.add_metric(self._values, float(value))
+            yield counter
+        info = GaugeMetricFamily(
+            self._prefix + "cache_config_info",
+            "The KV cache's shape, in labels.",
+            labels=(*_LABELS, "block_size", "num_blocks"),
+        )
+        info.add_metric((*self._values, str(stats.block_size), str(stats.num_blocks)), 1.0)
+        yield info
+
+
+@dataclass(slots=True)
+class RequestTimer:
+    """When a request came in and when its last tokens came out, on the monotonic clock."""
+
+    start: float
+    last: float = 0.0
+
+
+class Metrics:
+    """All metrics of one application.
+
+    Args:
+        prefix: beginning of every name (``headrace:``).
+        model: its first served name is the label ``model_name``.
+    """
+
+    def __init__(self, prefix: str, model: ServedModel) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._labels = (model.name, ENGINE_INDEX)
+        self._engine = _EngineCollector(prefix, model)
+        self.registry.register(self._engine)
+        seconds = self._seconds_histograms()
+        (self._ttft, self._itl, self._per_token, self._e2e, self._queue, self._prefill,
+         self._decode, self._inference) = seconds  # fmt: skip
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", _TOKENS)
+        self._generated = self._histogram(
+            "request_generation_tokens", "Generated tokens, all completions.", _TOKENS
+        )
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest completion.", _TOKENS
+        )
+        self._n = self._histogram("request_params_n", "Completions asked for.", _COUNTS)
+        self._max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens asked for.", _TOKENS
+        )
+        self._computed = self._histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens computed, prefix-cache hits left out.",
+            _TOKENS,
+        )
+        self._step = self._histogram("iteration_tokens_total", "Tokens per engine step.", _TOKENS)
+        self._success = Counter(
+            prefix + "request_success",
+            "Requests that ended, by reason.",
+            (*_LABELS, "finished_reason"),
+            registry=self.registry,
+        )
+        self.unknown_fields = Counter(
+            prefix + "unknown_request_fields",
+            "Request fields that no schema knows.",
+            registry=self.registry,
+        )
+        self._http()
+
+    def _http(self) -> None:
+        names = ("method", "handler")
+        self.http_requests = Counter(
+            self._prefix + "http_requests", "HTTP requests by status.", (*names, "status"),
+            registry=self.registry,
+        )  # fmt: skip
+        self.http_duration = Histogram(
+            self._prefix + "http_request_duration_seconds", "HTTP requests, to the last byte.",
+            names, registry=self.registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.http_request_size = Histogram(
+            self._prefix + "http_request_size_bytes", "Bodies of HTTP requests.", names,
+            registry=self.registry, buckets=_BYTES,
+        )  # fmt: skip
+        self.http_response_size = Histogram(
+            self._prefix + "http_response_size_bytes", "Bodies of HTTP responses.", names,
+            registry=self.registry, buckets=_BYTES,
+        )  # fmt: skip
+
+    def _seconds_histograms(self) -> list[Histogram]:
+        rows = (
+            ("time_to_first_token_seconds", "Arrival to first token."),
+            ("inter_token_latency_seconds", "Between tokens; a mean where several come at once."),
+            ("request_time_per_output_token_seconds", "First to last token, per further token."),
+            ("e2e_request_latency_seconds", "Arrival to end."),
+            ("request_queue_time_seconds", "Waiting to be scheduled."),
+            ("request_prefill_time_seconds", "Scheduled to first token."),
+            ("request_decode_time_seconds", "First to last token."),
+            ("request_inference_time_seconds", "Scheduled to last token."),
+        )
+        return [self._histogram(name, text, _SECONDS) for name, text in rows]
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            self._prefix + name, text, _LABELS, registry=self.registry, buckets=buckets
+        )
+        child: Histogram = family.labels(*self._labels)
+        return child
+
+    def timer(self) -> RequestTimer:
+        """Start the clock of a request."""
+        return RequestTimer(time.monotonic())
+
+    def saw_tokens(self, timer: RequestTimer, num_tokens: int) -> None:
+        """Tokens of a streamed request arrived."""
+        now = time.monotonic()
+        if timer.last and num_tokens:
+            self._itl.observe((now - timer.last) / num_tokens)
+        if num_tokens:
+            timer.last = now
+
+    def finished(
+        self,
+        output: RequestOutput,
+        params: SamplingParams,
+        timer: RequestTimer,
+        num_tokens: dict[int, int],
+        reasons: dict[int, str],
+    ) -> None:
+        """A request ended.
+
+        Args:
+            output: its last output.
+            num_tokens, reasons: by completion index, over the whole request.
+        """
+        total = sum(num_tokens.values())
+        self._prompt.observe(len(output.prompt_token_ids))
+        self._computed.observe(len(output.prompt_token_ids) - output.num_cached_tokens)
+        self._generated.observe(total)
+        self._longest.observe(max(num_tokens.values(), default=0))
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        self._e2e.observe(time.monotonic() - timer.start)
+        for reason in reasons.values():
+            self._success.labels(*self._labels, reason).inc()
+        self._observe_times(output, timer, max(num_tokens.values(), default=0))
+
+    def _observe_times(self, output: RequestOutput, timer: RequestTimer, longest: int) -> None:
+        times = output.metrics
+        if times is None or not times.first_token_ts:
+            return
+        start = times.queued_ts or timer.start
+        self._ttft.observe(max(0.0, times.first_token_ts - start))
+        self._queue.observe(max(0.0, times.scheduled_ts - start))
+        self._prefill.observe(max(0.0, times.first_token_ts - times.scheduled_ts))
+        self._inference.observe(max(0.0, times.last_token_ts - times.scheduled_ts))
+        decode = max(0.0, times.last_token_ts - times.first_token_ts)
+        self._decode.observe(decode)
+        if longest > 1:
+            self._per_token.observe(decode / (longest - 1))
+            if not timer.last:
+                self._itl.observe(decode / (longest - 1))
+
+    async def expose(self, engine: EngineClient) -> bytes:
+        """The registry in Prometheus' text format, with a fresh snapshot of the engine."""
+        if engine.dead_error is None:
+            stats = await engine.stats(drain=True)
+            for tokens in stats.step_tokens:
+                self._step.observe(tokens)
+            self._engine.stats = stats
+        return generate_latest(self.registry)

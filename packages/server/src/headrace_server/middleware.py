@@ -1,0 +1,197 @@
+"""What every HTTP request passes, as pure ASGI so that streams are not touched."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_server.errors import Answer, ShuttingDown, answer
+from headrace_server.metrics import Metrics
+from headrace_server.paths import OPEN_PATHS, route_path
+from headrace_server.state import Lifecycle, ServerState
+
+_UNCOUNTED = frozenset(
+    {"/metrics", "/health", "/livez", "/readyz", "/load", "/ping", "/version", "/server_info"}
+)
+_SERVED_WHILE_DRAINING = OPEN_PATHS | {"/metrics", "/load"}
+_ID_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.:")
+MAX_ID_LENGTH = 128
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client's id may be part of ours, of a header and of a log line."""
+    return 0 < len(text) <= MAX_ID_LENGTH and _ID_CHARACTERS.issuperset(text)
+
+
+class RootPath:
+    """Say under which prefix a proxy publishes this server; paths come with it or without."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._root_path}, receive, send)
+
+
+class RequestIds:
+    """Give each request an id, its own ``X-Request-Id`` or a random one."""
+
+    def __init__(self, app: ASGIApp, in_response: bool) -> None:
+        self._app = app
+        self._in_response = in_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+        text = given.decode("latin-1")
+        request_id = text if is_request_id(text) else uuid.uuid4().hex
+        scope["headrace_request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", request_id.encode())],
+                }
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if self._in_response else send)
+
+
+class Limits:
+    """Refuse heads with too many lines (431) and bodies with too many bytes (413)."""
+
+    def __init__(self, app: ASGIApp, max_headers: int, max_body: int) -> None:
+        self._app = app
+        self._max_headers = max_headers
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if len(scope["headers"]) > self._max_headers:
+            told = Answer(431, f"more than {self._max_headers} header lines")
+            await told.response()(scope, receive, send)
+            return
+        declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
+        too_large = Answer(413, f"the body is larger than {self._max_body} bytes")
+        if declared.isdigit() and int(declared) > self._max_body:
+            await too_large.response()(scope, receive, send)
+            return
+        await self._limited(scope, receive, send, too_large)
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send, too_large: Answer) -> None:
+        seen = 0
+        started = False
+
+        async def count(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        async def take() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_body:
+                raise _TooLarge
+            return message
+
+        try:
+            await self._app(scope, take, count)
+        except _TooLarge:
+            if not started:
+                await too_large.response()(scope, receive, send)
+
+
+class _TooLarge(BaseException):
+    """Passes the handlers for ``Exception`` on its way out; never leaves :class:`Limits`."""
+
+
+class DrainGate:
+    """Once draining has begun, new requests other than health checks are a 503."""
+
+    def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
+        self._app = app
+        self._lifecycle = lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusing = scope["type"] == "http" and self._lifecycle.draining
+        if refusing and route_path(scope) not in _SERVED_WHILE_DRAINING:
+            await answer(ShuttingDown()).response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class LoadCounter:
+    """Count inference requests from their first byte to the last byte of their answer."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, paths: Collection[str]) -> None:
+        self._app = app
+        self._state = state
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or route_path(scope) not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        self._state.load += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._state.load -= 1
+
+
+class HttpMetrics:
+    """Count, duration and sizes of HTTP requests by route; routes that nobody watches left out."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        status, sent, received = 500, 0, 0
+
+        async def count_in() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
+        async def count_out(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            sent += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._app(scope, count_in, count_out)
+        finally:
+            handler = getattr(scope.get("route"), "path", "none")
+            if handler not in _UNCOUNTED:
+                self._observe(scope["method"], handler, status, start, received, sent)
+
+    def _observe(
+        self, method: str, handler: str, status: int, start: float, received: int, sent: int
+    ) -> None:
+        method = method if method in _METHODS else "other"
+        metrics = self._metrics
+        metrics.http_requests.labels(method, handler, str(status)).inc()
+        metrics.http_duration.labels(method, handler).observe(time.perf_counter() - start)
+        metrics.http_request_size.labels(method, handler).observe(received)
+        metrics.http_response_size.labels(method, handler).observe(sent)
+
+
+_METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})

@@ -1,0 +1,1 @@
+"""Bodies on the wire: pydantic requests and answers, msgspec chunks of streams."""

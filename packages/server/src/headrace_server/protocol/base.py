@@ -1,0 +1,99 @@
+"""What all request bodies share: bounds, unknown fields, fields that are refused by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.state import ServerState
+
+MAX_TEXT = 16 * 1024 * 1024
+MAX_TOKENS = 4 * 1024 * 1024
+MAX_N = 128
+MAX_SEQUENCES = 1024
+"""Completions that one request may ask for: prompts times ``n``."""
+MAX_DEPTH = 32
+"""Nesting of free-form values."""
+MAX_NODES = 100_000
+"""Values inside free-form values."""
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+ShortText = Annotated[str, Field(max_length=256)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+FreeObject = dict[str, Any]
+"""An object whose content is not ours; its depth and size are checked by :func:`check_size`."""
+
+
+class Refusal:
+    """A known field that this server cannot honour, with the values that ask for nothing.
+
+    Args:
+        reason: why, and what to do instead.
+        harmless: values that mean the same as leaving the field out.
+    """
+
+    def __init__(self, reason: str, *harmless: Any) -> None:
+        self.reason = reason
+        self.harmless = (None, *harmless)
+
+
+class RequestBody(BaseModel):
+    """Base of request bodies. Fields that no class declares are kept in ``model_extra``."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, arbitrary_types_allowed=False)
+
+    refused: ClassVar[Mapping[str, Refusal]] = {}
+
+    def check_fields(self, state: ServerState) -> None:
+        """Refuse known fields that have no effect here, and note the unknown.
+
+        Raises:
+            UnsupportedFeature: a known field asks for something that is not served.
+            RequestError: an unknown field, under ``strict_requests``.
+        """
+        for name, value in (self.model_extra or {}).items():
+            refusal = self.refused.get(name)
+            if refusal is None:
+                self._unknown(name, state)
+            elif not any(value == h and type(value) is type(h) for h in refusal.harmless):
+                raise UnsupportedFeature(f"{name}: {refusal.reason}", param=name)
+
+    def _unknown(self, name: str, state: ServerState) -> None:
+        state.metrics.unknown_fields.inc()
+        if not state.settings.strict_requests:
+            state.unknown_fields.note(name)
+            return
+        known = [*type(self).model_fields, *self.refused]
+        near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
+        hint = f"; the nearest known field is {near[0]!r}" if near else ""
+        raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
+
+
+def check_size(name: str, value: Any) -> None:
+    """Bound depth and size of a free-form value.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    level, depth, nodes = [value], 0, 0
+    while level:
+        depth += 1
+        nodes += len(level)
+        if depth > MAX_DEPTH or nodes > MAX_NODES:
+            raise RequestError(
+                f"{name}: nested deeper than {MAX_DEPTH} or holds more than {MAX_NODES} values",
+                param=name,
+            )
+        below: list[Any] = []
+        for node in level:
+            if isinstance(node, dict):
+                below.extend(node.values())
+            elif isinstance(node, list):
+                below.extend(node)
+        level = below

@@ -1,0 +1,210 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
+from headrace_server.protocol.completions import PromptLogprobsField
+from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
+from headrace_server.protocol.usage import Usage
+
+CHAT_REFUSALS: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSALS,
+    "reasoning_effort": Refusal(
+        "is not served by this version; a template that knows it takes chat_template_kwargs"
+    ),
+    "functions": Refusal("is the old form of tools, which is not served"),
+    "function_call": Refusal("is the old form of tool_choice, which is not served", "none"),
+    "modalities": Refusal("only text is produced", ["text"]),
+    "audio": Refusal("only text is produced"),
+    "prediction": Refusal("predicted output is not served"),
+    "web_search_options": Refusal("there is no web search here"),
+    "store": Refusal("answers are not stored", False),
+    "verbosity": Refusal("is not served; say it in the messages"),
+}
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields besides these reach the template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Text | Annotated[list[Text | FreeObject], Field(max_length=4096)] | None = Field(
+        None, description="A text, or a list of text parts."
+    )
+    name: ShortText | None = None
+    tool_call_id: ShortText | None = None
+    tool_calls: Annotated[list[FreeObject], Field(max_length=1024)] | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384)]
+
+
+class ChatRequest(SamplingBody):
+    """Answer a conversation."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = CHAT_REFUSALS
+
+    messages: Messages
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Deprecated: max_completion_tokens."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Null: until the context is full."
+    )
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    tools: Annotated[list[FreeObject], Field(max_length=1024)] | None = None
+    tool_choice: ShortText | FreeObject | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: FreeObject | None = None
+    documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
+
+
+class FunctionCall(BaseModel):
+    """A call's function."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallOut(BaseModel):
+    """A tool call of an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatAnswer(BaseModel):
+    """The message of a choice."""
+
+    role: str
+    content: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[ToolCallOut] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class TokenLogprob(BaseModel):
+    """One token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    """One chosen token and its rivals."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of an answer's tokens."""
+
+    content: list[ContentLogprob]
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(BaseModel):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobsField | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
+
+
+class ChunkFunction(Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ChunkToolCall(Struct, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: ChunkFunction | None = None
+
+
+class ChunkDelta(Struct):
+    """What is new in an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChunkToolCall] | UnsetType = UNSET
+
+
+class ChunkToken(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChunkContentLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChunkToken]
+
+
+class ChunkChatLogprobs(Struct):
+    content: list[ChunkContentLogprob]
+
+
+class ChatChunkChoice(Struct):
+    index: int
+    delta: ChunkDelta
+    logprobs: ChunkChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(Struct):
+    """One event of a streamed answer."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Any = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

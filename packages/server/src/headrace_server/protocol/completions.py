@@ -1,0 +1,130 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from headrace_server.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Refusal, Text, TokenId
+from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
+from headrace_server.protocol.usage import Usage
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+
+
+def _prompt_form(value: Any) -> str:
+    """Decide by the first item, so that a long list is checked against one form only."""
+    if not isinstance(value, list):
+        return "<text>"
+    first = value[0] if value else ""
+    if isinstance(first, str):
+        return "<texts>"
+    return "<id lists>" if isinstance(first, list) else "<ids>"
+
+
+PromptField = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_SEQUENCES), Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SEQUENCES), Tag("<id lists>")],
+    Discriminator(_prompt_form),
+]
+
+
+class CompletionRequest(SamplingBody):
+    """Continue one prompt or several."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **SAMPLING_REFUSALS,
+        "suffix": Refusal("insertion is not supported"),
+        "prompt_embeds": Refusal("prompt embeddings are not served by this version"),
+    }
+
+    prompt: PromptField = Field(description="A text, token ids, or a list of either.")
+    max_tokens: Count | None = Field(
+        16, description="Null: until the context is full. 0: only with echo."
+    )
+    logprobs: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="This many likeliest tokens per position, and the chosen one."
+    )
+    add_special_tokens: bool = True
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities, one entry per token."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(BaseModel):
+    """One token at one prompt position."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+PromptLogprobsField = list[dict[str, PromptLogprob] | None]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobsField | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Answer of ``POST /v1/completions``."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
+
+
+class ChunkLogprobs(Struct):
+    """:class:`CompletionLogprobs` of the tokens of one chunk."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChunkChoice(Struct):
+    index: int
+    text: str
+    logprobs: ChunkLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Struct):
+    """One event of a streamed completion."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Any = UNSET
+    object: Literal["text_completion"] = "text_completion"

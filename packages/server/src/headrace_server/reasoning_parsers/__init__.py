@@ -1,0 +1,1 @@
+"""Reasoning formats, one module each; plug-ins of ``headrace.reasoning_parsers``."""

@@ -1,0 +1,1 @@
+"""Routes, one module per family; each is a plug-in of ``headrace.routers``."""

@@ -1,0 +1,50 @@
+"""``GET /v1/models`` and ``GET /v1/models/{name}``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+
+from headrace_core.engine import EngineClient, ServedModel
+from headrace_core.errors import UnknownModel
+from headrace_server.errors import ErrorResponse
+from headrace_server.protocol.models import ModelCard, ModelList, ModelPermission
+from headrace_server.settings import ServerSettings
+from headrace_server.state import state_of
+
+
+class ModelsRouter:
+    """Cards of the served names."""
+
+    name = "models"
+    tasks: Sequence[str] = ()
+
+    def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
+        router = APIRouter(tags=["models"])
+
+        @router.get("/v1/models")
+        async def list_models(request: Request) -> ModelList:
+            created = state_of(request).created
+            return ModelList(data=[_card(n, engine.model, created) for n in engine.model.names])
+
+        @router.get("/v1/models/{name:path}", responses={404: {"model": ErrorResponse}})
+        async def show_model(name: str, request: Request) -> ModelCard:
+            if name not in engine.model.names:
+                raise UnknownModel(f"model {name[:256]!r} is not served", param="model")
+            return _card(name, engine.model, state_of(request).created)
+
+        return router
+
+
+def _card(name: str, model: ServedModel, created: int) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=created,
+        root=model.root,
+        max_model_len=model.max_model_len,
+        permission=[ModelPermission(created=created)],
+    )
+
+
+ROUTER = ModelsRouter()

@@ -1,0 +1,61 @@
+"""The route class of JSON routes, and what their handlers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, HTTPException
+from fastapi.routing import APIRoute
+from starlette.requests import Request
+from starlette.responses import Response
+
+from headrace_server.errors import ErrorResponse
+
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorResponse, "description": "The request is wrong."},
+    404: {"model": ErrorResponse, "description": "The model is not served."},
+    429: {"model": ErrorResponse, "description": "The queue is full; see Retry-After."},
+    500: {"model": ErrorResponse, "description": "The engine failed."},
+    503: {"model": ErrorResponse, "description": "The server is shutting down."},
+}
+STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream, server-sent events that end with [DONE].",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+class JsonRequest(Request):
+    """Decodes its body with msgspec: strict JSON (no NaN), no deep recursion."""
+
+    async def json(self) -> Any:
+        try:
+            return msgspec.json.decode(await self.body())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise HTTPException(400, "the body is not valid JSON") from error
+
+
+class JsonRoute(APIRoute):
+    """A route whose body must be declared as ``application/json``; checked before parsing."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def checked(request: Request) -> Response:
+            if request.method == "POST":
+                declared = request.headers.get("content-type", "").partition(";")[0]
+                if declared.strip().lower() != "application/json":
+                    raise HTTPException(
+                        400, "Content-Type must be application/json; nothing else is read"
+                    )
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return checked
+
+
+def json_router() -> APIRouter:
+    """A router whose POST routes take JSON only."""
+    return APIRouter(route_class=JsonRoute, responses=ERROR_RESPONSES)

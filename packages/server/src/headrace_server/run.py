@@ -1,0 +1,238 @@
+"""Running the application: bind early, serve, drain, leave with the right exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from headrace_core.errors import ConfigError
+from headrace_server.settings import ServerSettings
+from headrace_server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+WATCH_INTERVAL = 1.0
+"""Seconds between looks at the engine's error state."""
+LAST_WORDS = 2.0
+"""Seconds for error events to reach their clients before connections are cut."""
+KEEP_ALIVE_VARIABLE = "HEADRACE_HTTP_TIMEOUT_KEEP_ALIVE"
+STAY_VARIABLE = "HEADRACE_KEEP_ALIVE_ON_ENGINE_DEATH"
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """Take the address, before an engine is loaded: a clash fails at once.
+
+    Raises:
+        ConfigError: the address is taken, or cannot be had.
+    """
+    if settings.uds is not None:
+        return _bind_unix(settings.uds)
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"port = {settings.port}: {_url(settings.host, settings.port)} could not be taken: "
+            f"{error.strerror}",
+            field="port",
+        ) from error
+    return sock
+
+
+def _bind_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        sock.bind(path)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"uds = {path!r}: could not be taken: {error.strerror or error}", field="uds"
+        ) from error
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket file that nobody listens on; anything else stays and makes bind fail."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+
+
+def run(app: FastAPI, sock: socket.socket, settings: ServerSettings) -> int:
+    """:func:`serve` in a new event loop. For engines that are not bound to one."""
+    return asyncio.run(serve(app, sock, settings))
+
+
+async def serve(app: FastAPI, sock: socket.socket, settings: ServerSettings) -> int:
+    """Serve until a signal or the engine's death; shuts the engine down; returns the exit status.
+
+    SIGTERM or SIGINT: not ready at once, new work is refused, running requests get
+    ``drain_timeout`` seconds, then an error event; 0 is returned. A second signal skips the
+    waiting. If the engine dies, running requests get an error event and 1 is returned. Signal
+    handlers are installed in the main thread only and put back afterwards.
+    """
+    state: ServerState = app.state.headrace
+    server = _Server(_config(app, settings))
+    watch = asyncio.create_task(_watch(state, server))
+    logger.info("serving at %s", address(sock, settings))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await state.engine.shutdown()
+        if settings.uds is not None:
+            Path(settings.uds).unlink(missing_ok=True)
+    return 1 if state.lifecycle.engine_died.is_set() else 0
+
+
+def address(sock: socket.socket, settings: ServerSettings) -> str:
+    """Where the server listens, as a URL; IPv6 hosts in brackets."""
+    if settings.uds is not None:
+        return f"unix:{settings.uds}"
+    host, port = sock.getsockname()[:2]
+    return _url(host, port, "https" if settings.ssl_certfile else "http") + settings.root_path
+
+
+def _url(host: str, port: int, scheme: str = "http") -> str:
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level=settings.uvicorn_log_level,
+        access_log=not settings.disable_uvicorn_access_log,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_keep_alive(os.environ),
+        h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_ca_certs=settings.ssl_ca_certs,
+        ssl_cert_reqs=settings.ssl_cert_reqs,
+    )
+
+
+def _keep_alive(environ: Mapping[str, str]) -> int:
+    given = environ.get(KEEP_ALIVE_VARIABLE, "5")
+    if not given.isascii() or not given.isdigit():
+        raise ConfigError(
+            f"{KEEP_ALIVE_VARIABLE} = {given!r}: must be a whole number of seconds",
+            field=KEEP_ALIVE_VARIABLE,
+        )
+    return int(given)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with our meaning of signals: the first drains, the second stops."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.num_signals = 0
+        self.signalled = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self.interrupt)
+
+    def interrupt(self) -> None:
+        """What a signal does."""
+        self.num_signals += 1
+        self.signalled.set()
+
+
+async def _watch(state: ServerState, server: _Server) -> None:
+    """Wait for the first of: a signal, a drain begun in code, the engine's death; then leave."""
+    lifecycle = state.lifecycle
+    stay = os.environ.get(STAY_VARIABLE) == "1"
+    while not server.signalled.is_set() and not lifecycle.draining:
+        if state.engine.dead_error is not None and not stay:
+            await _leave_dead(state, server)
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(server.signalled.wait(), WATCH_INTERVAL)
+    await _leave(state, server)
+
+
+async def _leave_dead(state: ServerState, server: _Server) -> None:
+    logger.critical("the engine died: %s", state.engine.dead_error)
+    state.lifecycle.engine_died.set()
+    state.lifecycle.draining = True
+    # Running requests hear of it from the engine itself; those that do not are told by us.
+    if not await state.lifecycle.wait_idle(LAST_WORDS):
+        state.lifecycle.stop_all()
+        await state.lifecycle.wait_idle(LAST_WORDS)
+    server.force_exit = server.should_exit = True
+
+
+async def _leave(state: ServerState, server: _Server) -> None:
+    lifecycle = state.lifecycle
+    lifecycle.begin_drain()
+    drained = asyncio.create_task(lifecycle.wait_idle(state.settings.drain_timeout))
+    again = asyncio.create_task(_second_signal(server))
+    died = asyncio.create_task(_death(state))
+    await asyncio.wait({drained, again, died}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (drained, again, died):
+        task.cancel()
+    if lifecycle.num_in_flight:
+        lifecycle.stop_all()
+        if not await lifecycle.wait_idle(LAST_WORDS):
+            server.force_exit = True
+    server.should_exit = True
+    # uvicorn waits for connections that a client keeps open without reading; not for ever.
+    await asyncio.sleep(LAST_WORDS)
+    server.force_exit = True
+
+
+async def _second_signal(server: _Server) -> None:
+    while server.num_signals < 2:
+        server.signalled.clear()
+        await server.signalled.wait()
+
+
+async def _death(state: ServerState) -> None:
+    while state.engine.dead_error is None:
+        await asyncio.sleep(WATCH_INTERVAL)
+    state.lifecycle.engine_died.set()

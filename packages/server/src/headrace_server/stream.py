@@ -1,0 +1,297 @@
+"""Answers that take a while: event streams, and waiting while watching the client.
+
+A stream is an async iterator of encoded events. :class:`EventStream` sends them, one ASGI message
+each, and ends with exactly one ``data: [DONE]``; an error on the way becomes an event before it.
+Memory is bounded: nothing is fetched from the engine while the socket's buffer (64 KiB) is full,
+and the engine merges what piles up there. Closing the iterator aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from headrace_server.errors import ClientGone, ShuttingDown, report
+from headrace_server.state import Lifecycle, ServerState
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_AFTER = 15.0
+"""Seconds without an event after which a comment line is sent."""
+WRITE_TIMEOUT = 60.0
+"""Seconds that a client may take to read what fills the socket's buffer."""
+
+DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event with a JSON line."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several streams as they come, each with its stream's position.
+
+    At most one item per stream waits. Closing, or an error in one, closes all.
+    """
+    if len(streams) == 1:
+        try:
+            async for item in streams[0]:
+                yield 0, item
+        finally:
+            await _close(streams[0])
+        return
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
+    pumps = [asyncio.create_task(_pump(i, s, queue)) for i, s in enumerate(streams)]
+    try:
+        running = len(pumps)
+        while running:
+            got = await queue.get()
+            if got is None:
+                running -= 1
+            elif isinstance(got, BaseException):
+                raise got
+            else:
+                yield got
+    finally:
+        await _cancel(pumps)
+
+
+async def _pump(
+    position: int,
+    stream: AsyncIterator[T],
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None],
+) -> None:
+    try:
+        async for item in stream:
+            await queue.put((position, item))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+    finally:
+        await _close(stream)
+
+
+async def _close(stream: AsyncIterator[Any]) -> None:
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Opened(AsyncIterator[bytes]):
+    """A stream whose first event was already waited for, so that early errors keep a status."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self._events = events
+        self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
+        self._taken = False
+
+    async def wait(self, seconds: float) -> None:
+        """Until the first event or error is there, or so long.
+
+        Raises: what the stream raises before its first event.
+        """
+        await asyncio.wait({self._first}, timeout=seconds)
+        error = self._first.exception() if self._first.done() else None
+        if error is not None and not isinstance(error, _Ended):
+            raise error
+
+    async def __anext__(self) -> bytes:
+        if self._taken:
+            return await self._events.__anext__()
+        first = await asyncio.shield(self._first)
+        self._taken = True
+        return first
+
+    async def aclose(self) -> None:
+        """Stop the stream, wherever it is."""
+        await _cancel([self._first])
+        await self._events.aclose()
+
+
+class _Ended(Exception):
+    """The stream had no event (a task cannot raise StopAsyncIteration)."""
+
+
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+    try:
+        return await events.__anext__()
+    except StopAsyncIteration:
+        raise _Ended from None
+
+
+class EventStream(Response):
+    """Sends events until they end, the client goes, or the server stops.
+
+    Args:
+        events: encoded events; ``[DONE]`` is added here.
+        lifecycle: told that this request is in flight.
+        request_id: for the log.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: Opened, lifecycle: Lifecycle, request_id: str) -> None:
+        super().__init__()
+        self.raw_headers = [*_HEADERS]
+        self._events = events
+        self._lifecycle = lifecycle
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _Writer(send)
+        sending = asyncio.create_task(self._send_events(writer, self.raw_headers))
+        gone = asyncio.create_task(_wait_disconnect(receive))
+        beat = asyncio.create_task(writer.keep_alive())
+        stopped = asyncio.Event()
+        halt = asyncio.create_task(stopped.wait())
+        try:
+            with self._lifecycle.track(self._request_id, stopped.set):
+                await asyncio.wait({sending, gone, halt}, return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done() and stopped.is_set():
+                    await _cancel([sending, beat])
+                    await _bounded(self._say_goodbye(writer), 1.0)
+        finally:
+            await _cancel([sending, gone, beat, halt])
+            await self._events.aclose()
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            logger.warning("stream %s was cut: %s", self._request_id, type(error).__name__)
+
+    async def _say_goodbye(self, writer: _Writer) -> None:
+        if not writer.started:
+            await writer.start(self.raw_headers)
+        await writer.finish(ShuttingDown(), self._request_id)
+
+    async def _send_events(self, writer: _Writer, headers: list[tuple[bytes, bytes]]) -> None:
+        await writer.start(headers)
+        try:
+            async for data in self._events:
+                await writer.write(data)
+        except _Ended:
+            await writer.finish(None, self._request_id)
+        except (TimeoutError, OSError):
+            raise
+        except Exception as error:
+            await writer.finish(error, self._request_id)
+        else:
+            await writer.finish(None, self._request_id)
+
+
+class _Writer:
+    """The sending half of a connection, with keep-alive comments in quiet times."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last = asyncio.get_running_loop().time()
+        self._busy = False
+        self.started = False
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._put({"type": "http.response.start", "status": 200, "headers": headers})
+        self.started = True
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        await self._put({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def finish(self, error: Exception | None, request_id: str) -> None:
+        """The terminal event, after an error event if there was an error."""
+        tail = DONE
+        if error is not None:
+            tail = b"data: " + report(error, request_id).encoded() + b"\n\n" + DONE
+        await self.write(tail, more=False)
+
+    async def keep_alive(self) -> None:
+        """Send a comment whenever nothing was sent for a while; ends only by cancellation."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(0.01, self._last + KEEP_ALIVE_AFTER - clock()))
+            if clock() - self._last >= KEEP_ALIVE_AFTER and self.started and not self._busy:
+                await self.write(_COMMENT)
+
+    async def _put(self, message: Message) -> None:
+        self._busy = True
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT):
+                await self._send(message)
+        finally:
+            self._busy = False
+            self._last = asyncio.get_running_loop().time()
+
+
+async def start_stream(
+    events: AsyncGenerator[bytes, None], request: Request, state: ServerState, request_id: str
+) -> Response:
+    """A response that streams ``events``.
+
+    Waits for the first event, so that a request which is refused gets a status and not a stream;
+    but not longer than the keep-alive time, so that a queued request does not look dead.
+
+    Raises: what the stream raises before its first event.
+    """
+    opened = Opened(events)
+    try:
+        await wait_watching(opened.wait(KEEP_ALIVE_AFTER), request, state.lifecycle, request_id)
+    except BaseException:
+        await opened.aclose()
+        raise
+    return EventStream(opened, state.lifecycle, request_id)
+
+
+async def wait_watching(
+    work: Coroutine[Any, Any, T], request: Request, lifecycle: Lifecycle, request_id: str
+) -> T:
+    """Await ``work`` while watching the connection. The request's body must be read already.
+
+    Raises:
+        ClientGone: the client left; ``work`` was cancelled.
+        ShuttingDown: the server stops; ``work`` was cancelled.
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_wait_disconnect(request.receive))
+    stopped = asyncio.Event()
+    halt = asyncio.create_task(stopped.wait())
+    try:
+        with lifecycle.track(request_id, stopped.set):
+            await asyncio.wait({working, gone, halt}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ShuttingDown if stopped.is_set() else ClientGone
+    finally:
+        await _cancel([working, gone, halt])
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _bounded(work: Awaitable[None], seconds: float) -> None:
+    """Await, but give up silently on a client that does not read."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except (TimeoutError, OSError, RuntimeError):
+        return

@@ -1,0 +1,1 @@
+"""Tool-call formats, one module each; plug-ins of ``headrace.tool_parsers``."""

@@ -1,0 +1,113 @@
+"""Applications over a fake engine: in memory, and on a real loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace_core.engine import EngineClient
+from headrace_core.testing.engine import FakeEngine
+from headrace_server import ServerSettings, bind, create_app, serve
+from headrace_server.state import ServerState
+
+Connect = Callable[..., httpx2.AsyncClient]
+
+
+@pytest.fixture(autouse=True)
+def _no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """``connect(engine, **settings)``: a client of an application in memory."""
+    opened: list[httpx2.AsyncClient] = []
+
+    def make(engine: EngineClient | None = None, **settings: Any) -> httpx2.AsyncClient:
+        app = create_app(engine or FakeEngine(), ServerSettings(**settings))
+        transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+        client = httpx2.AsyncClient(transport=transport, base_url="http://server")
+        opened.append(client)
+        return client
+
+    yield make
+    for client in opened:
+        await client.aclose()
+
+
+class Live:
+    """A server on a free port, in this event loop."""
+
+    def __init__(self, engine: Any, **settings: Any) -> None:
+        self.engine = engine
+        self.settings = ServerSettings(**{"port": 0, "uvicorn_log_level": "warning", **settings})
+        self.app = create_app(engine, self.settings)
+        self.sock = bind(self.settings)
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+        self.task = asyncio.create_task(serve(self.app, self.sock, self.settings))
+
+    @property
+    def state(self) -> ServerState:
+        state: ServerState = self.app.state.headrace
+        return state
+
+    async def started(self) -> None:
+        for _ in range(500):
+            with contextlib.suppress(httpx2.TransportError):
+                async with httpx2.AsyncClient() as client:
+                    await client.get(self.url + "/version")
+                    return
+            await asyncio.sleep(0.01)
+        raise TimeoutError("the server did not start")
+
+
+@pytest.fixture
+async def live() -> AsyncIterator[Callable[..., Any]]:
+    """``await live(engine, **settings)``: a running :class:`Live` server."""
+    servers: list[Live] = []
+
+    async def start(engine: Any = None, **settings: Any) -> Live:
+        server = Live(engine or FakeEngine(), **settings)
+        servers.append(server)
+        await server.started()
+        return server
+
+    yield start
+    for server in servers:
+        if not server.task.done():
+            server.task.cancel()
+        await asyncio.gather(server.task, return_exceptions=True)
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    """The JSON of a stream's events; checks framing and the single terminal event."""
+    blocks = [b for b in text.split("\n\n") if b and not b.startswith(":")]
+    assert all(b.startswith("data: ") for b in blocks)
+    assert blocks[-1] == "data: [DONE]"
+    assert blocks.count("data: [DONE]") == 1
+    return [json.loads(b.removeprefix("data: ")) for b in blocks[:-1]]
+
+
+async def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait for a condition, at most so long."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def events() -> Callable[[str], list[dict[str, Any]]]:
+    """``events(text)``: the JSON of a stream's events; checks the framing."""
+    return _events
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    """``await until(condition)``: wait for it, at most five seconds."""
+    return _until
