@@ -73,10 +73,11 @@ def attend(
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., :seq_len]
-    weights = weights.masked_fill(~visible, 0.0)  # a row that sees nothing: NaN becomes 0
     unseen = ~visible.any(dim=0)  # may lie in the null block, whose content is arbitrary
     wide_value = wide_value.masked_fill(unseen[:, None, None], 0.0)
-    return torch.einsum("hqk,khd->qhd", weights, wide_value).to(query.dtype)
+    out = torch.einsum("hqk,khd->qhd", weights, wide_value)
+    blind = ~visible.any(dim=1)
+    return out.masked_fill(blind[:, None, None], 0.0).to(query.dtype)
 
 
 def visibility(

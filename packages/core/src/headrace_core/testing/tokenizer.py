@@ -1,9 +1,9 @@
 """What every tokenizer must do. Inherit, and say how to make one.
 
-    class TestMine(TokenizerConformance):
-        @pytest.fixture
-        def tokenizer(self):
-            return MyTokenizer(...)
+class TestMine(TokenizerConformance):
+    @pytest.fixture
+    def tokenizer(self):
+        return MyTokenizer(...)
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class TokenizerConformance:
             with_special = tokenizer.encode(text, add_special_tokens=True)
             assert tokenizer.decode(with_special, skip_special_tokens=True) == text
 
-    @settings(
-        max_examples=60, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(text=st.text(max_size=40))
     def test_any_text(self, tokenizer: Tokenizer, text: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,74 @@
+"""``paged``: the portable backend. Writes and reads the cache through core's ops.
+
+The work is done by whatever kernels were bound at assembly (Triton on a GPU, native code on a CPU,
+the plain-torch reference anywhere), so this backend serves all that ``ops.paged_attention`` is
+defined for: every dtype, prefill, decode and mixed batches, sliding windows, soft caps and sinks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from headrace_attention.metadata import PagedMetadata
+from headrace_attention.writing import store
+from headrace_core.attention import AttentionBackend, AttentionLayerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+
+
+class PagedBackend(AttentionBackend):
+    """Paged attention through ``ops.cache_write`` and ``ops.paged_attention``."""
+
+    name: ClassVar[str] = "paged"
+    supported_devices = ("cpu", "cuda")
+    supports_soft_cap = True
+    supports_sink = True
+    supports_sliding_window = True
+
+    def cache_stride_order(self) -> tuple[int, ...]:
+        """Logical (2, N, S, Hk, D) is stored as (N, 2, Hk, S, D).
+
+        A block is one contiguous piece of memory, so copying or sending it is one transfer; and in
+        it, the S tokens of one kv head are contiguous, which is what an attention kernel reads
+        while it works on that head. Ops take any strides, so the order is a matter of speed only.
+        """
+        return (1, 0, 3, 2, 4)
+
+    def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
+        return PagedMetadata.of(batch, group)
+
+    def forward(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: PagedMetadata | None,
+    ) -> Tensor:
+        """See :meth:`headrace_core.attention.AttentionBackend.forward`."""
+        if kv_cache is None or metadata is None:
+            return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        caches = self.views(kv_cache)
+        store(self.ops, key, value, caches, metadata.slot_mapping)
+        window = layer.sliding_window
+        return self.ops.paged_attention(
+            query,
+            caches.key_cache,
+            caches.value_cache,
+            metadata.block_table,
+            metadata.cu_seqlens_q,
+            metadata.seq_lens,
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_seqlen_k,
+            scale=layer.scale,
+            # None and <= 0 both mean "unlimited" (ATTN-REF 3); ops know only None.
+            sliding_window=window if window is not None and window > 0 else None,
+            soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
+        )

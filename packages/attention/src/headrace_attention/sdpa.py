@@ -1,0 +1,127 @@
+"""``sdpa``: torch's scaled_dot_product_attention, one call per request.
+
+A plain second implementation of the contract: each request's keys and values are gathered from the
+cache into a dense tensor and handed to torch. It costs a copy of the whole context per layer and a
+Python loop over requests, so it is for small batches, for machines without our kernels, and for
+checking the others. torch's function has no soft cap and no sinks; both are refused.
+
+Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace_attention.metadata import PagedMetadata
+from headrace_attention.writing import store
+from headrace_core.attention import AttentionBackend, AttentionLayerSpec, KVViews
+from headrace_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class SDPAMetadata:
+    """The paged metadata and its host copies, so that layers do not wait for the device."""
+
+    paged: PagedMetadata
+    query_starts: list[int]
+    """B + 1 row numbers."""
+    seq_lens: list[int]
+    """B context lengths, including this step's tokens."""
+
+
+class SDPABackend(AttentionBackend):
+    """Attention through torch's scaled_dot_product_attention over gathered keys and values."""
+
+    name: ClassVar[str] = "sdpa"
+    supported_devices = ("cpu", "cuda")
+    supports_sliding_window = True
+
+    def prepare(self, batch: ForwardBatch, group: int) -> SDPAMetadata:
+        return SDPAMetadata(
+            PagedMetadata.of(batch, group), batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: SDPAMetadata | None,
+    ) -> Tensor:
+        """See :meth:`headrace_core.attention.AttentionBackend.forward`.
+
+        Raises:
+            ConfigError: the layer has a soft cap or sinks (which :meth:`refuse` says beforehand).
+        """
+        _check_layer(layer)
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        if kv_cache is None or metadata is None:
+            return output
+        caches = self.views(kv_cache)
+        store(self.ops, key, value, caches, metadata.paged.slot_mapping)
+        starts = metadata.query_starts
+        for request, seq_len in enumerate(metadata.seq_lens):
+            rows = slice(starts[request], starts[request + 1])
+            if rows.start < rows.stop and seq_len > 0:
+                blocks = metadata.paged.block_table[request]
+                output[rows] = _attend(layer, query[rows], caches, blocks, seq_len)
+        return output
+
+
+def _check_layer(layer: AttentionLayerSpec) -> None:
+    for what, value in (("soft_cap", layer.soft_cap or None), ("sinks", layer.sinks)):
+        if value is not None:
+            raise ConfigError(
+                f"layer {layer.name!r} sets {what}, which attention backend 'sdpa' does not support; "
+                "use 'paged'",
+                field="attention.backend",
+            )
+
+
+def _attend(
+    layer: AttentionLayerSpec, query: Tensor, caches: KVViews, blocks: Tensor, seq_len: int
+) -> Tensor:
+    """One request: query [q, Hq, D], its row of the block table [M] -> [q, Hq, D]."""
+    num_new, window = query.shape[0], layer.sliding_window
+    # Keys before the first query's window are left out, not masked: their blocks may have been
+    # given back, and whatever stands in the null block now (NaN included) must not be multiplied.
+    first = 0 if window is None or window <= 0 else max(0, seq_len - num_new - window + 1)
+    result = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        _gather(caches.key_cache, blocks, first, seq_len).transpose(0, 1)[None],
+        _gather(caches.value_cache, blocks, first, seq_len).transpose(0, 1)[None],
+        attn_mask=_visible(num_new, first, seq_len, window, query.device),
+        scale=layer.scale,
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+    )
+    return result[0].transpose(0, 1)
+
+
+def _gather(cache: Tensor, blocks: Tensor, first: int, seq_len: int) -> Tensor:
+    """A request's tokens ``first`` to ``seq_len``: cache [N, S, Hk, D] -> [seq_len - first, Hk, D]."""
+    tokens = torch.arange(first, seq_len, device=cache.device)
+    block_size = cache.shape[1]
+    return cache[blocks[tokens // block_size].long(), tokens % block_size]
+
+
+def _visible(
+    num_new: int, first: int, seq_len: int, window: int | None, device: torch.device
+) -> Tensor:
+    """[num_new, seq_len - first] bool, True where a query may look (ATTN-REF 3)."""
+    position = torch.arange(seq_len - num_new, seq_len, device=device)[:, None]
+    key = torch.arange(first, seq_len, device=device)[None]
+    mask = key <= position
+    if window is not None and window > 0:
+        mask &= position - key < window
+    return mask

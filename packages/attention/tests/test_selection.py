@@ -1,0 +1,180 @@
+"""Choosing a backend: built-in ones by entry point, foreign ones from a faked listing."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from headrace_attention.paged import PagedBackend
+from headrace_attention.sdpa import SDPABackend
+from headrace_core import plugins
+from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
+from headrace_core.errors import ConfigError, PluginLoadError, PluginNotFound
+
+pytestmark = pytest.mark.spec("ATTN-SELECT")
+
+NEED = AttentionNeed(head_dim=80, dtype="float16", kv_cache_dtype="auto", block_size=16)
+
+
+class ForeignBackend(AttentionBackend):
+    """What a stranger writes: the name and the abstract members, nothing else."""
+
+    name: ClassVar[str] = "foreign"
+
+    def prepare(self, batch: Any, group: int) -> Any:
+        return batch.groups[group]
+
+    def forward(
+        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any
+    ) -> Any:
+        return torch.zeros(query.shape)
+
+
+class PickyBackend(ForeignBackend):
+    name = "picky"
+    supported_head_dims = (64, 128)
+    supported_dtypes = ("bfloat16",)
+
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Make exactly these backends (or broken targets) the installed ones."""
+
+    def do(*backends: type[AttentionBackend], broken: tuple[str, ...] = ()) -> None:
+        module = types.ModuleType("foreign_backends")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        listing: dict[str, plugins.Plugin] = {}
+        group = "headrace.attention_backends"
+        for backend in backends:
+            setattr(module, backend.__name__, backend)
+            target = f"{module.__name__}:{backend.__name__}"
+            listing[backend.name] = plugins.Plugin(group, backend.name, target, "foreign 1.0")
+        for name in broken:
+            listing[name] = plugins.Plugin(group, name, "no_such_module:Backend", "broken 0.1")
+
+        def installed(asked: str) -> Mapping[str, plugins.Plugin]:
+            assert asked == group
+            return dict(sorted(listing.items()))
+
+        monkeypatch.setattr(plugins, "installed", installed)
+
+    return do
+
+
+def test_built_in_backends_are_entry_points() -> None:
+    assert choose_backend(NEED, wanted="paged") is PagedBackend
+    assert choose_backend(NEED, wanted="sdpa") is SDPABackend
+    assert choose_backend(NEED, preferred=["paged"]) is PagedBackend
+
+
+@pytest.mark.parametrize("name", ["paged", "sdpa"])
+def test_built_in_names_are_what_users_type(name: str) -> None:
+    backend = plugins.load("headrace.attention_backends", name)
+    assert backend.name == name
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_paged_serves_every_option_everywhere(device: str, dtype: str) -> None:
+    need = AttentionNeed(
+        80, dtype, "auto", 16, device, sliding_window=True, soft_cap=True, has_sink=True
+    )
+    assert PagedBackend.refuse(need) == []
+
+
+def test_sdpa_is_passed_over_for_soft_caps() -> None:
+    need = dataclasses.replace(NEED, soft_cap=True)
+    assert choose_backend(need, preferred=["sdpa", "paged"]) is PagedBackend
+    with pytest.raises(ConfigError, match=r"'sdpa' cannot serve .* logits soft cap not supported"):
+        choose_backend(need, wanted="sdpa")
+
+
+def test_a_foreign_backend_is_chosen(install: Install) -> None:
+    install(ForeignBackend)
+    assert choose_backend(NEED) is ForeignBackend
+    assert choose_backend(NEED, wanted="foreign") is ForeignBackend
+
+
+@pytest.mark.spec("ATTN-VALIDATE")
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        ({}, []),
+        ({"head_dim": 1}, []),
+        ({"head_dim": 577}, []),
+        ({"dtype": "bfloat16", "has_sink": True}, ["sink setting not supported"]),
+        ({"block_size": 24}, ["block_size not supported"]),
+        ({"dtype": "float64"}, ["dtype not supported"]),
+        ({"kv_cache_dtype": "fp8"}, ["kv_cache_dtype not supported"]),
+        ({"device": "cuda"}, ["device cuda not supported"]),
+        ({"attention_type": "encoder_only"}, ["attention type encoder_only not supported"]),
+        ({"sliding_window": True}, ["sliding window not supported"]),
+        ({"soft_cap": True}, ["logits soft cap not supported"]),
+    ],
+    ids=str,
+)
+def test_what_a_backend_of_defaults_refuses(change: dict[str, Any], reasons: list[str]) -> None:
+    assert ForeignBackend.refuse(dataclasses.replace(NEED, **change)) == reasons
+
+
+@pytest.mark.spec("ATTN-VALIDATE")
+def test_head_sizes_are_checked_first() -> None:
+    assert PickyBackend.refuse(NEED) == ["head_size not supported", "dtype not supported"]
+
+
+def test_the_preferred_order_wins(install: Install) -> None:
+    install(ForeignBackend, PagedBackend, SDPABackend)
+    assert choose_backend(NEED) is ForeignBackend  # by name
+    assert choose_backend(NEED, preferred=["sdpa", "paged"]) is SDPABackend
+    assert choose_backend(NEED, preferred=["absent", "paged"]) is PagedBackend
+
+
+def test_a_refusing_backend_is_passed_over(install: Install) -> None:
+    install(PickyBackend, SDPABackend)
+    assert choose_backend(NEED, preferred=["picky"]) is SDPABackend
+
+
+def test_a_wanted_backend_that_refuses_is_an_error(install: Install) -> None:
+    install(PickyBackend, PagedBackend)
+    with pytest.raises(ConfigError, match="head_size not supported; dtype not supported") as error:
+        choose_backend(NEED, wanted="picky")
+    assert error.value.field == "attention.backend"
+
+
+def test_the_error_lists_every_candidate_with_its_reasons(install: Install) -> None:
+    install(ForeignBackend, PickyBackend)
+    with pytest.raises(ConfigError) as error:
+        choose_backend(dataclasses.replace(NEED, soft_cap=True))
+    message = str(error.value)
+    assert "foreign: logits soft cap not supported" in message
+    assert (
+        "picky: head_size not supported, dtype not supported, logits soft cap not supported"
+    ) in message
+
+
+def test_nothing_installed_says_what_to_install(install: Install) -> None:
+    install()
+    with pytest.raises(ConfigError, match="pip install headrace-attention"):
+        choose_backend(NEED)
+
+
+def test_an_unknown_name_lists_the_known_ones(install: Install) -> None:
+    install(PagedBackend)
+    with pytest.raises(PluginNotFound, match="Did you mean 'paged'"):
+        choose_backend(NEED, wanted="pagde")
+
+
+def test_a_broken_backend_is_an_error_when_asked_for(install: Install) -> None:
+    install(ForeignBackend, broken=("broken",))
+    with pytest.raises(PluginLoadError, match="no_such_module"):
+        choose_backend(NEED, wanted="broken")
+    assert choose_backend(NEED, wanted="foreign") is ForeignBackend

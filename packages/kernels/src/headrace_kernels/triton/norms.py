@@ -1,0 +1,154 @@
+"""RMS and layer norm, one program a row.
+
+RMS norm: ``y = x / sqrt(mean(x^2) + eps) * (weight + offset)`` (Zhang & Sennrich 2019,
+arXiv:1910.07467). Layer norm: ``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016,
+arXiv:1607.06450). A row is held in registers as one tile of the next power of two, so the order
+of its sums depends on the row's length alone: results are row-invariant.
+"""
+
+# Kernels are traced by triton, not called: their parameters have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headrace_kernels.triton.launch import num_warps, padded
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    x_stride,
+    residual_stride,
+    hidden_size,
+    eps,
+    offset,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # rows * hidden size may pass 2^31
+    cols = tl.arange(0, BLOCK)
+    inside = cols < hidden_size
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
+    wide = x.to(tl.float32)  # the mean of squares overflows float16 at |x| > 255
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + cols, mask=inside, other=0.0)
+        # Rounded before it is normalised: the norm must see what the next layer's residual holds.
+        total = (wide + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * hidden_size + cols, total, mask=inside)
+        wide = total.to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / hidden_size + eps)
+    out = wide * scale * (weight + offset)
+    tl.store(out_ptr + row * hidden_size + cols, out.to(x.dtype), mask=inside)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    x_stride,
+    hidden_size,
+    eps,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < hidden_size
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide, axis=0) / hidden_size
+    # Two passes over registers: mean(x^2) - mean^2 loses everything when the mean is large.
+    centred = tl.where(inside, wide - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / hidden_size + eps)
+    out = centred * scale * tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * hidden_size + cols, out.to(x.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """See :class:`headrace_core.ops.RMSNormOp`."""
+    rows = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_rms(rows, None, weight, out, None, eps, offset)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See :class:`headrace_core.ops.AddRMSNormOp`. Both results are new tensors."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_rms(_rows(x), _rows(residual), weight, out, total, eps, offset)
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See :class:`headrace_core.ops.LayerNormOp`."""
+    rows = _rows(x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows, hidden_size = rows.shape
+    if num_rows:
+        block = padded(hidden_size)
+        _layer_norm_kernel[(num_rows,)](
+            rows,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            out,
+            rows.stride(0),
+            hidden_size,
+            eps,
+            HAS_BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=num_warps(block),
+        )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., H] as [rows, H] with adjacent values; a strided slice of rows is not copied."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _launch_rms(
+    rows: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+    offset: float,
+) -> None:
+    num_rows, hidden_size = rows.shape
+    if not num_rows:
+        return
+    block = padded(hidden_size)
+    _rms_norm_kernel[(num_rows,)](
+        rows,
+        residual,
+        weight.contiguous(),
+        out,
+        total,
+        rows.stride(0),
+        0 if residual is None else residual.stride(0),
+        hidden_size,
+        eps,
+        offset,
+        ADD=residual is not None,
+        BLOCK=block,
+        num_warps=num_warps(block),
+    )

@@ -1,0 +1,130 @@
+"""Compile what the host functions would launch, for a GPU that need not be there.
+
+Usage: ``python offline_compile.py CAPABILITY DTYPE HEAD_DIM...``; prints a JSON list of
+``{name, shared, code_bytes}``. Exit code 77 = cannot be done here, with the reason on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from headrace_core.ops import ACTIVATIONS, HeadNorm
+
+try:
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+except ImportError as error:
+    print(f"this triton has no offline compilation: {error}")
+    raise SystemExit(77) from None
+
+COMPILED: list[dict[str, Any]] = []
+
+
+class AbsentGPU:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """What ``kernel[grid]`` is in this process."""
+
+    def launch(*args: Any, **options: Any) -> None:
+        made = kernel.warmup(*args, grid=grid, **options)
+        COMPILED.append(
+            {
+                "name": kernel.__name__,
+                "shared": made.metadata.shared,
+                "code_bytes": len(made.asm["cubin"]),
+            }
+        )
+
+    return launch
+
+
+def small_ops(dtype: torch.dtype) -> None:
+    from headrace_kernels.triton import activations, norms
+
+    x, weight = torch.ones(5, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
+    norms.rms_norm(x, weight, 1e-6)
+    norms.add_rms_norm(x, x, weight, 1e-6)
+    norms.layer_norm(x, weight, weight, 1e-6)
+    norms.layer_norm(x, weight, None, 1e-6)
+    for kind in ACTIVATIONS:
+        activations.activation_and_mul(x, kind)
+    activations.activation(x, "gelu")
+
+
+def rotary_ops(dtype: torch.dtype) -> None:
+    from headrace_kernels.triton import cache_write, rotary
+
+    fused = torch.ones(5, 12, 128, dtype=dtype)
+    query, key, value = fused[:, :8], fused[:, 8:10], fused[:, 10:]
+    cache = torch.zeros(9, 2, 2, 16, 128, dtype=dtype).permute(1, 0, 3, 2, 4)
+    index, angles = torch.arange(5), torch.ones(50, 128)
+    norm = HeadNorm(torch.ones(128, dtype=dtype), torch.ones(128, dtype=dtype), 1e-6)
+    cache_write.cache_write(key, value, cache[0], cache[1], index)
+    rotary.rotary(query, key, index, angles, interleaved=True)
+    for table in (angles, angles[:, :64].contiguous(), None):
+        for head_norm in (None, norm):
+            rotary.rotary_cache_write(
+                query, key, value, index, table, cache[0], cache[1], index, head_norm=head_norm
+            )
+
+
+def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
+    from headrace_kernels.triton import merge
+    from headrace_kernels.triton import unified_attention as unified
+
+    for head_dim in head_dims:
+        query = torch.ones(5, 8, head_dim, dtype=dtype)
+        cache = torch.zeros(9, 2, 2, 16, head_dim, dtype=dtype).permute(1, 0, 3, 2, 4)
+        options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": torch.ones(8, dtype=dtype)}
+        for longest_query, longest_context, extra in ((1, 40, {}), (1, 4000, {}), (5, 40, options)):
+            unified.paged_attention(
+                query,
+                cache[0],
+                cache[1],
+                torch.zeros(5, 4, dtype=torch.int32),
+                torch.arange(6, dtype=torch.int32),
+                torch.full((5,), 40, dtype=torch.int32),
+                max_seqlen_q=longest_query,
+                max_seqlen_k=longest_context,
+                scale=0.1,
+                **extra,
+            )
+        lse = torch.ones(8, 5)
+        merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())
+
+
+def main() -> None:
+    capability, dtype = int(sys.argv[1]), getattr(torch, sys.argv[2])
+    driver.set_active(AbsentGPU(capability))
+    JITFunction.__getitem__ = compile_only
+    # The plan asks how many programs fill the device; a CPU's answer would never split.
+    from headrace_kernels.triton import unified_attention
+
+    unified_attention._num_programs_wanted = lambda device: 264
+    small_ops(dtype)
+    rotary_ops(dtype)
+    attention(dtype, [int(head_dim) for head_dim in sys.argv[3:]])
+    print(json.dumps(COMPILED))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Every kernel compiles to machine code for real GPUs, on a machine without one.
+
+The interpreter does not check types as the compiler does, so a kernel can pass all other tests and
+still not compile. Triton ships the assembler for NVIDIA's GPUs; all that is missing here is the
+launch. A child process (in which nothing is interpreted) calls the host functions with tensors of
+the real shapes, and ``offline_compile.py`` turns each launch into a compilation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LARGEST_SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+"""Bytes of shared memory that a program may use, by compute capability (CUDA C++ Programming
+Guide, table of technical specifications)."""
+
+KERNELS = {
+    "_rms_norm_kernel",
+    "_layer_norm_kernel",
+    "_activation_kernel",
+    "_activation_and_mul_kernel",
+    "_cache_write_kernel",
+    "_rotary_kernel",
+    "_rotary_cache_write_kernel",
+    "_attention_kernel",
+    "_split_kernel",
+    "_reduce_kernel",
+    "_merge_kernel",
+}
+
+
+@pytest.mark.spec("ATTN-UNIFIED")
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dims"),
+    [
+        (90, "bfloat16", "128"),
+        pytest.param(86, "float16", "64 80 256", marks=pytest.mark.slow),
+        pytest.param(80, "float32", "64 128", marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_and_fits(tmp_path: Path, capability: int, dtype: str, head_dims: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # a hit would hide what this version does
+    script = Path(__file__).with_name("offline_compile.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(capability), dtype, *head_dims.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled: list[Mapping[str, Any]] = json.loads(done.stdout)
+    assert {kernel["name"] for kernel in compiled} == KERNELS
+    too_large = [k for k in compiled if k["shared"] > LARGEST_SHARED[capability]]
+    assert not too_large
+    assert all(kernel["code_bytes"] > 0 for kernel in compiled)
