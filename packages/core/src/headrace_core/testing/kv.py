@@ -310,6 +310,17 @@ class KVCacheManagerConformance(ABC):
             held = len(table) - num_null
             assert manager.num_free_blocks == 8 - held
 
+    def test_more_may_be_asked_for_in_the_same_step(self) -> None:
+        manager = self.make(cache_config(30, "full", "sliding"))
+        sequence = FakeSequence("a", list(range(40)))
+        advance(manager, sequence, 12)
+        first = manager.allocate(sequence, 4)
+        again = manager.allocate(sequence, 11)  # the same four and seven more
+        assert [len(ids) for gained in (first, again) if gained for ids in gained] == [1, 1, 2, 2]
+        # The query at 12 sees keys from 7 on.
+        table = manager.block_ids("a")[1]
+        assert [b == NULL_BLOCK for b in table] == [True] + [False] * 5
+
     def test_a_sliding_group_runs_longer_than_its_pool(self) -> None:
         manager = self.make(cache_config(5, "sliding"))
         sequence = FakeSequence("a", list(range(60)))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from headrace_core import plugins
+from headrace_core.errors import EngineDead
+from headrace_core.executor import Executor, WorkerFactory
+from headrace_core.testing.executor import (
+    PATIENCE,
+    EchoWorker,
+    ExecutorConformance,
+    exiting_worker,
+    make_step,
+)
+from headrace_distributed.uni import UniExecutor
+
+
+class TestUniExecutor(ExecutorConformance):
+    def make_executor(self, factory: WorkerFactory) -> Executor:
+        return UniExecutor(factory)
+
+    def test_the_worker_lives_in_one_thread_of_its_own(
+        self, executor: Executor, workers: list[EchoWorker]
+    ) -> None:
+        executor.call("load")
+        executor.submit(make_step(1)).result(PATIENCE)
+        executor.shutdown()
+        assert len(workers[0].threads) == 1
+        assert threading.get_ident() not in workers[0].threads
+
+    def test_a_worker_that_exits_is_the_executor_s_end(self, no_new_threads: None) -> None:
+        ready = threading.Event()
+        executor = UniExecutor(exiting_worker(lambda: ready.wait(PATIENCE)))
+        executor.start()
+        loaded: list[BaseException] = []
+
+        def load() -> None:
+            try:
+                executor.call("load")
+            except SystemExit as error:
+                loaded.append(error)
+
+        caller = threading.Thread(target=load)
+        caller.start()
+        while executor._tasks.qsize():  # until the thread has taken the call
+            pass
+        queued = executor.submit(make_step(1))
+        ready.set()
+        with pytest.raises(CancelledError):
+            queued.result(PATIENCE)
+        caller.join(PATIENCE)
+        assert [str(error) for error in loaded] == ["the worker gives up"]
+        assert isinstance(executor.failure, SystemExit)
+        with pytest.raises(EngineDead) as caught:
+            executor.submit(make_step(2))
+        assert caught.value.__cause__ is executor.failure
+        executor.shutdown()
+
+    def test_starting_twice_is_refused(self, executor: Executor) -> None:
+        with pytest.raises(RuntimeError, match="already started"):
+            executor.start()
+
+    def test_a_close_that_fails_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Unclosable(EchoWorker):
+            def close(self) -> None:
+                raise OSError("stuck")
+
+        executor = UniExecutor(Unclosable)
+        executor.start()
+        executor.shutdown()
+        assert "closing the worker failed" in caplog.text
+
+    def test_a_step_s_result_is_not_kept_alive(self, executor: Executor) -> None:
+        import gc
+        import weakref
+
+        future = executor.submit(make_step(1))
+        future.result(PATIENCE)
+        executor.call("load")
+        gone = weakref.ref(future)
+        del future
+        gc.collect()
+        assert gone() is None
+
+
+def test_the_entry_point_is_the_class() -> None:
+    assert plugins.load("headrace.executors", "uni") is UniExecutor
