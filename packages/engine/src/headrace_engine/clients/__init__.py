@@ -1,0 +1,1 @@
+"""Ways to reach an engine core: in this process, or in another."""

@@ -1,0 +1,68 @@
+"""What the front end needs of a core, wherever the core runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from headrace_core.engine import EngineStats
+from headrace_core.request import CoreRequest
+from headrace_engine.loop import OutputSink
+from headrace_engine.startup import StartupTimeline
+
+__all__ = ["CoreClient", "OutputSink"]
+
+
+class CoreClient(ABC):
+    """A way to a core. Methods may be called from any thread and return at once.
+
+    Outputs and the news of the core's death reach the sink from a thread of the client's own.
+    """
+
+    timeline: StartupTimeline
+    """Phases of the start; complete once :meth:`start` has returned."""
+    memory_plan: str = ""
+    """Where the core's memory went, for people."""
+
+    @abstractmethod
+    def start(self, sink: OutputSink) -> None:
+        """Build the core and wait until it is ready.
+
+        Raises what building raised; in another process, an error of the same class where it is
+        one of :mod:`headrace_core.errors`.
+        """
+
+    @abstractmethod
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Queue requests; the fate of each comes through the sink.
+
+        Raises:
+            EngineDead: the core stopped.
+        """
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; unknown ids are ignored, and so is a dead core."""
+
+    @abstractmethod
+    def stats(self, drain: bool = False) -> Future[EngineStats]:
+        """Counters and gauges; see :class:`~headrace_core.engine.EngineStats`."""
+
+    @abstractmethod
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
+        """Forget cached blocks; resolves to False while requests hold some and may not be reset."""
+
+    @property
+    @abstractmethod
+    def heartbeat_age(self) -> float:
+        """Seconds since the loop last came round; 0 while idle."""
+
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """Why the core stopped, or None."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop the core and free everything. Idempotent; waits."""

@@ -1,0 +1,74 @@
+"""A core in a thread of this process."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from headrace_core.engine import EngineStats
+from headrace_core.errors import EngineDead
+from headrace_core.request import CoreRequest
+from headrace_engine.clients.base import CoreClient, OutputSink
+from headrace_engine.core import EngineCore
+from headrace_engine.loop import EngineLoop
+from headrace_engine.startup import StartupTimeline
+
+
+class InprocClient(CoreClient):
+    """Builds a core and runs its loop in a thread.
+
+    Args:
+        build: makes the core; called by :meth:`start`, in the calling thread.
+        timeline: to continue one that has begun before; default: a new one.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[StartupTimeline], EngineCore],
+        timeline: StartupTimeline | None = None,
+    ) -> None:
+        self.timeline = timeline or StartupTimeline()
+        self._build = build
+        self._loop: EngineLoop | None = None
+
+    def start(self, sink: OutputSink) -> None:
+        core = self._build(self.timeline)
+        self.memory_plan = core.memory_plan
+        self._loop = EngineLoop(core, sink)
+        self._loop.start()
+        # Whoever forgets to shut down: end the loop with this object, or with the interpreter.
+        weakref.finalize(self, self._loop.stop)
+        self.timeline.finish()
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        loop = self._running()
+        if not loop.is_alive:
+            raise loop.failure or EngineDead("the engine is shut down")
+        loop.add(requests)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self._running().abort(request_ids)
+
+    def stats(self, drain: bool = False) -> Future[EngineStats]:
+        return self._running().stats(drain)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
+        return self._running().reset_prefix_cache(reset_running_requests)
+
+    @property
+    def heartbeat_age(self) -> float:
+        return self._running().heartbeat_age
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._loop.failure if self._loop is not None else None
+
+    def shutdown(self) -> None:
+        if self._loop is not None:
+            self._loop.stop()
+
+    def _running(self) -> EngineLoop:
+        if self._loop is None:
+            raise EngineDead("the engine was never started")
+        return self._loop

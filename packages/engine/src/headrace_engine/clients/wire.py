@@ -1,0 +1,169 @@
+"""What a front end and a core in another process say to each other: msgspec types as msgpack.
+
+Every frame is decoded against these types; a frame that does not fit is an error of ours, never
+code that runs. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+import headrace_core.errors
+from headrace_core.config import EngineConfig
+from headrace_core.engine import EngineStats
+from headrace_core.errors import EngineDead, EngineError, HeadraceError
+from headrace_core.request import CoreRequest
+from headrace_engine.messages import CoreOutputs
+from headrace_engine.startup import StartupTimeline
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """First line on the child's standard input, as JSON."""
+
+    factory: str
+    """``module:function``, called with (config, timeline); returns an EngineCore."""
+    config: EngineConfig
+    folder: str
+    """Private folder with the two sockets: ``commands`` to the core, ``reports`` from it."""
+    log_level: int
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    requests: list[CoreRequest]
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: list[str]
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="stats"):
+    call_id: int
+    drain: bool
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
+    call_id: int
+    reset_running_requests: bool
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    pass
+
+
+Command = Add | Abort | GetStats | ResetPrefixCache | Stop
+
+
+class StartPhase(msgspec.Struct, frozen=True):
+    name: str
+    seconds: float
+
+
+class RemoteError(msgspec.Struct, frozen=True):
+    """An exception as data."""
+
+    kind: str
+    """Class name."""
+    message: str
+    details: dict[str, Any] = {}
+    """Attributes that classes of :mod:`headrace_core.errors` carry."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    phases: list[StartPhase]
+    memory_plan: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The core could not be built."""
+
+    error: RemoteError
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    outputs: CoreOutputs
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats-reply"):
+    call_id: int
+    stats: EngineStats
+
+
+class ResetReply(msgspec.Struct, frozen=True, tag="reset-reply"):
+    call_id: int
+    done: bool
+
+
+class ErrorReply(msgspec.Struct, frozen=True, tag="error-reply"):
+    call_id: int
+    error: RemoteError
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    age: float
+    """Seconds since the loop last came round."""
+
+
+class Died(msgspec.Struct, frozen=True, tag="died"):
+    error: RemoteError
+
+
+Report = Ready | Failed | Outputs | StatsReply | ResetReply | ErrorReply | Heartbeat | Died
+
+
+class BadFrame(EngineError):
+    """A frame is not what the protocol allows; the other side is not ours, or broken."""
+
+
+MessageT = TypeVar("MessageT", bound=Command | Report)
+
+
+class FrameDecoder(Generic[MessageT]):
+    """Decodes one direction's frames.
+
+    Args:
+        kind: :data:`Command` or :data:`Report`.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kind)
+
+    def decode(self, frame: bytes) -> MessageT:
+        """The message in a frame.
+
+        Raises:
+            BadFrame: there is none.
+        """
+        try:
+            return self._decoder.decode(frame)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            raise BadFrame(f"a frame of {len(frame)} bytes is no message: {error}") from error
+
+
+def as_data(error: BaseException) -> RemoteError:
+    """An exception on its way to the other process."""
+    details = {
+        name: value
+        for name in ("field", "param", "library", "install", "retry_after")
+        if isinstance(value := getattr(error, name, None), (str, int, float))
+    }
+    return RemoteError(type(error).__name__, str(error), details)
+
+
+def as_exception(data: RemoteError) -> BaseException:
+    """The exception that :func:`as_data` described: of its class if that is one of ours, else an
+    EngineDead that names it."""
+    found = getattr(headrace_core.errors, data.kind, None)
+    if isinstance(found, type) and issubclass(found, HeadraceError):
+        error = found.__new__(found)
+        error.args = (data.message,)
+        for name in ("field", "param", "value", "library", "install", "retry_after"):
+            setattr(error, name, data.details.get(name))
+        return error
+    return EngineDead(f"the engine process failed: {data.kind}: {data.message}")
+
+
+def phases_of(timeline: StartupTimeline) -> list[StartPhase]:
+    """A timeline on its way to the other process."""
+    return [StartPhase(phase.name, phase.seconds) for phase in timeline.phases]

@@ -1,0 +1,188 @@
+"""The engine's core: scheduler, cache and workers under one roof, and how it is put together.
+
+The core knows token ids only. :mod:`headrace_engine.loop` drives it; nothing here waits for
+anything but the start of the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from headrace_core import plugins
+from headrace_core.config import EngineConfig
+from headrace_core.engine import EngineStats
+from headrace_core.executor import Executor
+from headrace_core.request import CoreRequest
+from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.messages import CoreOutput
+from headrace_engine.startup import StartupTimeline
+
+logger = logging.getLogger(__name__)
+
+
+class StepScheduler(Protocol):
+    """What the core needs of a scheduler (``headrace.schedulers``)."""
+
+    def add(self, request: CoreRequest) -> None: ...
+    def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]: ...
+    def schedule(self) -> ScheduledStep | None: ...
+    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]: ...
+    def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]: ...
+    @property
+    def has_unfinished(self) -> bool: ...
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
+    def stats(self, *, drain: bool = False) -> EngineStats: ...
+
+
+class EngineCore:
+    """One model's scheduler and workers. Used from one thread."""
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        executor: Executor,
+        *,
+        overlapped: bool = True,
+        log_stats_interval: float = 0.0,
+        memory_plan: str = "",
+        block_size: int = 0,
+    ) -> None:
+        """
+        Args:
+            scheduler: owns the KV-cache manager.
+            executor: started, with the cache allocated.
+            overlapped: schedule the next step before the current one's result is there.
+            log_stats_interval: seconds between log lines; 0 = none.
+            memory_plan: where the memory went, for people.
+            block_size: tokens per block, for the statistics.
+        """
+        self.scheduler = scheduler
+        self.executor = executor
+        self.overlapped = overlapped
+        self.log_stats_interval = log_stats_interval
+        self.memory_plan = memory_plan
+        self.block_size = block_size
+
+    @classmethod
+    def build(
+        cls,
+        config: EngineConfig,
+        *,
+        max_model_len: int,
+        executor: Executor,
+        timeline: StartupTimeline,
+    ) -> EngineCore:
+        """Start the workers, plan and allocate the cache, warm up.
+
+        Args:
+            config: resolved (:func:`headrace_core.config.resolve`).
+            max_model_len: longest context.
+            executor: not yet started; shut down again if anything here fails.
+            timeline: gets one phase per piece of work.
+
+        Raises:
+            CapacityError: the longest request would not fit into the cache.
+            ModelError, WeightsError, ConfigError: from the workers.
+        """
+        try:
+            return cls._build(config, max_model_len, executor, timeline)
+        except BaseException:
+            executor.shutdown()
+            raise
+
+    @classmethod
+    def _build(
+        cls,
+        config: EngineConfig,
+        max_model_len: int,
+        executor: Executor,
+        timeline: StartupTimeline,
+    ) -> EngineCore:
+        with timeline.phase("import engine"):
+            from headrace_engine.execution.memory import plan_cache
+            from headrace_engine.kv.grouping import plan_groups
+            from headrace_engine.kv.manager import PagedKVCacheManager
+        with timeline.phase("start workers"):
+            executor.start()
+        with timeline.phase("load model"):
+            executor.call("load")
+        with timeline.phase("profile memory"):
+            specs = executor.call("kv_specs")[0]
+            profile = executor.call("profile")[0]
+        with timeline.phase("allocate cache"):
+            plan = plan_cache(
+                profile,
+                plan_groups(specs),
+                config.cache,
+                max_model_len=max_model_len,
+                max_num_seqs=config.scheduler.max_num_seqs or 1,
+                device=config.device.device,
+                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            )
+            logger.info("memory plan:\n%s", plan.describe())
+            executor.call("allocate_cache", plan.config)
+        with timeline.phase("warm up"):
+            executor.call("warm_up")
+        overlapped = bool(config.scheduler.async_scheduling)
+        with timeline.phase("scheduler"):
+            manager = PagedKVCacheManager(
+                plan.config, config.cache.enable_prefix_caching, max_model_len
+            )
+            scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
+                config.scheduler, manager, max_model_len=max_model_len, async_scheduling=overlapped
+            )
+        stats = config.observability
+        return cls(
+            scheduler,
+            executor,
+            overlapped=overlapped,
+            log_stats_interval=stats.log_stats_interval if stats.log_stats else 0.0,
+            memory_plan=plan.describe(),
+            block_size=plan.config.block_size,
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_unfinished
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]:
+        """End requests; unknown ids are ignored."""
+        return self.scheduler.abort(request_ids)
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step's work, None if there is nothing to run now."""
+        return self.scheduler.schedule()
+
+    def execute(self, step: ScheduledStep) -> Future[StepResult]:
+        """Hand a step to the workers; returns at once."""
+        return self.executor.submit(step)
+
+    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
+        """Take in a step's result: what each request gained."""
+        return self.scheduler.update(step, result)
+
+    def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
+        """End every request of a step that raised."""
+        return self.scheduler.fail(step, message)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks; False while requests hold some and may not be reset."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    def stats(self, drain: bool = False) -> EngineStats:
+        """Counters and gauges; ``drain`` empties the list of step sizes."""
+        stats = self.scheduler.stats(drain=drain)
+        stats.block_size = self.block_size
+        return stats
+
+    def shutdown(self) -> None:
+        """Stop the workers and free everything. Idempotent."""
+        self.executor.shutdown()

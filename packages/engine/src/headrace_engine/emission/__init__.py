@@ -1,0 +1,1 @@
+"""Results on their way out: text from tokens, stop strings, outputs."""

@@ -1,0 +1,170 @@
+"""Text from tokens, a few tokens at a time, without ever taking a character back.
+
+Two ways, chosen by :func:`make_detokenizer`:
+
+- :class:`ByteDetokenizer`, for vocabularies whose tokens are byte strings (byte-level BPE, and
+  sentencepiece-style ones with or without byte fallback): one table look-up per token and an
+  incremental UTF-8 decoder. The pieces it returns, joined, are the whole text's decoding, by
+  construction: both are the same bytes through the same decoder.
+- :class:`WindowDetokenizer`, for all others: decodes a short window twice, with and without the
+  new token, and returns the difference.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from headrace_core.sampling import SamplingParams
+from headrace_core.text import Tokenizer
+
+REPLACEMENT = "�"
+MAX_HELD_TOKENS = 16
+"""Tokens that a window holds back for the sake of an incomplete character. No character is longer;
+what is still incomplete then is no character."""
+
+
+@runtime_checkable
+class BytePieces(Protocol):
+    """What a tokenizer has whose tokens are byte strings."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 bytes, possibly of a part of a character; b"" outside the vocabulary."""
+        ...
+
+    def first_token_bytes(self, token_id: int) -> bytes:
+        """The same at the beginning of a text, where some vocabularies drop a space."""
+        ...
+
+
+class Detokenizer(Protocol):
+    """One output's text. Returned pieces are final."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take tokens; returns the text that is certain now."""
+        ...
+
+    def finish(self) -> str:
+        """No more tokens come: returns the rest, incomplete characters as U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """See the module. Cost per token: one look-up, and its bytes.
+
+    Args:
+        pieces: the vocabulary.
+        skip_special_tokens: leave them out.
+        prompt_token_ids: what the text continues; only asked whether it is empty of text.
+    """
+
+    def __init__(
+        self,
+        pieces: BytePieces,
+        *,
+        skip_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._pieces = pieces
+        self._skipped = pieces.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = not any(map(self._shows, prompt_token_ids))
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        found = bytearray()
+        for token_id in token_ids:
+            if token_id in self._skipped:
+                continue
+            piece = self._pieces.token_bytes(token_id)
+            if self._at_start and piece:
+                piece = self._pieces.first_token_bytes(token_id)
+                self._at_start = False
+            found += piece
+        return self._decoder.decode(found)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+    def _shows(self, token_id: int) -> bool:
+        return token_id not in self._skipped and bool(self._pieces.token_bytes(token_id))
+
+
+class WindowDetokenizer:
+    """See the module. Cost per token: decoding a few tokens twice.
+
+    ``_ids[_start:_done]`` are tokens whose text is out but that the next ones may need as context
+    (word-piece vocabularies put a space before a word unless it is the first).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._spaces = spaces_between_special_tokens
+        self._ids = list(prompt_token_ids[-MAX_HELD_TOKENS:])
+        self._start, self._done = 0, len(self._ids)
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._feed_one, token_ids))
+
+    def finish(self) -> str:
+        known, text = self._decode(self._start, self._done), self._decode(self._start, None)
+        self._start = self._done = len(self._ids)
+        return text[len(known) :]
+
+    def _feed_one(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        known, text = self._decode(self._start, self._done), self._decode(self._start, None)
+        if text == known:
+            self._ids.pop()  # shows nothing (skipped): must not lengthen the window
+            return ""
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._done < MAX_HELD_TOKENS:
+            return ""
+        del self._ids[: self._done]
+        self._start, self._done = 0, len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, start: int, end: int | None) -> str:
+        return self._tokenizer.decode(
+            self._ids[start:end],
+            skip_special_tokens=self._skip_special_tokens,
+            spaces_between_special_tokens=self._spaces,
+        )
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+) -> Detokenizer:
+    """The right kind for a tokenizer, with a request's settings."""
+    if isinstance(tokenizer, BytePieces):
+        # Byte strings are joined as they are: there are no spaces between tokens to leave out.
+        return ByteDetokenizer(
+            tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_token_ids=prompt_token_ids,
+        )
+    return WindowDetokenizer(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        prompt_token_ids=prompt_token_ids,
+    )
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """A function from a token to its own text, for showing: spaces kept, parts of characters as
+    U+FFFD."""
+    if isinstance(tokenizer, BytePieces):
+        token_bytes = tokenizer.token_bytes
+        return lambda token_id: token_bytes(token_id).decode("utf-8", "replace")
+    return lambda token_id: tokenizer.decode([token_id])

@@ -1,0 +1,307 @@
+"""One request's output while it grows.
+
+The state takes every step's result at once and hands out a :class:`RequestOutput` only when asked
+(:meth:`RequestState.take`). A consumer that asks rarely gets everything since the last time in one
+output, so nothing queues up: what a slow reader costs is the output itself, once.
+"""
+
+from __future__ import annotations
+
+from headrace_core.output import (
+    CompletionOutput,
+    FlatLogprobs,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+)
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.step import TokenLogprobs
+from headrace_core.text import Tokenizer
+from headrace_engine.emission.detokenizer import Detokenizer, make_detokenizer
+from headrace_engine.emission.logprobs import (
+    TokenText,
+    append_position,
+    new_logprobs,
+    prompt_logprobs,
+)
+from headrace_engine.emission.stop import StopFinder
+from headrace_engine.intake.prepared import PreparedRequest
+from headrace_engine.messages import CoreOutput
+
+
+class CompletionState:
+    """One completion: its tokens, its text, and how much of both has been handed out."""
+
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        detokenizer: Detokenizer | None,
+        text_of: TokenText,
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.started = False
+        """Whether the core has said anything of it."""
+        self._params = params
+        self._detokenizer = detokenizer
+        self._text_of = text_of
+        self._stops = StopFinder(params.stop_strings, params.include_stop_str_in_output)
+        self._text = ""
+        self._new_text: list[str] = []
+        self._logprobs = new_logprobs(params.flat_logprobs) if params.logprobs is not None else None
+        self._cumulative_logprob = 0.0
+        self._sent_tokens = 0
+        self._sent_finish = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more will come."""
+        return self.finish_reason is not None
+
+    def update(self, output: CoreOutput) -> bool:
+        """Take a step's tokens.
+
+        Returns:
+            True if a stop string ended the completion here, before the core did.
+        """
+        for position, token_id in enumerate(output.new_token_ids):
+            logprobs = output.logprobs[position] if output.logprobs else None
+            self._add_token(token_id, logprobs)
+            if self.ended:
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            self._finish(output.finish_reason, self._reason(output.stop_token_id))
+        return False
+
+    def end(self, finish_reason: str) -> None:
+        """End it from outside."""
+        if self.finish_reason is None:
+            self._finish(finish_reason, None)
+
+    def ready(self, interval: int) -> bool:
+        """Whether there is enough news to hand out: the first token, ``interval`` more, the end."""
+        if self.finish_reason is not None:
+            return not self._sent_finish
+        new = len(self.token_ids) - self._sent_tokens
+        return new > 0 and (self._sent_tokens == 0 or new >= interval)
+
+    def whole(self) -> CompletionOutput:
+        """Everything so far."""
+        self._text += "".join(self._new_text)
+        return self._output(self._text, list(self.token_ids), _copy_logprobs(self._logprobs))
+
+    def delta(self) -> CompletionOutput:
+        """What is new since the last call."""
+        logprobs = self._logprobs
+        if logprobs is not None:
+            self._logprobs = new_logprobs(isinstance(logprobs, FlatLogprobs))
+        return self._output("".join(self._new_text), self.token_ids[self._sent_tokens :], logprobs)
+
+    def _output(
+        self, text: str, token_ids: list[int], logprobs: Logprobs | None
+    ) -> CompletionOutput:
+        self._new_text.clear()
+        self._sent_tokens = len(self.token_ids)
+        self._sent_finish = self.finish_reason is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        self.token_ids.append(token_id)
+        if logprobs is not None and self._logprobs is not None:
+            append_position(self._logprobs, logprobs, self._text_of)
+            self._cumulative_logprob += logprobs.logprobs[0]
+        if self._detokenizer is None:
+            return
+        may_stop = len(self.token_ids) >= self._params.min_tokens
+        text, stop = self._stops.feed(self._detokenizer.feed((token_id,)), may_stop=may_stop)
+        self._new_text.append(text)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def _finish(self, finish_reason: str, stop_reason: int | None) -> None:
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        if self._detokenizer is None:
+            return
+        # An incomplete character at the end becomes U+FFFD, which no stop string holds.
+        text, stop = self._stops.feed(self._detokenizer.finish())
+        self._new_text.append(text)
+        if stop is None:
+            self._new_text.append(self._stops.finish())
+        else:
+            self.finish_reason, self.stop_reason = "stop", stop
+
+    def _reason(self, stop_token_id: int | None) -> int | None:
+        """The stop token if the caller named it; None for the model's own end tokens."""
+        named = self._params.stop_token_ids or ()
+        return stop_token_id if stop_token_id in named else None
+
+
+class RequestState:
+    """One request with its ``n`` completions.
+
+    Args:
+        request: as taken in.
+        tokenizer: None: outputs have no text.
+        stream_interval: tokens per streamed output; the first and the last come at once.
+        text_of: one token's text, for log-probabilities.
+    """
+
+    def __init__(
+        self,
+        request: PreparedRequest,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        text_of: TokenText | None = None,
+    ) -> None:
+        text_of = text_of or _no_text
+        self.request = request
+        self.error: BaseException | None = None
+        """Set if the request failed; what was generated before can still be taken."""
+        params = request.params
+        self._text_of = text_of
+        self._interval = stream_interval
+        self._kind = params.output_kind
+        self._completions = {
+            core.request_id: CompletionState(
+                index, params, _detokenizer(tokenizer, request), text_of
+            )
+            for index, core in enumerate(request.core_requests)
+        }
+        self._prompt_logprobs: Logprobs | None = None
+        self._metrics = RequestMetrics(arrival_time=request.arrival_time)
+        self._num_cached_tokens = 0
+        self._num_preemptions = dict.fromkeys(self._completions, 0)
+        self._taken_finished = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(c.ended for c in self._completions.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions of which the core has said nothing yet."""
+        return sum(not c.started and not c.ended for c in self._completions.values())
+
+    @property
+    def unfinished_core_ids(self) -> list[str]:
+        """Core requests that must be aborted if the request ends now."""
+        return [i for i, c in self._completions.items() if not c.ended]
+
+    def update(self, output: CoreOutput, timestamp: float) -> bool:
+        """Take in what a step did for one completion.
+
+        Returns:
+            True if the completion ended here (by a stop string) and the core does not know yet.
+        """
+        completion = self._completions[output.request_id]
+        if completion.ended:
+            return False
+        self._measure(completion, output, timestamp)
+        if output.prompt_logprobs is not None:
+            flat = self.request.params.flat_logprobs
+            self._prompt_logprobs = prompt_logprobs(output.prompt_logprobs, flat, self._text_of)
+        return completion.update(output)
+
+    def end(self, finish_reason: str) -> None:
+        """End every completion that still runs."""
+        for completion in self._completions.values():
+            completion.end(finish_reason)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`take` would return an output."""
+        if self._taken_finished:
+            return False
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return self.finished
+        return any(c.ready(self._interval) for c in self._completions.values())
+
+    def take(self) -> RequestOutput | None:
+        """Everything since the last call, as the output kind asks; None if that is too little."""
+        if not self.ready:
+            return None
+        self._taken_finished = self.finished
+        if self._kind is RequestOutputKind.DELTA:
+            ready = [c for c in self._completions.values() if c.ready(self._interval)]
+            return self._output([c.delta() for c in ready], self._take_prompt_logprobs())
+        return self._output([c.whole() for c in self._completions.values()], self._prompt_logprobs)
+
+    def _take_prompt_logprobs(self) -> Logprobs | None:
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return logprobs
+
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: Logprobs | None
+    ) -> RequestOutput:
+        self._metrics.num_preemptions = sum(self._num_preemptions.values())
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=completions,
+            finished=self.finished,
+            prompt_logprobs=prompt_logprobs,
+            metrics=_copy(self._metrics),
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+    def _measure(self, completion: CompletionState, output: CoreOutput, timestamp: float) -> None:
+        metrics = self._metrics
+        metrics.queued_ts = metrics.queued_ts or output.queued_ts
+        metrics.scheduled_ts = metrics.scheduled_ts or output.scheduled_ts
+        if output.new_token_ids:
+            metrics.first_token_ts = metrics.first_token_ts or timestamp
+            metrics.last_token_ts = timestamp
+            metrics.num_generation_tokens += len(output.new_token_ids)
+        self._num_preemptions[output.request_id] = output.num_preemptions
+        if completion.index == 0 and not completion.started:
+            # The siblings' hits are the first completion's own prompt.
+            self._num_cached_tokens = output.num_cached_tokens
+        completion.started = True
+
+
+def _detokenizer(tokenizer: Tokenizer | None, request: PreparedRequest) -> Detokenizer | None:
+    if tokenizer is None or not request.params.detokenize:
+        return None
+    return make_detokenizer(tokenizer, request.params, request.prompt_token_ids)
+
+
+def _copy_logprobs(logprobs: Logprobs | None) -> Logprobs | None:
+    if not isinstance(logprobs, FlatLogprobs):
+        return None if logprobs is None else list(logprobs)
+    return FlatLogprobs(
+        list(logprobs.start_indices),
+        list(logprobs.end_indices),
+        list(logprobs.token_ids),
+        list(logprobs.logprobs),
+        list(logprobs.ranks),
+        list(logprobs.decoded_tokens),
+    )
+
+
+def _no_text(_: int) -> str | None:
+    return None
+
+
+def _copy(metrics: RequestMetrics) -> RequestMetrics:
+    return RequestMetrics(
+        arrival_time=metrics.arrival_time,
+        queued_ts=metrics.queued_ts,
+        scheduled_ts=metrics.scheduled_ts,
+        first_token_ts=metrics.first_token_ts,
+        last_token_ts=metrics.last_token_ts,
+        num_generation_tokens=metrics.num_generation_tokens,
+        num_preemptions=metrics.num_preemptions,
+    )

@@ -1,0 +1,144 @@
+"""All requests that are under way, and the one loop over a step's outputs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from headrace_core.errors import GenerateError, RequestError
+from headrace_core.text import Tokenizer
+from headrace_engine.emission.detokenizer import token_texts
+from headrace_engine.emission.output import RequestState
+from headrace_engine.intake.prepared import PreparedRequest
+from headrace_engine.messages import CoreOutputs
+
+KEPT_START_TIMES = 64
+"""Starts over which the rate of starting requests is measured."""
+
+
+class Processed(NamedTuple):
+    """What a step's outputs came to."""
+
+    changed: list[RequestState]
+    """Requests with news, each once."""
+    abort_core_ids: list[str]
+    """Completions that ended here while the core still runs them."""
+
+
+class OutputProcessor:
+    """Sorts a core's outputs into the requests that they belong to. Used from one thread.
+
+    Args:
+        tokenizer: None: outputs have no text.
+        stream_interval: tokens per streamed output.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stream_interval: int = 1,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text_of = token_texts(tokenizer) if tokenizer is not None else None
+        self._stream_interval = stream_interval
+        self._clock = clock
+        self._by_id: dict[str, RequestState] = {}
+        self._by_core_id: dict[str, RequestState] = {}
+        self._num_waiting = 0
+        self._starts: deque[float] = deque(maxlen=KEPT_START_TIMES)
+
+    @property
+    def states(self) -> list[RequestState]:
+        """All requests under way, in order of arrival."""
+        return list(self._by_id.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Completions that have not produced anything yet."""
+        return self._num_waiting
+
+    def seconds_per_start(self) -> float:
+        """Mean time between requests producing their first token, lately; 1.0 if unknown."""
+        if len(self._starts) < 2:
+            return 1.0
+        return max(self._clock() - self._starts[0], 1e-3) / len(self._starts)
+
+    def add(self, request: PreparedRequest) -> RequestState:
+        """Follow a request from now on.
+
+        Raises:
+            RequestError: a request of that id is under way.
+        """
+        if request.request_id in self._by_id:
+            raise RequestError(
+                f"request_id = {request.request_id!r}: a request of that id is under way",
+                param="request_id",
+                value=request.request_id,
+            )
+        state = RequestState(request, self._tokenizer, self._stream_interval, self._text_of)
+        self._by_id[request.request_id] = state
+        for core in request.core_requests:
+            self._by_core_id[core.request_id] = state
+        self._num_waiting += state.num_waiting
+        return state
+
+    def get(self, request_id: str) -> RequestState | None:
+        """The request under way with the caller's id."""
+        return self._by_id.get(request_id)
+
+    def remove(self, state: RequestState) -> list[str]:
+        """Follow a request no longer; later outputs of it are ignored. Idempotent.
+
+        Returns:
+            Core requests that still run and must be aborted.
+        """
+        if self._by_id.get(state.request.request_id) is not state:
+            return []
+        del self._by_id[state.request.request_id]
+        self._num_waiting -= state.num_waiting
+        for core in state.request.core_requests:
+            self._by_core_id.pop(core.request_id, None)
+        return state.unfinished_core_ids
+
+    def process(self, step: CoreOutputs) -> Processed:
+        """Take in one step's outputs."""
+        changed: dict[str, RequestState] = {}
+        aborts: list[str] = []
+        for output in step.outputs:
+            state = self._by_core_id.get(output.request_id)
+            if state is None:
+                continue  # its consumer has gone; the core was told so
+            before = state.num_waiting
+            if state.update(output, step.timestamp):
+                aborts.append(output.request_id)
+            if output.finish_reason == "error" and state.error is None:
+                aborts += self._fail(state, output.error or "")
+            self._count_started(before - state.num_waiting)
+            changed[state.request.request_id] = state
+        return Processed(list(changed.values()), aborts)
+
+    def end(self, request_ids: Sequence[str], finish_reason: str) -> Processed:
+        """End requests from outside, at once; unknown ids are ignored."""
+        states = [self._by_id[i] for i in request_ids if i in self._by_id]
+        aborts = [core_id for state in states for core_id in state.unfinished_core_ids]
+        for state in states:
+            self._num_waiting -= state.num_waiting
+            state.end(finish_reason)
+        return Processed(states, aborts)
+
+    def _fail(self, state: RequestState, message: str) -> list[str]:
+        """One completion failed, and with it the request; returns what to abort."""
+        state.error = GenerateError(f"request {state.request.request_id!r} failed: {message}")
+        aborts = state.unfinished_core_ids
+        state.end("error")
+        return aborts
+
+    def _count_started(self, number: int) -> None:
+        self._num_waiting -= number
+        if number:
+            self._starts.append(self._clock())

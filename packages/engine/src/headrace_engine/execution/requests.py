@@ -1,0 +1,175 @@
+"""What the worker knows of the requests it holds: one row each in arrays that grow.
+
+Rows instead of objects: a step gathers its inputs with a handful of array operations, whatever the
+number of requests. A row is reused after its request is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.step import NewRequest
+from headrace_engine.sampling.state import SamplingTable
+
+logger = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_ROWS = 16
+_FIRST_TOKENS = 1024
+_FIRST_BLOCKS = 64
+
+
+class RequestTable:
+    """Tokens, block tables and sampling settings by row.
+
+    Letters: C rows, W longest token list so far, M longest block table so far (both powers of two).
+
+    Args:
+        num_groups: number of cache groups.
+        vocab_size: for checking token ids.
+        seed: of requests that bring none.
+    """
+
+    def __init__(self, num_groups: int, *, vocab_size: int, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self.row_of: dict[str, int] = {}
+        self.failures: dict[int, str] = {}
+        """Row -> why the request can no longer run; it stays so until it is gone."""
+        self.token_ids = np.zeros((_FIRST_ROWS, _FIRST_TOKENS), np.int32)
+        """[C, W]; prompt, then what was sampled."""
+        self.num_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        """[C]; known tokens."""
+        self.num_prompt_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self.num_computed_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self.block_tables = [
+            np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in range(num_groups)
+        ]
+        """By group, [C, M]; zero past a request's blocks."""
+        self.num_blocks = np.zeros((num_groups, _FIRST_ROWS), np.int64)
+        self.sampling = SamplingTable(_FIRST_ROWS, vocab_size=vocab_size, seed=seed)
+        self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return len(self.row_of)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self.row_of
+
+    def add(self, new: NewRequest) -> int:
+        """Take a request in and return its row. What is wrong with it goes to :attr:`failures`."""
+        self.remove(new.request_id)
+        if not self._free_rows:
+            self._add_rows()
+        row = self._free_rows.pop()
+        self.row_of[new.request_id] = row
+        self.num_blocks[:, row] = 0
+        try:
+            self._fill(row, new)
+        except Exception as error:
+            # Whatever is wrong with one request must not fail the step.
+            logger.warning("request %s cannot run", new.request_id, exc_info=True)
+            self.failures[row] = f"{type(error).__name__}: {error}"
+        return row
+
+    def append_blocks(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
+        """Lengthen a request's block tables. Ids that are not held are ignored."""
+        row = self.row_of.get(request_id)
+        if row is None:
+            return
+        for group, ids in enumerate(block_ids):
+            self._append(group, row, ids)
+
+    def append_tokens(self, rows: Ints, token_ids: Ints) -> None:
+        """Append one sampled token to each row's list."""
+        ends = self.num_tokens[rows]
+        if ends.size and int(ends.max()) >= self.token_ids.shape[1]:
+            self.token_ids = _widened(self.token_ids, int(ends.max()) + 1)
+        self.token_ids[rows, ends] = token_ids
+        self.num_tokens[rows] = ends + 1
+        self.sampling.observe(rows, token_ids)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        row = self.row_of.pop(request_id, None)
+        if row is None:
+            return
+        for group, table in enumerate(self.block_tables):
+            table[row, : self.num_blocks[group, row]] = 0
+        self.failures.pop(row, None)
+        self.sampling.clear(row)
+        self._free_rows.append(row)
+
+    def output_tokens(self, row: int) -> npt.NDArray[np.int32]:
+        """View of what was generated so far."""
+        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+
+    def _fill(self, row: int, new: NewRequest) -> None:
+        if len(new.block_ids) != len(self.block_tables):
+            raise ValueError(
+                f"block tables for {len(new.block_ids)} cache groups were given, "
+                f"there are {len(self.block_tables)}"
+            )
+        if not 0 <= new.num_computed_tokens < len(new.token_ids):
+            raise ValueError(
+                f"num_computed_tokens = {new.num_computed_tokens}: must be in "
+                f"0..{len(new.token_ids) - 1}"
+            )
+        self._set_tokens(row, new)
+        for group, ids in enumerate(new.block_ids):
+            self._append(group, row, ids)
+        self.sampling.set(row, new)
+
+    def _set_tokens(self, row: int, new: NewRequest) -> None:
+        tokens = np.asarray(new.token_ids, np.int64)
+        count = len(tokens)
+        if count > self.token_ids.shape[1]:
+            self.token_ids = _widened(self.token_ids, count)
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"token id {int(outside[0])} is outside the vocabulary of {self.vocab_size} tokens"
+            )
+        self.token_ids[row, :count] = tokens
+        self.num_tokens[row] = count
+        self.num_prompt_tokens[row] = new.num_prompt_tokens
+        self.num_computed_tokens[row] = new.num_computed_tokens
+
+    def _append(self, group: int, row: int, ids: list[int]) -> None:
+        if not ids:
+            return
+        start = int(self.num_blocks[group, row])
+        end = start + len(ids)
+        if end > self.block_tables[group].shape[1]:
+            self.block_tables[group] = _widened(self.block_tables[group], end)
+        self.block_tables[group][row, start:end] = ids
+        self.num_blocks[group, row] = end
+
+    def _add_rows(self) -> None:
+        old = len(self.num_tokens)
+        self.token_ids = _doubled(self.token_ids)
+        self.num_tokens = _doubled(self.num_tokens)
+        self.num_prompt_tokens = _doubled(self.num_prompt_tokens)
+        self.num_computed_tokens = _doubled(self.num_computed_tokens)
+        self.block_tables = [_doubled(table) for table in self.block_tables]
+        self.num_blocks = np.ascontiguousarray(_doubled(self.num_blocks.T).T)
+        self.sampling.grow(2 * old)
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+
+
+def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Twice as many rows, the new ones zero."""
+    larger = np.zeros((2 * array.shape[0], *array.shape[1:]), array.dtype)
+    larger[: array.shape[0]] = array
+    return larger
+
+
+def _widened(array: npt.NDArray[Any], width: int) -> npt.NDArray[Any]:
+    """At least ``width`` columns, the new ones zero."""
+    larger = np.zeros((array.shape[0], 1 << (width - 1).bit_length()), array.dtype)
+    larger[:, : array.shape[1]] = array
+    return larger

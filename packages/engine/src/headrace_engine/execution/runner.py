@@ -1,0 +1,166 @@
+"""One step: apply what changed, build inputs, run the model, sample, remember what was sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace_core.attention import AttentionBackend
+from headrace_core.batch import ForwardBatch
+from headrace_core.kv import KVCacheConfig
+from headrace_core.model import CausalLM
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
+from headrace_engine.execution.inputs import PromptRows, StepInputs, prepare_inputs
+from headrace_engine.execution.requests import RequestTable
+from headrace_engine.sampling.sampler import Sampler, SamplerOutput
+
+_PROMPT_LOGITS = 1 << 24
+"""Most logits (float32: 64 MiB) that prompt log-probabilities are computed from at once."""
+
+
+class ModelRunner:
+    """Runs steps on a loaded model with its cache bound.
+
+    Args:
+        model: loaded, caches bound.
+        backends: by cache group; whose ``prepare`` makes the group's attention metadata.
+        cache: the allocated cache.
+        device: where the model is.
+        vocab_size: width of the logits.
+        sampler: chooses tokens.
+        seed: of requests that bring none.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backends: Sequence[AttentionBackend],
+        cache: KVCacheConfig,
+        *,
+        device: torch.device,
+        vocab_size: int,
+        sampler: Sampler,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.backends = tuple(backends)
+        self.block_size = cache.block_size
+        self.device = device
+        self.vocab_size = vocab_size
+        self.sampler = sampler
+        self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
+
+    @torch.inference_mode()
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Run one step. A request that fails alone gets an error; an exception fails the step."""
+        self.apply_changes(step)
+        inputs = prepare_inputs(
+            step.num_scheduled_tokens,
+            self.requests,
+            block_size=self.block_size,
+            device=self.device,
+        )
+        results = {request_id: RequestStepResult() for request_id in step.num_scheduled_tokens}
+        for request_id, reason in inputs.errors.items():
+            results[request_id].error = reason
+        seconds = 0.0
+        if inputs.batch is not None:
+            hidden, logits, seconds = self._forward(inputs)
+            self._collect_prompt_logprobs(inputs, hidden, results)
+            self.requests.num_computed_tokens[inputs.rows] += inputs.num_new_tokens
+            if logits is not None:
+                self._sample(inputs, logits, results)
+        return StepResult(step.step_id, results, forward_seconds=seconds)
+
+    def apply_changes(self, step: ScheduledStep) -> None:
+        """First who is gone, then who is new, then further blocks."""
+        for request_id in step.gone_request_ids:
+            self.requests.remove(request_id)
+        for new in step.new_requests:
+            self.requests.add(new)
+        for request_id, block_ids in step.new_block_ids.items():
+            self.requests.append_blocks(request_id, block_ids)
+
+    def with_metadata(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with each cache group's attention metadata."""
+        metadata = tuple(
+            backend.prepare(batch, group) for group, backend in enumerate(self.backends)
+        )
+        return dataclasses.replace(batch, attention=metadata)
+
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None, float]:
+        """Hidden states of the wanted rows, the sampled requests' logits, seconds for both."""
+        assert inputs.batch is not None
+        start = time.perf_counter()
+        hidden = self.model.forward(self.with_metadata(inputs.batch))
+        num_sampled = len(inputs.sampled)
+        logits = None
+        if num_sampled:
+            rows = hidden if num_sampled == hidden.shape[0] else hidden[:num_sampled]
+            logits = self.model.compute_logits(rows)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return hidden, logits, time.perf_counter() - start
+
+    def _sample(
+        self, inputs: StepInputs, logits: Tensor, results: Mapping[str, RequestStepResult]
+    ) -> None:
+        """Choose tokens, append them to the requests' lists, fill in the results."""
+        rows = inputs.rows[inputs.sampled]
+        settings = self.requests.sampling.batch(rows, self.requests)
+        output = self.sampler(logits, settings)
+        ids = [inputs.request_ids[b] for b in inputs.sampled]
+        if output.errors:
+            self._record_errors(output, ids, results)
+            good = [r for r in range(len(ids)) if r not in output.errors]
+            self.requests.append_tokens(rows[good], output.token_ids[good])
+        else:
+            self.requests.append_tokens(rows, output.token_ids)
+        for r, (request_id, token) in enumerate(zip(ids, output.token_ids.tolist())):
+            result = results[request_id]
+            if result.error is not None:
+                continue
+            result.token_ids = [token]
+            if r in output.logprobs:
+                result.logprobs = [output.logprobs[r]]
+
+    def _record_errors(
+        self, output: SamplerOutput, ids: list[str], results: Mapping[str, RequestStepResult]
+    ) -> None:
+        """Report the rows that failed, and keep them from running again."""
+        for r, reason in output.errors.items():
+            results[ids[r]].error = reason
+            self.requests.failures[self.requests.row_of[ids[r]]] = reason
+
+    def _collect_prompt_logprobs(
+        self, inputs: StepInputs, hidden: Tensor, results: Mapping[str, RequestStepResult]
+    ) -> None:
+        start = len(inputs.sampled)
+        for part in inputs.prompt_rows:
+            end = start + len(part.targets)
+            entries = list(self._prompt_logprobs(hidden[start:end], part, inputs))
+            result = results[inputs.request_ids[part.index]]
+            if any(math.isnan(entry.logprobs[0]) for entry in entries):
+                # The cache holds what they came from: the request cannot go on.
+                result.error = "the model's logits for the prompt are not finite"
+                self.requests.failures[int(inputs.rows[part.index])] = result.error
+            else:
+                result.prompt_logprobs = entries
+            start = end
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, part: PromptRows, inputs: StepInputs
+    ) -> Iterator[TokenLogprobs]:
+        """In slices: a whole prompt's logits would be gigabytes."""
+        wanted = int(self.requests.sampling.num_prompt_logprobs[inputs.rows[part.index]])
+        size = max(1, _PROMPT_LOGITS // self.vocab_size)
+        for first in range(0, len(part.targets), size):
+            logits = self.model.compute_logits(hidden[first : first + size])
+            yield from self.sampler.prompt_logprobs(
+                logits, part.targets[first : first + size], wanted
+            )

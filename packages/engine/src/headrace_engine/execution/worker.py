@@ -1,0 +1,211 @@
+"""The worker that owns a model, its cache and its requests on one device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from headrace_core.batch import ForwardBatch, GroupBatch
+from headrace_core.errors import ModelError
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
+from headrace_core.model import AttentionLayer, CausalLM
+from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.execution.cache import bind_cache, group_backends
+from headrace_engine.execution.measure import MemoryMeter, memory_meter
+from headrace_engine.execution.runner import ModelRunner
+from headrace_engine.sampling.sampler import Sampler
+from headrace_engine.sampling.state import warm_up_batch
+
+logger = logging.getLogger(__name__)
+
+
+class ModelWorker:
+    """Implements :class:`headrace_core.executor.Worker` for one device. One thread only.
+
+    Args:
+        build_model: builds and loads the model; called once, by :meth:`load`.
+        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        dtype: the activations' dtype; for messages.
+        vocab_size: width of the logits.
+        max_model_len: longest context.
+        max_num_batched_tokens: most tokens in one step.
+        max_num_seqs: most requests in one step.
+        logprobs_mode: see :class:`~headrace_engine.sampling.Sampler`.
+        seed: of requests that bring none.
+        num_threads: CPU threads that torch uses in this process; 0 leaves its setting.
+    """
+
+    def __init__(
+        self,
+        build_model: Callable[[], CausalLM],
+        *,
+        device: str,
+        dtype: str,
+        vocab_size: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        logprobs_mode: str = "raw_logprobs",
+        seed: int = 0,
+        num_threads: int = 0,
+    ) -> None:
+        self._build_model = build_model
+        self._device = torch.device(device)
+        self._dtype = dtype
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._sampler = Sampler(logprobs_mode=logprobs_mode)
+        self._seed = seed
+        self._num_threads = num_threads
+        self._meter: MemoryMeter = memory_meter(self._device)
+        self._available = 0
+        self._weights = 0
+        self._model: CausalLM | None = None
+        self._runner: ModelRunner | None = None
+        self._layers: Mapping[str, AttentionLayer] = {}
+        self._cache: KVCacheConfig | None = None
+
+    def load(self) -> None:
+        """Build the model, noting the memory that was free before and what the model took."""
+        if self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        self._available = self._meter.available()
+        before = self._meter.used()
+        self._model = self._build_model()
+        self._layers = self._model.attention_layers()
+        self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
+        logger.info(
+            "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
+        )
+
+    def kv_specs(self) -> dict[str, KVCacheSpec]:
+        """By attention layer's name, in execution order; layers that cache nothing are left out."""
+        self._loaded()
+        return {
+            name: layer.kv_spec for name, layer in self._layers.items() if layer.kv_spec is not None
+        }
+
+    @torch.inference_mode()
+    def profile(self) -> MemoryProfile:
+        """Run the largest step without a cache, its sampling included, and measure.
+
+        ``activations``: on CUDA the growth of torch's peak of allocated memory; on a CPU the
+        growth of the process's resident set (the kernel's high-water mark, reset before), which
+        counts only what the step needs beyond memory that the process already holds, and is never
+        less than the step's logits take. ``weights``: what loading added to the same measure, and
+        at least the size of the model's parameters if it is a ``torch.nn.Module``.
+        ``available``: free before loading.
+        """
+        self._loaded()
+        self._run_dummy(self._max_num_batched_tokens, min(self._max_num_seqs, 2))  # settles pools
+        with self._meter.peak() as peak:
+            self._run_dummy(self._max_num_batched_tokens, self._max_num_seqs)
+        logits = 4 * self._vocab_size * min(self._max_num_seqs, self._max_num_batched_tokens)
+        return MemoryProfile(self._weights, max(peak.bytes, logits), self._available)
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache, bind it to the layers, and get ready for steps."""
+        model = self._loaded()
+        bind_cache(self._layers, config, self._device)
+        self._cache = config
+        self._runner = ModelRunner(
+            model,
+            group_backends(self._layers, config),
+            config,
+            device=self._device,
+            vocab_size=self._vocab_size,
+            sampler=self._sampler,
+            seed=self._seed,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a decode step of one and of many requests, and a prompt, writing to no block."""
+        tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
+        block_size = self._ready().block_size
+        self._run_dummy(1, 1)
+        self._run_dummy(min(seqs, tokens), seqs)
+        self._run_dummy(min(block_size, tokens), 1)
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Run one step."""
+        return self._ready().execute(step)
+
+    def close(self) -> None:
+        """Free model, cache and requests. Idempotent."""
+        for layer in self._layers.values():
+            if layer.kv_spec is not None:
+                layer.bind_cache(None, 0)
+        self._layers = {}
+        self._model = self._runner = self._cache = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run_dummy(self, num_tokens: int, num_seqs: int) -> None:
+        """A step of that many tokens, spread over that many requests (more if they would be longer
+        than the context); sampled, remembered nowhere."""
+        model = self._loaded()
+        # No real step is larger, and no position beyond the context exists in a learned table.
+        num_tokens = min(num_tokens, self._max_num_seqs * self._max_model_len)
+        num_seqs = max(min(num_seqs, num_tokens), -(-num_tokens // self._max_model_len))
+        longest = self._max_model_len
+        num_tokens = min(num_tokens, self._max_num_seqs * longest)
+        num_seqs = min(max(num_seqs, -(-num_tokens // longest)), num_tokens)
+        batch = _dummy_batch(num_tokens, num_seqs, self._cache, self._device)
+        if self._runner is not None:
+            batch = self._runner.with_metadata(batch)
+        logits = model.compute_logits(model.forward(batch))
+        self._sampler(logits, warm_up_batch(batch.num_seqs))
+
+    def _loaded(self) -> CausalLM:
+        if self._model is None:
+            raise ModelError("the worker has no model: load() has not been called, or close() has")
+        return self._model
+
+    def _ready(self) -> ModelRunner:
+        self._loaded()
+        if self._runner is None:
+            raise ModelError("the worker has no cache: allocate_cache() has not been called")
+        return self._runner
+
+
+def _dummy_batch(
+    num_tokens: int, num_seqs: int, cache: KVCacheConfig | None, device: torch.device
+) -> ForwardBatch:
+    """Tokens 0 over requests of nearly equal length; all block tables point at the null block."""
+    base, longer = divmod(num_tokens, num_seqs)
+    lengths = torch.full((num_seqs,), base, dtype=torch.int32)
+    lengths[:longer] += 1
+    ends = torch.cumsum(lengths, 0, dtype=torch.int32)
+    starts = torch.repeat_interleave(ends - lengths, lengths)
+    longest = base + (1 if longer else 0)
+    groups: tuple[GroupBatch, ...] = ()
+    if cache is not None:
+        num_blocks = -(-longest // cache.block_size)
+        group = GroupBatch(
+            block_table=torch.zeros(num_seqs, num_blocks, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((num_tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+        )
+        groups = (group,) * len(cache.groups)
+    return ForwardBatch(
+        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=(torch.arange(num_tokens) - starts).to(device),
+        cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to(device),
+        seq_lens=lengths.to(device),
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        groups=groups,
+        logits_rows=(ends.long() - 1).to(device),
+    )
+
+
+def _parameter_bytes(model: CausalLM) -> int:
+    if not isinstance(model, torch.nn.Module):
+        return 0
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

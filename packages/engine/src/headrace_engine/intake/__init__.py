@@ -1,0 +1,1 @@
+"""Requests on their way in: templates, tokens, checks against the model."""

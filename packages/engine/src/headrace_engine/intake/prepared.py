@@ -1,0 +1,25 @@
+"""A request between intake and emission."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace_core.request import CoreRequest
+from headrace_core.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A request as taken in: checked, tokenised, split into its completions."""
+
+    request_id: str
+    """The caller's."""
+    prompt: str | None
+    """The prompt's text (a rendered chat, for instance) if it is known."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """The caller's, copied."""
+    core_requests: list[CoreRequest]
+    """One per completion, with ids of the engine's own."""
+    arrival_time: float
+    """``time.time()``."""

@@ -1,0 +1,76 @@
+"""Names for the content of cache blocks: chained SHA-256 over a fixed byte encoding.
+
+A block's digest covers its own token ids and, through its parent's digest, every token before it,
+so equal digests mean equal prefixes. The encoding is part of the contract (two machines that share
+a cache must agree) and is proven by a stored constant in the tests::
+
+    root  = SHA-256("headrace-kv-1" | keys)
+    block = SHA-256(parent | u32 n | n x u32 token id | keys)
+    keys  = u32 count | count x (u32 length | UTF-8 bytes)
+
+All integers are little-endian. Python's ``hash()`` is never used: it is salted per process and
+collides on purpose-made input, which would show one user's cache to another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+
+_DOMAIN = b"headrace-kv-1"
+_U32 = struct.Struct("<I")
+
+MAX_TOKEN_ID = 2**32 - 1
+"""Largest token id that the encoding can hold."""
+
+
+def root_digest(extra_keys: Sequence[str] = ()) -> bytes:
+    """Parent of a sequence's first block.
+
+    Args:
+        extra_keys: whatever must be equal for the whole sequence before blocks may be shared,
+            such as the cache salt.
+    """
+    return sha256(_DOMAIN + _encode_keys(extra_keys)).digest()
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[str] = ()) -> bytes:
+    """Digest of one full block.
+
+    Args:
+        parent: digest of the block before, or :func:`root_digest`; 32 bytes.
+        token_ids: the block's tokens, each in 0..``MAX_TOKEN_ID``.
+        extra_keys: what else the block's content depends on (hash of a media item, say).
+    """
+    tokens = struct.pack(f"<{len(token_ids) + 1}I", len(token_ids), *token_ids)
+    return sha256(parent + tokens + _encode_keys(extra_keys)).digest()
+
+
+class BlockHashes:
+    """Digests of one sequence's full blocks, each computed once, as its tokens become known."""
+
+    __slots__ = ("_block_size", "_root", "digests")
+
+    def __init__(self, block_size: int, cache_salt: str | None) -> None:
+        self._block_size = block_size
+        self._root = root_digest(() if cache_salt is None else ("salt", cache_salt))
+        self.digests: list[bytes] = []
+
+    def extend(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Digests of all full blocks of ``token_ids``, which must continue the earlier ones."""
+        size, digests = self._block_size, self.digests
+        parent = digests[-1] if digests else self._root
+        for index in range(len(digests), len(token_ids) // size):
+            parent = block_digest(parent, token_ids[index * size : (index + 1) * size])
+            digests.append(parent)
+        return digests
+
+
+def _encode_keys(keys: Sequence[str]) -> bytes:
+    parts = [_U32.pack(len(keys))]
+    for key in keys:
+        # Lone surrogates are possible in a salt that came as JSON; they must not raise here.
+        encoded = key.encode("utf-8", "surrogatepass")
+        parts += (_U32.pack(len(encoded)), encoded)
+    return b"".join(parts)

@@ -1,0 +1,318 @@
+"""The loop: schedule, execute, update.
+
+Two loops with the same parts. :meth:`EngineLoop._simple_step` runs one step after the other and
+explains the other one; :meth:`EngineLoop._overlapped_step` schedules step t+1 before step t's
+result is known, so that scheduling, updating and whatever consumers do with the outputs happen
+while the model runs. Both give identical outputs.
+
+Everything else that wants something of the core (new requests, aborts, statistics) sends a command,
+which is handled between steps. Idle, the thread sleeps on the command queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from headrace_core.engine import EngineStats
+from headrace_core.errors import EngineDead
+from headrace_core.request import CoreRequest
+from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.core import EngineCore
+from headrace_engine.messages import CoreOutput, CoreOutputs
+
+logger = logging.getLogger(__name__)
+
+OVERLAP_DEPTH = 2
+"""Steps that the executor holds at once in the overlapped loop: one runs, one waits."""
+IDLE_WAIT = 1.0
+"""Longest sleep without work, in seconds; only the periodic log line needs it."""
+BLOCKED_WAIT = 0.005
+"""Sleep when requests wait but none can be scheduled (an external transfer, say)."""
+STEP_WAIT = 5.0
+"""Seconds of waiting for a step after which the executor's state is looked at."""
+JOIN_TIMEOUT = 30.0
+"""Longest wait for the running step at shutdown, in seconds."""
+
+
+class OutputSink(Protocol):
+    """Where a core's outputs go. Called from a thread of the core; must not block."""
+
+    def on_outputs(self, outputs: CoreOutputs) -> None: ...
+    def on_death(self, error: BaseException) -> None: ...
+
+
+Result = TypeVar("Result")
+
+
+class _Command(NamedTuple):
+    """Something to do between two steps."""
+
+    run: Callable[[], Any]
+    reply: Future[Any] | None = None
+
+
+class EngineLoop:
+    """Runs an :class:`~headrace_engine.core.EngineCore` in a thread of its own.
+
+    Args:
+        core: built; from :meth:`start` on it belongs to the loop's thread.
+        sink: gets the outputs of each step at once.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, core: EngineCore, sink: OutputSink, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = core
+        self._sink = sink
+        self._clock = clock
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._in_flight: deque[tuple[ScheduledStep, Future[StepResult]]] = deque()
+        self._stopping = False
+        self._closed = False
+        self._idle = False
+        self._beat = clock()
+        self._report = StatsReport(core.log_stats_interval, clock)
+        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+        self.failure: BaseException | None = None
+        """Why the loop ended, if it was not told to."""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step that runs and shut the core down; waits for it. Idempotent."""
+        self._commands.put(None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def heartbeat_age(self) -> float:
+        """Seconds since the loop last came round; 0 while it has nothing to do."""
+        return 0.0 if self._idle else max(0.0, self._clock() - self._beat)
+
+    def add(self, requests: Sequence[CoreRequest]) -> None:
+        """Queue requests; one that the scheduler refuses ends with reason ``error``."""
+        self._commands.put(_Command(lambda: self._add(requests)))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests with reason ``abort``; unknown ids are ignored."""
+        self._commands.put(_Command(lambda: self._emit(self._core.abort(request_ids))))
+
+    def stats(self, drain: bool = False) -> Future[EngineStats]:
+        """Statistics as of the next pause between steps."""
+        return self._call(lambda: self._core.stats(drain))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
+        """Empty the prefix cache at the next pause between steps."""
+        return self._call(lambda: self._reset_prefix_cache(reset_running_requests))
+
+    def _call(self, function: Callable[[], Result]) -> Future[Result]:
+        reply: Future[Result] = Future()
+        self._commands.put(_Command(function, reply))
+        if self._closed:
+            self._refuse_commands()
+        return reply
+
+    # The loop's thread, from here on.
+
+    def _run(self) -> None:
+        step = self._overlapped_step if self._core.overlapped else self._simple_step
+        try:
+            while True:
+                self._beat = self._clock()
+                self._handle_commands()
+                if self._stopping:
+                    break
+                if not step():
+                    self._wait_for_commands()
+                self._report.maybe_log(self._core)
+        except BaseException as error:
+            logger.critical("engine loop died: %s", error, exc_info=True)
+            self.failure = _as_dead(error)
+        finally:
+            self._close()
+
+    def _simple_step(self) -> bool:
+        """One step from schedule to outputs. False if there was nothing to run."""
+        step = self._core.schedule()
+        if step is None:
+            return False
+        self._finish(step, self._core.execute(step))
+        return True
+
+    def _overlapped_step(self) -> bool:
+        """Fill the executor's queue, then finish the oldest step while the next one runs."""
+        while len(self._in_flight) < OVERLAP_DEPTH:
+            step = self._core.schedule()
+            if step is None:
+                break
+            self._in_flight.append((step, self._core.execute(step)))
+        if not self._in_flight:
+            return False
+        self._finish(*self._in_flight.popleft())
+        return True
+
+    def _finish(self, step: ScheduledStep, future: Future[StepResult]) -> None:
+        """Wait for a step and pass on what it did; a step that raised ends its own requests."""
+        try:
+            result = self._wait_for(future)
+        except Exception as error:
+            if self._core.executor.failure is not None:
+                raise
+            logger.exception("step %d failed; its requests end", step.step_id)
+            self._emit(self._core.fail(step, f"{type(error).__name__}: {error}"))
+            return
+        self._emit(self._core.update(step, result))
+
+    def _wait_for(self, future: Future[StepResult]) -> StepResult:
+        """The step's result; an executor that fails without ending its steps is noticed too."""
+        while True:
+            try:
+                return future.result(STEP_WAIT)
+            except TimeoutError:
+                if future.done():  # just now, or the step itself raised this
+                    return future.result(0)
+                if self._core.executor.failure is not None:
+                    raise self._core.executor.failure from None
+
+    def _emit(self, outputs: list[CoreOutput]) -> None:
+        if outputs:
+            self._sink.on_outputs(CoreOutputs(outputs, self._clock()))
+
+    def _add(self, requests: Sequence[CoreRequest]) -> None:
+        for request in requests:
+            try:
+                self._core.add(request)
+            except Exception as error:
+                logger.exception("request %s refused by the scheduler", request.request_id)
+                self._emit([_error_output(request.request_id, error)])
+
+    def _reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        while self._in_flight:
+            self._finish(*self._in_flight.popleft())
+        return self._core.reset_prefix_cache(reset_running_requests)
+
+    def _handle_commands(self, first: _Command | None = None) -> None:
+        """Run all waiting commands."""
+        command = first
+        while True:
+            if command is not None:
+                self._handle(command)
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            self._stopping |= command is None
+
+    def _handle(self, command: _Command) -> None:
+        """Run one command. What it raises goes to who asked, or else is fatal."""
+        if command.reply is None:
+            command.run()
+        elif command.reply.set_running_or_notify_cancel():
+            try:
+                command.reply.set_result(command.run())
+            except Exception as error:
+                command.reply.set_exception(error)
+
+    def _wait_for_commands(self) -> None:
+        blocked = self._core.has_unfinished
+        self._idle = not blocked
+        try:
+            command = self._commands.get(timeout=BLOCKED_WAIT if blocked else IDLE_WAIT)
+        except queue.Empty:
+            return
+        finally:
+            self._beat = self._clock()
+            self._idle = False
+        self._stopping |= command is None
+        self._handle_commands(command)
+
+    def _close(self) -> None:
+        """Free everything, then tell everyone who still waits."""
+        try:
+            self._core.shutdown()
+        except Exception:
+            logger.exception("shutting the core down failed")
+        self._in_flight.clear()
+        self._closed = True
+        self._refuse_commands()
+        if self.failure is not None:
+            self._sink.on_death(self.failure)
+
+    def _refuse_commands(self) -> None:
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if (
+                command is not None
+                and command.reply is not None
+                and command.reply.set_running_or_notify_cancel()
+            ):
+                command.reply.set_exception(self.failure or EngineDead("the engine is shut down"))
+
+
+class StatsReport:
+    """The periodic log line: throughput since the last one, and what runs now.
+
+    Args:
+        interval: seconds between lines; 0 = none.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, interval: float, clock: Callable[[], float]) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._last_time = clock()
+        self._last = EngineStats()
+
+    def maybe_log(self, core: EngineCore) -> None:
+        """Log if the interval is over and anything happened in it."""
+        now = self._clock()
+        seconds = now - self._last_time
+        if not self._interval or seconds < self._interval:
+            return
+        stats = core.stats()
+        if stats.num_steps != self._last.num_steps or stats.num_requests_waiting:
+            logger.info("%s", describe_stats(self._last, stats, seconds))
+        self._last, self._last_time = stats, now
+
+
+def describe_stats(before: EngineStats, now: EngineStats, seconds: float) -> str:
+    """One line for people: rates between two snapshots, gauges of the later one."""
+    queries = now.prefix_cache_queries - before.prefix_cache_queries
+    hits = now.prefix_cache_hits - before.prefix_cache_hits
+    return (
+        f"prompt {(now.prompt_tokens - before.prompt_tokens) / seconds:.1f} tokens/s, "
+        f"generation {(now.generation_tokens - before.generation_tokens) / seconds:.1f} tokens/s, "
+        f"running {now.num_requests_running}, waiting {now.num_requests_waiting}, "
+        f"KV cache {now.kv_cache_usage:.1%}, "
+        f"prefix hits {hits / queries if queries else 0.0:.1%}"
+    )
+
+
+def _error_output(request_id: str, error: Exception) -> CoreOutput:
+    return CoreOutput(request_id, finish_reason="error", error=f"{type(error).__name__}: {error}")
+
+
+def _as_dead(error: BaseException) -> EngineDead:
+    if isinstance(error, EngineDead):
+        return error
+    dead = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
+    dead.__cause__ = error
+    return dead

@@ -1,0 +1,45 @@
+"""What the engine's core and its front end say to each other.
+
+The core (scheduler, KV manager, executor) knows token ids only; the front end (intake, emission)
+knows text. In one process these objects are handed over as they are; between processes they
+travel as msgpack (msgspec), never as pickle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace_core.step import TokenLogprobs
+
+
+@dataclass(slots=True)
+class CoreOutput:
+    """What one step did for one request."""
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """One per new token, if the request asked."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """All prompt positions but the first; once, with the first new token."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``abort`` or ``error``; None while it runs."""
+    stop_token_id: int | None = None
+    """The stop token that ended it (EOS included), if one did."""
+    error: str | None = None
+    """With finish reason ``error``: what happened."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache at first scheduling."""
+    num_preemptions: int = 0
+    queued_ts: float = 0.0
+    """``time.monotonic()`` of entering the queue and of first being scheduled; 0 = not yet."""
+    scheduled_ts: float = 0.0
+
+
+@dataclass(slots=True)
+class CoreOutputs:
+    """One step's outputs."""
+
+    outputs: list[CoreOutput]
+    timestamp: float
+    """``time.monotonic()`` when the step's result arrived."""

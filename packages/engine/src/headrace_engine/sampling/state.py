@@ -1,0 +1,233 @@
+"""Sampling settings of the requests that a worker holds: columns by row, rules for the few.
+
+Numbers that every sampled row needs (temperature, top_p, ...) are columns. What only some requests
+ask for (penalties, biases, forbidden tokens) is a :class:`TokenRules` object of that row, so that
+the others cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.sampling import GREEDY_BELOW
+from headrace_core.step import NewRequest
+from headrace_engine.sampling.counts import TokenCounts
+from headrace_engine.sampling.noise import request_key
+
+if TYPE_CHECKING:
+    from headrace_engine.execution.requests import RequestTable
+
+Ints = npt.NDArray[np.int64]
+
+NOT_WANTED = -2
+"""In columns of log-probability counts: the request asked for none."""
+
+_COLUMNS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "keys",
+    "num_logprobs",
+    "num_prompt_logprobs",
+)
+
+
+@dataclass(slots=True)
+class TokenRules:
+    """What one request says about single tokens. Absent rules are None or empty."""
+
+    allowed: Ints | None
+    """Only these are possible."""
+    bad_words: list[list[int]]
+    """Token sequences that must not be completed."""
+    min_tokens: int
+    stop_ids: Ints
+    """Impossible before ``min_tokens``."""
+    bias_ids: Ints
+    bias: npt.NDArray[np.float32]
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    output_counts: TokenCounts | None
+    """Output tokens and how often; None if no penalty reads it."""
+    seen: TokenCounts | None
+    """Prompt and output tokens; None without repetition penalty."""
+
+    def observe(self, token_id: int) -> None:
+        """The request's output has grown by a token."""
+        if self.output_counts is not None:
+            self.output_counts.add(token_id)
+        if self.seen is not None:
+            self.seen.add(token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Settings of the R rows of one step that get a token. All arrays are [R]."""
+
+    temperature: npt.NDArray[np.float32]
+    """Below ``GREEDY_BELOW``: greedy."""
+    top_p: npt.NDArray[np.float64]
+    top_k: Ints
+    """0 = all."""
+    min_p: npt.NDArray[np.float64]
+    keys: npt.NDArray[np.uint64]
+    num_logprobs: Ints
+    """-1 = whole vocabulary, :data:`NOT_WANTED` = none."""
+    num_output_tokens: Ints
+    """Index of the token that is being chosen, within its request's output."""
+    rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
+    """(r, rules, output tokens so far) of the rows that have rules."""
+
+
+class SamplingTable:
+    """Columns by request row; see the module's docstring.
+
+    Args:
+        num_rows: rows to begin with.
+        vocab_size: for checking token ids.
+        seed: of requests that bring none.
+    """
+
+    def __init__(self, num_rows: int, *, vocab_size: int, seed: int) -> None:
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.temperature = np.zeros(num_rows, np.float32)
+        self.top_p = np.ones(num_rows, np.float64)
+        self.top_k = np.zeros(num_rows, np.int64)
+        self.min_p = np.zeros(num_rows, np.float64)
+        self.keys = np.zeros(num_rows, np.uint64)
+        self.num_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
+        self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
+        self.rules: dict[int, TokenRules] = {}
+
+    def set(self, row: int, new: NewRequest) -> None:
+        """Take a request's settings."""
+        params = new.params
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = max(params.top_k, 0)
+        self.min_p[row] = params.min_p
+        self.keys[row] = request_key(params.seed, engine_seed=self.seed, request_id=new.request_id)
+        self.num_logprobs[row] = NOT_WANTED if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = (
+            NOT_WANTED if params.prompt_logprobs is None else params.prompt_logprobs
+        )
+        rules = make_rules(new, self.vocab_size)
+        if rules is not None:
+            self.rules[row] = rules
+
+    def clear(self, row: int) -> None:
+        """Forget a row's request."""
+        self.rules.pop(row, None)
+        self.num_prompt_logprobs[row] = NOT_WANTED
+
+    def observe(self, rows: Ints, token_ids: Ints) -> None:
+        """The rows' outputs have grown by one token each."""
+        if not self.rules:
+            return
+        for row, token in zip(rows.tolist(), token_ids.tolist()):
+            rules = self.rules.get(row)
+            if rules is not None:
+                rules.observe(token)
+
+    def wants_prompt_logprobs(self, rows: Ints) -> list[int]:
+        """Indices into ``rows`` of the requests that asked for prompt log-probabilities."""
+        wanted: list[int] = np.flatnonzero(self.num_prompt_logprobs[rows] != NOT_WANTED).tolist()
+        return wanted
+
+    def batch(self, rows: Ints, requests: RequestTable) -> SamplingBatch:
+        """The settings of the rows that are sampled in this step."""
+        rules: list[tuple[int, TokenRules, npt.NDArray[Any]]] = []
+        if self.rules:
+            rules = [
+                (r, self.rules[row], requests.output_tokens(row))
+                for r, row in enumerate(rows.tolist())
+                if row in self.rules
+            ]
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            keys=self.keys[rows],
+            num_logprobs=self.num_logprobs[rows],
+            num_output_tokens=requests.num_tokens[rows] - requests.num_prompt_tokens[rows],
+            rules=rules,
+        )
+
+    def grow(self, num_rows: int) -> None:
+        """Make room for more rows."""
+        for name in _COLUMNS:
+            old = getattr(self, name)
+            larger = np.zeros(num_rows, old.dtype)
+            larger[: len(old)] = old
+            setattr(self, name, larger)
+        # A row that was never used wants nothing.
+        old_rows = len(old)
+        self.num_logprobs[old_rows:] = NOT_WANTED
+        self.num_prompt_logprobs[old_rows:] = NOT_WANTED
+
+
+def is_greedy(temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
+    """[R] bool."""
+    return temperature < GREEDY_BELOW
+
+
+def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
+    """A request's rules, or None if it has none. Token ids outside the vocabulary are dropped:
+    intake has refused those of the user, and a model's end tokens may lie beyond the logits."""
+    params = new.params
+    counted = params.presence_penalty != 0 or params.frequency_penalty != 0
+    repetition = params.repetition_penalty != 1
+    stops = params.min_tokens > 0 and bool(new.stop_token_ids)
+    if not (
+        counted
+        or repetition
+        or stops
+        or params.logit_bias
+        or params.allowed_token_ids is not None
+        or new.bad_words_token_ids
+    ):
+        return None
+    output = new.token_ids[new.num_prompt_tokens :]
+    bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
+    allowed = params.allowed_token_ids
+    return TokenRules(
+        allowed=None if allowed is None else _ids(allowed, vocab_size),
+        bad_words=[word for word in new.bad_words_token_ids if word and 0 <= word[-1] < vocab_size],
+        min_tokens=params.min_tokens,
+        stop_ids=_ids(sorted(new.stop_token_ids), vocab_size),
+        bias_ids=np.fromiter(bias, np.int64, len(bias)),
+        bias=np.fromiter(bias.values(), np.float32, len(bias)),
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        output_counts=TokenCounts(output) if counted else None,
+        seen=TokenCounts(new.token_ids) if repetition else None,
+    )
+
+
+def _ids(token_ids: Sequence[int], vocab_size: int) -> Ints:
+    ids = np.unique(np.asarray(token_ids, np.int64))
+    return ids[(ids >= 0) & (ids < vocab_size)]
+
+
+def warm_up_batch(num_rows: int) -> SamplingBatch:
+    """Settings that use every filter, for measuring and warming up."""
+    return SamplingBatch(
+        temperature=np.ones(num_rows, np.float32),
+        top_p=np.full(num_rows, 0.9),
+        top_k=np.zeros(num_rows, np.int64),
+        min_p=np.full(num_rows, 0.01),
+        keys=np.zeros(num_rows, np.uint64),
+        num_logprobs=np.full(num_rows, NOT_WANTED, np.int64),
+        num_output_tokens=np.zeros(num_rows, np.int64),
+        rules=(),
+    )

@@ -1,0 +1,95 @@
+"""One step while it is being filled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headrace_core.kv import BlockIds
+from headrace_core.step import NewRequest, ScheduledStep
+from headrace_engine.scheduling.request import RequestState
+
+
+class InFlight(NamedTuple):
+    """A request's part in a step whose result is not known yet."""
+
+    state: RequestState
+    epoch: int
+    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
+    samples: bool
+    """Whether the step yields a token for it."""
+
+
+class StepPlan:
+    """The step's content so far, and the limits that the rest must keep.
+
+    Args:
+        budget: tokens that the step may still take.
+        contended: several requests compete for the step, so that long prompts must share it.
+    """
+
+    def __init__(self, budget: int, *, contended: bool = False) -> None:
+        self.budget = budget
+        self.contended = contended
+        self.num_partial = 0
+        """Prompts that will still be incomplete after this step."""
+        self.num_long_partial = 0
+        self.num_preempted = 0
+        self.entries: list[InFlight] = []
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self.new_requests: list[NewRequest] = []
+        self.new_block_ids: dict[str, BlockIds] = {}
+
+    def add(self, state: RequestState, num_tokens: int, long_threshold: int) -> None:
+        """Count ``num_tokens`` of a request as computed by this step."""
+        self.budget -= num_tokens
+        self.num_scheduled_tokens[state.request_id] = num_tokens
+        state.num_computed_tokens += num_tokens
+        state.num_steps_in_flight += 1
+        remaining = len(state.all_token_ids) + state.num_placeholders - state.num_computed_tokens
+        if remaining == 0:
+            state.num_placeholders += 1
+        else:
+            self.num_partial += 1
+            self.num_long_partial += 0 < long_threshold < remaining
+        self.entries.append(InFlight(state, state.epoch, remaining == 0))
+
+    def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
+        """Count further tokens of the request at ``entries[index]``, which did not sample yet."""
+        state, epoch, _ = self.entries[index]
+        self.budget -= num_tokens
+        self.num_scheduled_tokens[state.request_id] += num_tokens
+        state.num_computed_tokens += num_tokens
+        if state.num_computed_tokens == state.num_tokens:
+            state.num_placeholders += 1
+            self.entries[index] = InFlight(state, epoch, True)
+        new = next((n for n in self.new_requests if n.request_id == state.request_id), None)
+        known = new.block_ids if new is not None else self.new_block_ids.get(state.request_id)
+        if known is None:
+            self.new_block_ids[state.request_id] = gained
+        else:
+            for block_ids, more in zip(known, gained):
+                block_ids.extend(more)
+
+    def build(self, step_id: int, gone_request_ids: list[str]) -> ScheduledStep:
+        return ScheduledStep(
+            step_id=step_id,
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            new_requests=self.new_requests,
+            new_block_ids=self.new_block_ids,
+            gone_request_ids=gone_request_ids,
+        )
+
+
+def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: int) -> NewRequest:
+    """What the worker must know of a request that it does not hold."""
+    request = state.request
+    return NewRequest(
+        request_id=state.request_id,
+        token_ids=list(state.all_token_ids),
+        num_prompt_tokens=state.num_prompt_tokens,
+        params=request.params,
+        stop_token_ids=request.stop_token_ids,
+        bad_words_token_ids=request.bad_words_token_ids,
+        block_ids=block_ids,
+        num_computed_tokens=num_computed_tokens,
+    )

@@ -1,0 +1,101 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from headrace_core.request import CoreRequest
+from headrace_core.step import TokenLogprobs
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    """Never scheduled."""
+    RUNNING = "running"
+    """Holds blocks and takes part in steps."""
+    PREEMPTED = "preempted"
+    """Back in the queue, without blocks; computes everything again when resumed."""
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request's tokens and counters; a :class:`~headrace_core.kv.CachedSequence`.
+
+    With steps in flight the tokens are, in order::
+
+        |---- prompt ----|---- known output ----|---- placeholders ----|
+        |<------------- all_token_ids --------->|  sampled by steps in flight
+        |<------ num_computed_tokens ------>|      in the cache when the steps in flight end
+
+    A request can be scheduled for the tokens from ``num_computed_tokens`` to
+    :attr:`num_tokens`; a step that reaches the end of them samples one more.
+    """
+
+    request: CoreRequest
+    request_id: str
+    all_token_ids: list[int]
+    """Prompt and known output tokens."""
+    num_prompt_tokens: int
+    cache_salt: str | None
+    sequence_number: int
+    """Order of arrival in this scheduler."""
+    sort_key: tuple[float, ...]
+    """Place in the policy's order; the last of the running requests is preempted first."""
+    num_computed_tokens: int = 0
+    num_placeholders: int = 0
+    num_steps_in_flight: int = 0
+    epoch: int = 0
+    """Raised when results of steps in flight must not be taken any more."""
+    status: RequestStatus = RequestStatus.WAITING
+    held_by_worker: bool = False
+    num_preemptions: int = 0
+    num_cached_tokens: int = -1
+    """Prompt tokens that came from the prefix cache at first scheduling; -1 = not yet scheduled."""
+    queued_ts: float = 0.0
+    scheduled_ts: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Pieces of the prompt collected so far."""
+    prompt_logprobs_pending: bool = False
+    """Asked for and not yet handed out."""
+
+    @classmethod
+    def create(
+        cls, request: CoreRequest, sequence_number: int, *, by_priority: bool, now: float
+    ) -> RequestState:
+        key: tuple[float, ...] = (sequence_number,)
+        if by_priority:
+            key = (request.priority, request.arrival_time, sequence_number)
+        return cls(
+            request=request,
+            request_id=request.request_id,
+            all_token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            cache_salt=request.cache_salt,
+            sequence_number=sequence_number,
+            sort_key=key,
+            queued_ts=now,
+            prompt_logprobs_pending=request.params.prompt_logprobs is not None,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and placeholders."""
+        return len(self.all_token_ids) + self.num_placeholders
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Known output tokens."""
+        return len(self.all_token_ids) - self.num_prompt_tokens
+
+    @property
+    def skip_reading_prefix_cache(self) -> bool:
+        """Prompt log-probabilities need every prompt position computed, once."""
+        return self.prompt_logprobs_pending
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED

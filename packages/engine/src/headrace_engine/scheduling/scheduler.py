@@ -1,0 +1,500 @@
+"""Decides, step by step, which tokens of which requests are computed.
+
+The loop around it is ``schedule``, execute, ``update``. A schedule is ``{request: number of
+tokens}``; there are no phases. Running requests come first, then waiting ones, under one token
+budget; what does not fit into the cache is preempted (its blocks are freed) and computed again
+later, helped by whatever the prefix cache still holds.
+
+**Steps in flight.** With asynchronous scheduling a second step is scheduled while the first runs.
+Two things make that safe:
+
+* *Order.* Steps are executed in the order in which they are scheduled. A block freed while
+  scheduling step t+1 (preemption, abort, a finished request) may still be written by step t; its
+  next owner is scheduled in t+1 or later and so writes after that. Nothing waits for steps in
+  flight before its blocks are reused.
+* *Identity.* The results of a step are matched with the request objects and epochs noted when it
+  was scheduled, never with ids alone, so that a late result cannot be taken for a new one.
+
+A request that is preempted while a token of it is in flight keeps that token: it is appended when
+it arrives, and the request is not resumed before.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+
+from headrace_core.config import SchedulerConfig
+from headrace_core.engine import EngineStats
+from headrace_core.errors import ConfigError, PromptTooLong, QueueFull, RequestError
+from headrace_core.kv import BlockIds, KVCacheManager
+from headrace_core.request import CoreRequest
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
+from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
+from headrace_engine.scheduling.plan import InFlight, StepPlan, new_request
+from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
+from headrace_engine.scheduling.request import RequestState, RequestStatus
+from headrace_engine.scheduling.stopping import all_tokens_scheduled, finish_reason
+
+logger = logging.getLogger(__name__)
+
+_sort_key = attrgetter("sort_key")
+
+
+class Scheduler:
+    """The scheduler behind ``scheduler_cls = "default"``. Called from one thread only.
+
+    Args:
+        config: resolved (no None in the limits).
+        kv: hands out blocks.
+        max_model_len: longest sequence, in tokens.
+        async_scheduling: whether a step may be scheduled before the previous one's result is
+            known; None takes the config's value, and on if that is None too.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigError: ``max_num_batched_tokens`` or ``max_num_seqs`` is not resolved.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        *,
+        max_model_len: int,
+        async_scheduling: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            if getattr(config, name) is None:
+                raise ConfigError(
+                    f"scheduler.{name} = None: must be resolved to a number before a scheduler is "
+                    "made",
+                    field=f"scheduler.{name}",
+                )
+        overlapped = config.async_scheduling if async_scheduling is None else async_scheduling
+        self._config = config
+        self._kv = kv
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._max_tokens: int = config.max_num_batched_tokens or 0
+        self._max_seqs: int = config.max_num_seqs or 0
+        self._max_steps_in_flight = 1 if overlapped is False else 2
+        self._by_priority = config.policy == "priority"
+        self._long_threshold = config.long_prefill_token_threshold
+        self._requests: dict[str, RequestState] = {}
+        self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FCFSQueue()
+        self._running: list[RequestState] = []
+        """In the policy's order: whoever is last is preempted first."""
+        self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
+        self._gone: list[str] = []
+        self._num_added = 0
+        self._next_step_id = 0
+        self._counters = SchedulerCounters()
+        self._admissions = AdmissionRate()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the id is in use, the prompt is empty, or the request could never run: it
+                is longer than the context (:class:`PromptTooLong`) or than the whole cache.
+            QueueFull: too many wait; says when to try again.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request_id = {request.request_id!r}: a request of that id is running; ids must "
+                "be unique",
+                param="request_id",
+                value=request.request_id,
+            )
+        self._check_length(request)
+        if len(self._waiting) >= self._config.max_queued_requests:
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait already (max_queued_requests = "
+                f"{self._config.max_queued_requests})",
+                retry_after=self._admissions.retry_after(self._clock()),
+            )
+        state = RequestState.create(
+            request, self._num_added, by_priority=self._by_priority, now=self._clock()
+        )
+        self._num_added += 1
+        self._requests[state.request_id] = state
+        self._waiting.push(state)
+
+    def abort(self, request_ids: Iterable[str]) -> list[CoreOutput]:
+        """End requests with reason ``abort``; unknown ids are ignored.
+
+        Their blocks are free at once, also those that a step in flight still writes (see the
+        module's docstring); results that arrive later are dropped.
+        """
+        outputs = []
+        for request_id in request_ids:
+            state = self._requests.get(request_id)
+            if state is not None:
+                outputs.append(self._end(state, "abort"))
+        self._drop_finished()
+        return outputs
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Steps that were scheduled and neither updated nor failed."""
+        return len(self._in_flight)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, or None if nothing can run before a step in flight has ended."""
+        if len(self._in_flight) >= self._max_steps_in_flight:
+            return None
+        plan = StepPlan(self._max_tokens, contended=self._is_contended())
+        self._schedule_running(plan)
+        # After a preemption the pool is exhausted: admitting now would only thrash.
+        if not plan.num_preempted:
+            self._schedule_waiting(plan)
+            if plan.contended:
+                self._use_rest(plan)
+        if not plan.entries:
+            return None
+        step = plan.build(self._next_step_id, self._gone)
+        self._gone = []
+        self._next_step_id += 1
+        self._in_flight.append((step.step_id, plan.entries))
+        self._counters.count_step(self._max_tokens - plan.budget)
+        return step
+
+    def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
+        """Take a step's result; one output for each request that got a token or ended.
+
+        Raises:
+            RuntimeError: the step is not the oldest in flight, or the result is another step's.
+        """
+        if result.step_id != step.step_id:
+            raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
+        outputs = []
+        for state, epoch, samples in self._land(step):
+            if state.epoch != epoch or state.status is RequestStatus.FINISHED:
+                continue
+            state.num_steps_in_flight -= 1
+            state.num_placeholders -= samples
+            output = self._take(state, samples, result.requests.get(state.request_id))
+            if output is not None:
+                outputs.append(output)
+        self._drop_finished()
+        return outputs
+
+    def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
+        """End a step's requests with reason ``error``: the worker could not execute it.
+
+        Blocks that the step should have written may already serve as another request's prefix, so
+        every cached block is forgotten and every other running request starts again; what they
+        have in flight is dropped (nobody has seen those tokens).
+        """
+        outputs = [
+            self._end(state, "error", error=message)
+            for state, epoch, _ in self._land(step)
+            if state.epoch == epoch and not state.finished
+        ]
+        self._drop_finished()
+        self.preempt_all()
+        for state in self._requests.values():
+            state.epoch += 1
+            state.num_steps_in_flight = state.num_placeholders = 0
+        self._kv.reset_prefix_cache()
+        return outputs
+
+    # -- control -------------------------------------------------------------------------------
+
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue; their tokens are kept."""
+        while self._running:
+            self._preempt(self._running.pop())
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached blocks.
+
+        Args:
+            reset_running_requests: preempt whatever holds blocks; it is computed again later.
+
+        Returns:
+            False, with nothing changed, if requests hold blocks.
+        """
+        if reset_running_requests:
+            self.preempt_all()
+        return self._kv.reset_prefix_cache()
+
+    def stats(self, *, drain: bool = False) -> EngineStats:
+        """Counters and gauges, but for ``block_size`` and ``heartbeat_age``, which others know.
+
+        Args:
+            drain: empty ``step_tokens`` after copying it.
+        """
+        counters, kv = self._counters, self._kv
+        counters.take_prefix_cache(kv)
+        stats = EngineStats(
+            num_requests_running=len(self._running),
+            num_requests_waiting=len(self._waiting),
+            kv_cache_usage=(kv.num_blocks - kv.num_free_blocks) / kv.num_blocks,
+            num_blocks=kv.num_blocks,
+            num_free_blocks=kv.num_free_blocks,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_preemptions=counters.num_preemptions,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_steps=counters.num_steps,
+            iteration_tokens=counters.iteration_tokens,
+            step_tokens=list(counters.step_tokens),
+        )
+        if drain:
+            counters.step_tokens.clear()
+        return stats
+
+    # -- filling a step ------------------------------------------------------------------------
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        index = 0
+        while index < len(self._running) and plan.budget > 0:
+            state = self._running[index]
+            index += 1
+            if all_tokens_scheduled(state, self._max_model_len):
+                continue
+            remaining = state.num_tokens - state.num_computed_tokens
+            num_tokens = min(self._share(remaining, plan), plan.budget)
+            gained = self._allocate(state, num_tokens, plan)
+            if gained is None:
+                break
+            plan.add(state, num_tokens, self._long_threshold)
+            if gained[0]:
+                plan.new_block_ids[state.request_id] = gained
+
+    def _allocate(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
+        """Blocks for a running request; None if it had to be preempted itself.
+
+        The running list is in the policy's order and is walked from the front, so a victim from
+        its end is never already part of this step.
+        """
+        while True:
+            gained = self._kv.allocate(state, num_tokens)
+            if gained is not None:
+                return gained
+            victim = self._running.pop()
+            self._preempt(victim)
+            plan.num_preempted += 1
+            if victim is state:
+                return None
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        passed_over: list[RequestState] = []
+        waiting = self._waiting
+        # The look-ahead is bounded, so that a queue of long prompts is not walked in every step.
+        while (
+            len(waiting)
+            and plan.budget > 0
+            and len(self._running) < self._max_seqs
+            and len(passed_over) < self._max_seqs
+        ):
+            state = waiting.peek()
+            # Preempted with a token in flight: it needs that token first, and nobody may take the
+            # blocks it is waiting for.
+            if state.num_steps_in_flight:
+                break
+            match = self._kv.match_prefix(state)
+            num_tokens = self._admissible(state.num_tokens - match.num_tokens, plan)
+            if num_tokens is None:
+                passed_over.append(waiting.pop())
+                continue
+            gained = self._kv.allocate(state, num_tokens, match) if num_tokens else None
+            if gained is None:
+                break
+            waiting.pop()
+            self._admit(state, match.num_tokens)
+            plan.new_requests.append(new_request(state, gained, match.num_tokens))
+            plan.add(state, num_tokens, self._long_threshold)
+        for state in reversed(passed_over):
+            waiting.push_back_first(state)
+
+    def _use_rest(self, plan: StepPlan) -> None:
+        """Give what nobody else could use to the long prompts that had to share."""
+        for index, (state, _, samples) in enumerate(plan.entries):
+            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
+            if samples or num_tokens == 0:
+                continue
+            # Asked for together with what the step holds already: by itself the second part would
+            # release what a sliding window leaves behind, and the first part still reads that.
+            scheduled = plan.num_scheduled_tokens[state.request_id]
+            state.num_computed_tokens -= scheduled
+            gained = self._kv.allocate(state, scheduled + num_tokens)
+            state.num_computed_tokens += scheduled
+            if gained is None:
+                break
+            plan.extend(index, num_tokens, gained)
+
+    def _admissible(self, remaining: int, plan: StepPlan) -> int | None:
+        """How many of a waiting request's tokens may run: 0 = it must wait, and so must all
+        behind it; None = it must wait, but shorter ones may overtake it."""
+        if not self._config.enable_chunked_prefill:
+            return remaining if remaining <= plan.budget else 0
+        num_tokens = min(self._share(remaining, plan), plan.budget)
+        if num_tokens < remaining:
+            is_long = 0 < self._long_threshold < remaining
+            if is_long and plan.num_long_partial >= self._config.max_long_partial_prefills:
+                return None
+            if plan.num_partial >= self._config.max_num_partial_prefills:
+                return 0
+        return num_tokens
+
+    def _share(self, remaining: int, plan: StepPlan) -> int:
+        """At most its share of the budget for a long prompt, if others could use the rest."""
+        if plan.contended and remaining > self._long_threshold:
+            return min(remaining, max(1, self._max_tokens // self._config.max_num_partial_prefills))
+        return remaining
+
+    def _is_contended(self) -> bool:
+        if self._config.max_num_partial_prefills == 1 or not self._long_threshold:
+            return False
+        prefilling = sum(s.num_tokens - s.num_computed_tokens > 1 for s in self._running)
+        return prefilling + len(self._waiting) > 1
+
+    def _admit(self, state: RequestState, num_cached_tokens: int) -> None:
+        if state.num_cached_tokens < 0:
+            now = self._clock()
+            state.num_cached_tokens, state.scheduled_ts = num_cached_tokens, now
+            self._admissions.record(now)
+        # Pieces from before a preemption: the prompt is computed again from its beginning.
+        state.prompt_logprobs.clear()
+        state.num_computed_tokens = num_cached_tokens
+        state.status = RequestStatus.RUNNING
+        state.held_by_worker = True
+        bisect.insort(self._running, state, key=_sort_key)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take a request, already out of the running list, back to the queue."""
+        # First: what it has computed becomes findable for its own return.
+        self._kv.free(state.request_id)
+        state.num_computed_tokens = 0
+        state.status = RequestStatus.PREEMPTED
+        state.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._forget_in_worker(state)
+        self._waiting.push_back_first(state)
+
+    # -- taking a result -----------------------------------------------------------------------
+
+    def _land(self, step: ScheduledStep) -> list[InFlight]:
+        if not self._in_flight or self._in_flight[0][0] != step.step_id:
+            expected = self._in_flight[0][0] if self._in_flight else None
+            raise RuntimeError(f"step {step.step_id} has ended, but {expected} is the oldest")
+        return self._in_flight.popleft()[1]
+
+    def _take(
+        self, state: RequestState, samples: bool, result: RequestStepResult | None
+    ) -> CoreOutput | None:
+        if result is None:
+            return self._end(state, "error", error="the worker returned no result for the request")
+        if result.error is not None:
+            return self._end(state, "error", error=result.error)
+        if len(result.token_ids) != samples:
+            found = len(result.token_ids)
+            return self._end(
+                state, "error", error=f"the worker returned {found} tokens instead of {samples:d}"
+            )
+        if state.prompt_logprobs_pending and result.prompt_logprobs:
+            state.prompt_logprobs += result.prompt_logprobs
+        if not samples:
+            return None
+        if state.num_output_tokens == 0:
+            self._counters.prompt_tokens += state.num_prompt_tokens
+        self._counters.generation_tokens += 1
+        state.all_token_ids += result.token_ids
+        reason = finish_reason(state, self._max_model_len)
+        if reason is None:
+            output = self._output(state)
+        else:
+            output = self._end(state, reason)
+            if reason == "stop":
+                output.stop_token_id = state.all_token_ids[-1]
+        output.new_token_ids, output.logprobs = result.token_ids, result.logprobs
+        if state.prompt_logprobs_pending:
+            state.prompt_logprobs_pending = False
+            output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, []
+        return output
+
+    def _end(self, state: RequestState, reason: str, *, error: str | None = None) -> CoreOutput:
+        """Free what a request holds; the caller takes it out of the running list."""
+        if state.status is not RequestStatus.RUNNING:
+            state.status = RequestStatus.FINISHED
+            self._waiting.discard()
+        state.status = RequestStatus.FINISHED
+        self._kv.free(state.request_id)
+        self._forget_in_worker(state)
+        del self._requests[state.request_id]
+        output = self._output(state)
+        output.finish_reason, output.error = reason, error
+        return output
+
+    def _output(self, state: RequestState) -> CoreOutput:
+        return CoreOutput(
+            request_id=state.request_id,
+            num_cached_tokens=max(state.num_cached_tokens, 0),
+            num_preemptions=state.num_preemptions,
+            queued_ts=state.queued_ts,
+            scheduled_ts=state.scheduled_ts,
+        )
+
+    def _forget_in_worker(self, state: RequestState) -> None:
+        if state.held_by_worker:
+            state.held_by_worker = False
+            self._gone.append(state.request_id)
+
+    def _drop_finished(self) -> None:
+        if any(state.finished for state in self._running):
+            self._running = [state for state in self._running if not state.finished]
+
+    def _check_length(self, request: CoreRequest) -> None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise RequestError("prompt: must hold at least one token", param="prompt")
+        if num_prompt_tokens >= self._max_model_len:
+            raise PromptTooLong(
+                f"prompt: {num_prompt_tokens} tokens; with at least one token of output it must "
+                f"be at most {self._max_model_len - 1} (the context holds {self._max_model_len})",
+                param="prompt",
+                value=num_prompt_tokens,
+            )
+        # The last token is never fed back, so it needs no place in the cache.
+        needed = min(num_prompt_tokens + request.max_tokens, self._max_model_len) - 1
+        if not self._kv.fits(needed):
+            raise RequestError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens = {request.max_tokens} "
+                f"needs {needed} tokens of KV cache; the whole cache holds {self._capacity()}",
+                param="max_tokens",
+                value=request.max_tokens,
+            )
+
+    def _capacity(self) -> int:
+        """Longest sequence that fits, in tokens (for messages: it asks a few times)."""
+        return bisect.bisect_left(
+            range(1, self._max_model_len + 1), True, key=lambda length: not self._kv.fits(length)
+        )

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_core.config import CacheConfig
+from headrace_core.errors import CapacityError
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
+from headrace_engine.execution.memory import (
+    CPU_CACHE_BYTES,
+    blocks_for,
+    fit_max_model_len,
+    plan_cache,
+)
+
+GIB = 1 << 30
+SPEC = FullAttentionSpec(16, 2, 32, "float32")
+GROUPS = (KVCacheGroup(("a", "b"), SPEC),)
+BLOCK = 2 * SPEC.page_bytes  # two layers
+SLIDING = SlidingWindowSpec(16, 2, 32, "float32", sliding_window=64)
+HYBRID = (KVCacheGroup(("a", "b"), SPEC), KVCacheGroup(("c", "d"), SLIDING))
+
+
+def profile(available: int = 8 * GIB, weights: int = GIB, activations: int = GIB // 2) -> Any:
+    return MemoryProfile(weights, activations, available)
+
+
+def plan(cache: CacheConfig | None = None, **changes: Any) -> Any:
+    settings: dict[str, Any] = {"max_model_len": 1000, "max_num_seqs": 8, "device": "cuda"}
+    settings.update(changes)
+    memory = settings.pop("profile", profile())
+    groups = settings.pop("groups", GROUPS)
+    return plan_cache(memory, groups, cache or CacheConfig(), **settings)
+
+
+@pytest.mark.spec("CFG-CACHE")
+def test_the_override_is_the_number_of_usable_blocks() -> None:
+    got = plan(CacheConfig(num_gpu_blocks_override=70, kv_cache_memory_bytes=1 << 30))
+    assert got.num_blocks == 71
+    assert got.decided_by == "num_gpu_blocks_override"
+    assert got.blocks_per_request == 63
+    assert got.largest_batch == 1
+
+
+@pytest.mark.spec("CFG-CACHE")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
+    got = plan(CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 5), device=device)
+    assert got.num_blocks == 100
+    assert got.cache == 100 * BLOCK
+    assert got.config.groups == GROUPS
+
+
+@pytest.mark.spec("CFG-CACHE")
+def test_the_share_is_what_weights_and_activations_leave() -> None:
+    got = plan(CacheConfig(gpu_memory_utilization=0.5), device="cuda:1")
+    assert got.num_blocks == (4 * GIB - GIB - GIB // 2) // BLOCK
+    assert got.largest_batch == (got.num_blocks - 1) // 63
+
+
+def test_a_cpu_gets_no_more_than_is_useful() -> None:
+    got = plan(device="cpu")
+    assert got.num_blocks == 2 * 8 * 63 + 1
+    assert "full batches" in got.decided_by
+
+
+def test_a_cpu_gets_no_more_than_the_default() -> None:
+    got = plan(device="cpu", max_num_seqs=256, max_model_len=8192)
+    assert got.num_blocks == CPU_CACHE_BYTES // BLOCK
+    assert "default on a CPU" in got.decided_by
+
+
+def test_but_enough_for_one_request() -> None:
+    tokens = CPU_CACHE_BYTES // BLOCK * 16 + 1000
+    got = plan(device="cpu", profile=profile(available=32 * GIB), max_model_len=tokens)
+    assert got.largest_batch == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_too_little_memory_says_what_is_missing_and_what_fits(device: str) -> None:
+    with pytest.raises(CapacityError) as caught:
+        plan(CacheConfig(kv_cache_memory_bytes=11 * BLOCK), device=device)
+    message = str(caught.value)
+    assert "max_model_len = 1000" in message
+    assert f"{(63 + 1 - 11) * BLOCK} bytes more" in message
+    length = int(re.search(r"at most (\d+) would fit", message).group(1))  # type: ignore[union-attr]
+    assert length == 160
+    assert plan(CacheConfig(kv_cache_memory_bytes=11 * BLOCK), max_model_len=length)
+    with pytest.raises(CapacityError):
+        plan(CacheConfig(kv_cache_memory_bytes=11 * BLOCK), max_model_len=length + 1)
+
+
+def test_weights_alone_too_large() -> None:
+    with pytest.raises(CapacityError, match="no context fits at all"):
+        plan(profile=profile(available=GIB))
+
+
+def test_minus_one_is_the_longest_that_fits() -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=11 * BLOCK)
+    fits = fit_max_model_len(profile(), GROUPS, cache, limit=4096, device="cpu")
+    assert fits == 160
+    roomy = CacheConfig(kv_cache_memory_bytes=1000 * BLOCK)
+    assert fit_max_model_len(profile(), GROUPS, roomy, limit=4096, device="cpu") == 4096
+    with pytest.raises(CapacityError):
+        fit_max_model_len(profile(available=GIB), GROUPS, CacheConfig(), limit=64, device="cuda")
+
+
+def test_minus_one_may_use_more_than_the_cpu_default() -> None:
+    limit = CPU_CACHE_BYTES // BLOCK * 16 * 2
+    memory = profile(available=64 * GIB)
+    assert fit_max_model_len(memory, GROUPS, CacheConfig(), limit=limit, device="cpu") == limit
+
+
+def test_groups_add_up_and_windows_are_bounded() -> None:
+    assert blocks_for(HYBRID, 1000) == 63 + 63
+    # 63 tokens before a step of 32, at the worst alignment
+    assert blocks_for(HYBRID, 1000, 32) == 63 + 7
+    assert blocks_for(HYBRID, 16, 32) == 2
+
+
+@given(blocks=st.integers(2, 200), limit=st.integers(1, 5000), step=st.none() | st.integers(1, 64))
+@settings(max_examples=100, deadline=None)
+def test_the_longest_that_fits_fits_and_one_more_does_not(
+    blocks: int, limit: int, step: int | None
+) -> None:
+    cache = CacheConfig(kv_cache_memory_bytes=blocks * BLOCK)
+    try:
+        fits = fit_max_model_len(
+            profile(), HYBRID, cache, limit=limit, device="cuda", max_num_batched_tokens=step
+        )
+    except CapacityError:
+        assert blocks_for(HYBRID, 1, step) > blocks - 1
+        return
+    assert blocks_for(HYBRID, fits, step) <= blocks - 1
+    assert fits == limit or blocks_for(HYBRID, fits + 1, step) > blocks - 1
+
+
+@pytest.mark.req("REL-23")
+def test_the_plan_is_described() -> None:
+    text = plan(CacheConfig(kv_cache_memory_bytes=200 * BLOCK)).describe()
+    assert "8.00 GiB were free" in text
+    assert re.search(r"weights +1.00 GiB", text)
+    assert re.search(r"activations +512.00 MiB", text)
+    assert "199 blocks of 16 tokens in 1 group, by kv_cache_memory_bytes" in text
+    assert "3 requests of 1000 tokens" in text

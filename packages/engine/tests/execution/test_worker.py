@@ -1,0 +1,189 @@
+"""The worker's life: load, profile, allocate, warm up, run, close."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_core.errors import ConfigError, ModelError
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from headrace_core.sampling import SamplingParams
+from headrace_core.step import NewRequest, ScheduledStep
+from headrace_engine.execution import ModelWorker
+
+
+def make_worker(model: Any, **changes: Any) -> ModelWorker:
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "vocab_size": 37,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        **changes,
+    }
+    return ModelWorker(lambda: model, **settings)
+
+
+def config_for(tiny: Any, num_blocks: int = 50) -> KVCacheConfig:
+    spec = FullAttentionSpec(tiny.BLOCK_SIZE, 2, 4, "float32")
+    return KVCacheConfig(num_blocks, (KVCacheGroup(("layers.0", "layers.1"), spec),))
+
+
+def test_kv_specs_are_in_execution_order_without_cacheless_layers(tiny: Any) -> None:
+    model = tiny.LM((None, 6, None))
+    model.layers[2].kv_spec = None
+    worker = make_worker(model)
+    worker.load()
+    assert worker.kv_specs() == {
+        "layers.0": model.layers[0].kv_spec,
+        "layers.1": model.layers[1].kv_spec,
+    }
+
+
+@pytest.mark.req("REL-23")
+def test_the_profile_runs_the_largest_step_without_a_cache(tiny: Any) -> None:
+    model = tiny.LM()
+    worker = make_worker(model)
+    worker.load()
+    profile = worker.profile()
+    assert max(model.forwards) == 64
+    assert max(model.logit_rows) == 16
+    assert profile.weights >= sum(p.numel() * 4 for p in model.parameters())
+    assert profile.activations >= 16 * 37 * 4
+    assert profile.available > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "longest", "most"),
+    [(500, 1, 96, 96), (500, 2, 96, 192), (64, 16, 3, 48), (4, 16, 96, 4), (1, 1, 1, 1)],
+)
+def test_no_position_of_a_dummy_step_is_beyond_the_context(
+    tiny: Any, tokens: int, seqs: int, longest: int, most: int
+) -> None:
+    class Checked(tiny.LM):  # type: ignore[misc, name-defined]
+        def forward(self, batch: Any) -> torch.Tensor:
+            assert int(batch.positions.max()) < longest
+            assert int(batch.seq_lens.max()) == batch.max_seqlen_k <= longest
+            assert batch.num_seqs <= seqs
+            assert int(batch.cu_seqlens_q[-1]) == batch.num_tokens
+            return super().forward(batch)
+
+    model = Checked()
+    worker = make_worker(
+        model, max_num_batched_tokens=tokens, max_num_seqs=seqs, max_model_len=longest
+    )
+    worker.load()
+    worker.profile()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    assert max(model.forwards) == most
+
+
+@pytest.mark.req("REL-23")
+def test_the_profile_sees_what_a_step_takes(tiny: Any) -> None:
+    """100 MiB more in a step are 100 MiB more in the profile, within a tenth."""
+
+    class Hungry(tiny.LM):  # type: ignore[misc, name-defined]
+        def forward(self, batch: Any) -> torch.Tensor:
+            if batch.num_tokens == 64 and batch.num_seqs == 16:
+                torch.ones(100 << 18)
+            return super().forward(batch)
+
+    worker = make_worker(Hungry())
+    worker.load()
+    assert worker.profile().activations == pytest.approx(100 << 20, rel=0.1)
+
+
+def test_warm_up_leaves_no_trace(tiny: Any) -> None:
+    model = tiny.LM()
+    worker = make_worker(model)
+    worker.load()
+    worker.profile()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    assert {1, 16} <= set(model.forwards)
+    assert all(not layer.cache.any() for layer in model.layers)
+    prompt = [3, 1, 4, 1, 5]
+    new = NewRequest("a", prompt, 5, SamplingParams(temperature=0.0), frozenset(), [], ([7, 3],), 0)
+    result = worker.execute(ScheduledStep(1, {"a": 5}, new_requests=[new]))
+    assert result.requests["a"].token_ids == model.dense_greedy(prompt, 1)
+    assert result.forward_seconds > 0
+    used = model.layers[0].cache.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    assert used == [3, 7]
+
+
+def test_order_of_calls_is_checked(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    with pytest.raises(ModelError, match="load"):
+        worker.kv_specs()
+    worker.load()
+    with pytest.raises(ModelError, match="allocate_cache"):
+        worker.execute(ScheduledStep(1, {}))
+
+
+def test_close_frees_the_cache_and_may_be_called_twice(tiny: Any) -> None:
+    model = tiny.LM()
+    worker = make_worker(model)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    cache = weakref.ref(model.layers[0].cache)
+    worker.close()
+    worker.close()
+    gc.collect()
+    assert cache() is None
+    with pytest.raises(ModelError):
+        worker.execute(ScheduledStep(1, {}))
+
+
+def test_an_empty_step(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    assert worker.execute(ScheduledStep(4, {})).requests == {}
+
+
+def test_layers_of_one_group_need_one_kind_of_backend(tiny: Any) -> None:
+    model = tiny.LM()
+    model.layers[1].backend = tiny.BlocksFirst(model.layers[0].backend.ops)
+    worker = make_worker(model)
+    worker.load()
+    with pytest.raises(ConfigError, match=r"test-blocks-first.*test-paged"):
+        worker.allocate_cache(config_for(tiny))
+
+
+def test_layers_that_share_a_tensor_need_one_layout(tiny: Any) -> None:
+    model = tiny.LM((None, 6))
+    model.layers[1].backend = tiny.BlocksFirst(model.layers[0].backend.ops)
+    worker = make_worker(model)
+    worker.load()
+    groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
+    with pytest.raises(ConfigError, match="share a cache tensor"):
+        worker.allocate_cache(KVCacheConfig(20, groups))
+
+
+def test_groups_share_tensors(tiny: Any) -> None:
+    model = tiny.LM((None, 6))
+    worker = make_worker(model)
+    worker.load()
+    groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
+    worker.allocate_cache(KVCacheConfig(20, groups))
+    first, second = (layer.cache for layer in model.layers)
+    assert first.data_ptr() == second.data_ptr()
+    assert [layer.group for layer in model.layers] == [0, 1]
+
+
+def test_a_wrong_mode_is_refused_before_anything_is_loaded(tiny: Any) -> None:
+    with pytest.raises(ConfigError, match="logprobs_mode"):
+        make_worker(tiny.LM(), logprobs_mode="some")
+
+
+def test_the_profile_is_a_memory_profile(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    worker.load()
+    assert isinstance(worker.profile(), MemoryProfile)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_core.errors import ConfigError
+from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from headrace_engine.kv.grouping import plan_groups
+
+FULL = FullAttentionSpec(16, 2, 8, "float32")
+SLIDING = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=32)
+
+
+def layers(pattern: str) -> dict[str, KVCacheSpec]:
+    return {f"l{i}": FULL if kind == "f" else SLIDING for i, kind in enumerate(pattern)}
+
+
+def test_one_kind_is_one_group() -> None:
+    (group,) = plan_groups(layers("ffff"))
+    assert (group.layer_names, group.spec) == (("l0", "l1", "l2", "l3"), FULL)
+
+
+def test_two_kinds_are_cut_into_equal_groups() -> None:
+    groups = plan_groups(layers("ssssf" * 2))
+    assert [group.layer_names for group in groups] == [
+        ("l0", "l1"), ("l2", "l3"), ("l5", "l6"), ("l7", "l8"), ("l4", "l9"),
+    ]  # fmt: skip
+    assert [group.spec for group in groups] == [SLIDING] * 4 + [FULL]
+    assert KVCacheConfig(9, groups).num_layers_per_group == 2
+
+
+@pytest.mark.parametrize(
+    ("num_full", "num_sliding", "lengths"),
+    [
+        (5, 25, [5] * 6),
+        (4, 22, [4, 4, 4, 4, 4, 3, 3]),  # two padded pages, not seven with groups of eleven
+        (10, 52, [10, 13, 13, 13, 13]),  # three padded pages, not eight with groups of ten
+        (4, 5, [4, 5]),
+        (1, 3, [1, 1, 1, 1]),
+        (6, 6, [6, 6]),
+    ],
+)
+def test_group_sizes_waste_little(num_full: int, num_sliding: int, lengths: list[int]) -> None:
+    groups = plan_groups(layers("f" * num_full + "s" * num_sliding))
+    assert [len(group.layer_names) for group in groups] == lengths
+
+
+@given(st.text("fs", min_size=1, max_size=70))
+def test_every_layer_is_in_one_group_of_its_kind(pattern: str) -> None:
+    specs = layers(pattern)
+    groups = plan_groups(specs)
+    assert sorted(n for group in groups for n in group.layer_names) == sorted(specs)
+    assert all(specs[name] == group.spec for group in groups for name in group.layer_names)
+    size = KVCacheConfig(9, groups).num_layers_per_group
+    kinds = {"f": pattern.count("f"), "s": pattern.count("s")}
+    assert size * len(groups) - len(pattern) <= sum(-count % size for count in kinds.values())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (FullAttentionSpec(32, 1, 8, "float32"), "block_size of layer 'a' is 16, of layer 'b' 32"),
+        (
+            SlidingWindowSpec(16, 4, 8, "float32", sliding_window=8),
+            "page_bytes of layer 'a' is 2048, of layer 'b' 4096",
+        ),
+    ],
+)
+def test_pages_must_agree(other: KVCacheSpec, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_groups({"a": FULL, "b": other})
+
+
+def test_no_layers() -> None:
+    with pytest.raises(ConfigError, match="no attention layers"):
+        plan_groups({})

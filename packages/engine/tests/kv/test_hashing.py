@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_engine.kv.hashing import MAX_TOKEN_ID, BlockHashes, block_digest, root_digest
+
+STORED = "cd9caedf526483f5e8059a2bc3451e91cb8f7e4774d0b846e9f68968334bc6c5"
+
+
+@pytest.mark.spec("CFG-CACHE")
+def test_digests_equal_the_stored_constant() -> None:
+    """On every machine, byte order and Python: a shared cache depends on it."""
+    hashes = BlockHashes(4, "tenant é")
+    assert hashes.extend([1, 2, 3, 4, 70_000, 0, MAX_TOKEN_ID, 5, 6])[1].hex() == STORED
+
+
+def test_the_encoding_is_the_documented_one() -> None:
+    root = hashlib.sha256(b"headrace-kv-1" + struct.pack("<I", 0)).digest()
+    assert root_digest() == root
+    block = hashlib.sha256(root + struct.pack("<IIII", 2, 7, 8, 0)).digest()
+    assert block_digest(root, [7, 8]) == block
+    keyed = hashlib.sha256(root + struct.pack("<IIII", 2, 7, 8, 1) + b"\x02\x00\x00\x00ab").digest()
+    assert block_digest(root, [7, 8], ["ab"]) == keyed
+
+
+def test_digests_do_not_depend_on_the_hash_seed() -> None:
+    code = (
+        "from headrace_engine.kv.hashing import BlockHashes;"
+        "print(BlockHashes(2, 's').extend([1, 2, 3, 4])[-1].hex())"
+    )
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("salt", ["", "a", "\ud800", "a" * 5000])
+def test_every_salt_is_its_own_world(salt: str) -> None:
+    plain = BlockHashes(1, None).extend([1])
+    assert BlockHashes(1, salt).extend([1]) != plain
+    assert BlockHashes(1, salt + "b").extend([1]) != BlockHashes(1, salt).extend([1])
+
+
+def test_keys_cannot_be_shifted_into_each_other() -> None:
+    root = root_digest()
+    variants = [["ab", "c"], ["a", "bc"], ["abc"], ["", "abc"], []]
+    assert len({block_digest(root, [1], keys) for keys in variants}) == len(variants)
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.lists(st.integers(0, 40), max_size=6))
+def test_growing_step_by_step_gives_the_same_digests(tokens: list[int], cuts: list[int]) -> None:
+    stepwise = BlockHashes(3, None)
+    for cut in sorted(cuts):
+        stepwise.extend(tokens[:cut])
+    assert stepwise.extend(tokens) == BlockHashes(3, None).extend(tokens)
+    assert len(stepwise.digests) == len(tokens) // 3
+
+
+def test_a_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(parent: bytes, token_ids: list[int]) -> bytes:
+        calls.append(token_ids)
+        return block_digest(parent, token_ids)
+
+    monkeypatch.setattr("headrace_engine.kv.hashing.block_digest", counted)
+    hashes = BlockHashes(2, None)
+    for length in (1, 2, 3, 5, 5):
+        hashes.extend([1, 2, 3, 4, 5][:length])
+    assert calls == [[1, 2], [3, 4]]

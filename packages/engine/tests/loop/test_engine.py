@@ -1,0 +1,463 @@
+"""The asynchronous engine over a core in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from engine_fakes import EOS, CharTokenizer, expected_tokens, make_core, served_model
+
+from headrace_core.config import EngineConfig, SchedulerConfig
+from headrace_core.engine import EngineClient
+from headrace_core.errors import (
+    EngineDead,
+    GenerateError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
+from headrace_core.output import FlatLogprobs, RequestOutput
+from headrace_core.request import ChatPrompt
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.engine import Engine
+from headrace_engine.intake.intake import Intake
+
+DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
+
+
+def make_engine(stream_interval: int = 1, max_queued: int = 1000, **core: Any) -> Engine:
+    intake = Intake(CharTokenizer(), served_model())
+    config = EngineConfig(
+        scheduler=SchedulerConfig(stream_interval=stream_interval, max_queued_requests=max_queued)
+    )
+    return Engine(InprocClient(lambda _: make_core(**core)), intake, config)
+
+
+@pytest_asyncio.fixture(params=[True, False], ids=["overlapped", "simple"])
+async def engine(request: pytest.FixtureRequest) -> AsyncIterator[Engine]:
+    made = make_engine(overlapped=request.param)
+    yield made
+    await made.shutdown()
+
+
+async def collect(engine: Engine, *args: Any, **options: Any) -> list[RequestOutput]:
+    return [output async for output in engine.generate(*args, **options)]
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(chr(t) for t in tokens if t != EOS)
+
+
+async def until_free(engine: Engine) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            stats = await engine.stats()
+            if (
+                stats.num_requests_running == stats.num_requests_waiting == 0
+                and stats.num_free_blocks == stats.num_blocks
+            ):
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_is_an_engine_client(engine: Engine) -> None:
+    client: EngineClient = engine
+    assert client.model.vocab_size == served_model().vocab_size
+    assert client.dead_error is None
+    await client.check_health()
+
+
+@pytest.mark.req("REL-16")
+@pytest.mark.spec("ENGINE-OUTPUTS")
+async def test_deltas_equal_the_whole(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=80, ignore_eos=True, output_kind=DELTA)
+    deltas = await collect(engine, "hello", params, "r1")
+    whole = await collect(engine, "hello", SamplingParams(max_tokens=80, ignore_eos=True), "r2")
+    final = await collect(
+        engine, "hello", SamplingParams(max_tokens=80, ignore_eos=True, output_kind=FINAL), "r3"
+    )
+    expected = expected_tokens("hello", params)
+    assert len(final) == 1
+    assert final[0].outputs[0].token_ids == whole[-1].outputs[0].token_ids == expected
+    assert [t for o in deltas for t in o.outputs[0].token_ids] == expected
+    assert "".join(o.outputs[0].text for o in deltas) == text_of(expected)
+    assert whole[-1].outputs[0].text == text_of(expected)
+    assert [o.finished for o in deltas].count(True) == 1
+    assert deltas[-1].outputs[0].finish_reason == "length"
+    merged = deltas[0]
+    for later in deltas[1:]:
+        merged.add(later, aggregate=True)
+    assert merged.outputs == whole[-1].outputs
+
+
+async def test_identical_in_a_batch_of_64(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=30)
+    prompts = [f"prompt number {i}" for i in range(64)]
+    results = await asyncio.gather(
+        *(collect(engine, p, params, f"r{i}") for i, p in enumerate(prompts))
+    )
+    for prompt, outputs in zip(prompts, results, strict=True):
+        assert outputs[-1].outputs[0].token_ids == expected_tokens(prompt, params)
+    await until_free(engine)
+
+
+@pytest.mark.req("REL-05")
+async def test_64_streams_half_cancelled(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=120, ignore_eos=True, output_kind=DELTA)
+
+    async def stream(index: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in engine.generate(f"p{index}", params, f"r{index}"):
+            tokens += output.outputs[0].token_ids
+            if index % 2 and len(tokens) > index:
+                await asyncio.sleep(3600)
+        return tokens
+
+    tasks = [asyncio.create_task(stream(i)) for i in range(64)]
+    whole = await asyncio.gather(*tasks[::2])
+    for task in tasks[1::2]:
+        task.cancel()
+    ended = await asyncio.gather(*tasks[1::2], return_exceptions=True)
+    assert all(isinstance(e, asyncio.CancelledError) for e in ended)
+    for index, tokens in zip(range(0, 64, 2), whole, strict=True):
+        assert tokens == expected_tokens(f"p{index}", params)
+    await until_free(engine)
+
+
+@pytest.mark.req("REL-05")
+async def test_dropped_consumers_free_everything(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    closed = engine.generate("closed", params, "r1")
+    await anext(closed)
+    await closed.aclose()
+    forgotten = engine.generate("forgotten", params, "r2")
+    await anext(forgotten)
+    del forgotten
+    gc.collect()
+    async for _ in engine.generate("left", params, "r3"):
+        break
+    gc.collect()
+    await until_free(engine)
+
+
+async def test_abort_ends_with_reason_abort() -> None:
+    engine = make_engine(step_seconds=0.002)
+    params = SamplingParams(max_tokens=400, ignore_eos=True, n=2, seed=1)
+    outputs = []
+    async for output in engine.generate("x", params, "r1"):
+        outputs.append(output)
+        if len(outputs) == 2:
+            await engine.abort(["r1", "unknown"])
+    assert outputs[-1].finished
+    assert [c.finish_reason for c in outputs[-1].outputs] == ["abort", "abort"]
+    await until_free(engine)
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-06")
+async def test_slow_reader_gets_merged_outputs() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA, logprobs=0)
+    outputs = []
+    async for output in engine.generate("slow", params, "r1"):
+        outputs.append(output)
+        await asyncio.sleep(0.05)
+    expected = expected_tokens("slow", params)
+    assert [t for o in outputs for t in o.outputs[0].token_ids] == expected
+    assert sum(len(o.outputs[0].logprobs or ()) for o in outputs) == 200
+    assert len(outputs) < 60, "outputs queued up instead of being merged"
+    await engine.shutdown()
+
+
+async def test_stream_interval_first_and_last_at_once() -> None:
+    engine = make_engine(stream_interval=10, step_seconds=0.001)
+    params = SamplingParams(max_tokens=35, ignore_eos=True, output_kind=DELTA)
+    sizes = [len(o.outputs[0].token_ids) for o in await collect(engine, "interval", params, "r")]
+    assert sizes[0] == 1
+    assert sum(sizes) == 35
+    assert all(size >= 10 for size in sizes[1:-1])
+    await engine.shutdown()
+
+
+@pytest.mark.spec("ENGINE-SAMPLING")
+async def test_several_completions(engine: Engine) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=25, ignore_eos=True, prompt_logprobs=0)
+    last = (await collect(engine, "many", params, "r1"))[-1]
+    assert [c.index for c in last.outputs] == [0, 1, 2]
+    assert len({c.text for c in last.outputs}) == 3
+    assert last.outputs[0].token_ids == expected_tokens("many", params)
+    assert last.prompt_logprobs is not None
+    assert last.prompt_logprobs[0] is None
+    assert [next(iter(p)) for p in last.prompt_logprobs[1:] if p] == [ord(c) for c in "any"]
+    again = (await collect(engine, "many", params, "r2"))[-1]
+    assert [c.text for c in again.outputs] == [c.text for c in last.outputs]
+
+
+@pytest.mark.spec("ENGINE-OUTPUTS")
+async def test_finish_and_stop_reasons(engine: Engine) -> None:
+    def last_of(outputs: list[RequestOutput]) -> tuple[str | None, object, str]:
+        completion = outputs[-1].outputs[0]
+        return completion.finish_reason, completion.stop_reason, completion.text
+
+    base = SamplingParams(max_tokens=60, ignore_eos=True)
+    tokens = expected_tokens("reasons", base)
+    text = text_of(tokens)
+    assert last_of(await collect(engine, "reasons", base, "a")) == ("length", None, text)
+    stop = text[10:13]
+    at = text.index(stop)
+    by_string = SamplingParams(max_tokens=60, ignore_eos=True, stop=["zzzzzz", stop])
+    assert last_of(await collect(engine, "reasons", by_string, "b")) == ("stop", stop, text[:at])
+    kept = SamplingParams(
+        max_tokens=60, ignore_eos=True, stop=[stop], include_stop_str_in_output=True
+    )
+    assert last_of(await collect(engine, "reasons", kept, "c"))[2] == text[: at + 3]
+    by_id = SamplingParams(max_tokens=60, ignore_eos=True, stop_token_ids=[tokens[7]])
+    reason = last_of(await collect(engine, "reasons", by_id, "d"))
+    assert reason == ("stop", tokens[7], text[: tokens.index(tokens[7]) + 1])
+    ended = next(
+        p for p in (f"end{i}" for i in range(500))
+        if EOS in expected_tokens(p, SamplingParams(max_tokens=60))
+    )  # fmt: skip
+    by_eos = last_of(await collect(engine, ended, SamplingParams(max_tokens=60), "e"))
+    assert by_eos[:2] == ("stop", None)
+    assert "</s>" not in by_eos[2]
+    await until_free(engine)
+
+
+@pytest.mark.spec("ENGINE-LOGPROBS")
+async def test_logprobs_flat_and_listed(engine: Engine) -> None:
+    def params(flat: bool) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=9, ignore_eos=True, logprobs=3, prompt_logprobs=1, flat_logprobs=flat
+        )
+
+    listed = (await collect(engine, "probs", params(False), "a"))[-1]
+    flat = (await collect(engine, "probs", params(True), "b"))[-1]
+    assert isinstance(flat.outputs[0].logprobs, FlatLogprobs)
+    assert isinstance(flat.prompt_logprobs, FlatLogprobs)
+    assert flat.outputs[0].logprobs == listed.outputs[0].logprobs
+    assert flat.prompt_logprobs == listed.prompt_logprobs
+    assert listed.outputs[0].cumulative_logprob == pytest.approx(-0.25 * 9)
+    position = listed.outputs[0].logprobs[0]
+    assert position is not None
+    assert [e.rank for e in position.values()] == [1, 2, 3]
+    assert next(iter(position.values())).decoded_token == listed.outputs[0].text[0]
+
+
+async def test_cached_tokens_and_metrics(engine: Engine) -> None:
+    prompt = "a prompt that is long enough for blocks"
+    first = (await collect(engine, prompt, SamplingParams(max_tokens=4), "a"))[-1]
+    second = (await collect(engine, prompt, SamplingParams(max_tokens=4), "b"))[-1]
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(prompt) - 1) // 4 * 4
+    metrics = second.metrics
+    assert metrics is not None
+    assert 0 < metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
+    assert metrics.first_token_ts <= metrics.last_token_ts
+    assert metrics.num_generation_tokens == len(second.outputs[0].token_ids)
+    salted = {"prompt": prompt, "cache_salt": "mine"}
+    assert (await collect(engine, salted, SamplingParams(), "c"))[-1].num_cached_tokens == 0
+
+
+@pytest.mark.req("REL-01")
+@pytest.mark.parametrize("failure", ["fail_at", "raise_at"])
+async def test_a_failing_request_does_not_stop_others(engine: Engine, failure: str) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    bad = SamplingParams(max_tokens=60, ignore_eos=True, extra_args={failure: 5})
+    good = [asyncio.create_task(collect(engine, f"g{i}", params, f"g{i}")) for i in range(7)]
+    with pytest.raises(GenerateError, match="as told"):
+        await collect(engine, "bad", bad, "bad")
+    results = await asyncio.gather(*good, return_exceptions=True)
+    if failure == "fail_at":
+        for index, outputs in enumerate(results):
+            assert not isinstance(outputs, BaseException)
+            assert outputs[-1].outputs[0].token_ids == expected_tokens(f"g{index}", params)
+    # A step that raises takes the requests of that step with it, and no others.
+    after = await collect(engine, "after", params, "after")
+    assert after[-1].outputs[0].token_ids == expected_tokens("after", params)
+    await until_free(engine)
+
+
+@pytest.mark.req("REL-03")
+async def test_death_ends_every_stream() -> None:
+    engine = make_engine(step_seconds=0.002)
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
+    streams = [asyncio.create_task(collect(engine, f"s{i}", long, f"s{i}")) for i in range(8)]
+    fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 10})
+    with pytest.raises(EngineDead, match="died as told"):
+        await collect(engine, "fatal", fatal, "fatal")
+    async with asyncio.timeout(5):
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+    assert all(isinstance(e, EngineDead) for e in ended)
+    assert isinstance(engine.dead_error, EngineDead)
+    with pytest.raises(EngineDead):
+        await engine.check_health()
+    with pytest.raises(EngineDead):
+        await collect(engine, "late", long, "late")
+    with pytest.raises(EngineDead):
+        await engine.stats()
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-02")
+async def test_a_stuck_step_is_unhealthy() -> None:
+    intake = Intake(CharTokenizer(), served_model())
+    engine = Engine(InprocClient(lambda _: make_core()), intake, heartbeat_limit=0.1)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"hang_at": 5, "hang": 0.6})
+    task = asyncio.create_task(collect(engine, "stuck", params, "r"))
+    await engine.check_health()
+    await asyncio.sleep(0.3)
+    with pytest.raises(EngineDead, match="no progress"):
+        await engine.check_health()
+    await task
+    await asyncio.sleep(0.02)
+    await engine.check_health()
+    await engine.shutdown()
+
+
+async def test_queue_full() -> None:
+    engine = make_engine(max_queued=2, max_num_seqs=1, step_seconds=0.01)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    first = engine.generate("a", params, "a")
+    await anext(first)
+    waiting = [asyncio.create_task(collect(engine, "b", params, f"b{i}")) for i in range(2)]
+    await asyncio.sleep(0.02)
+    with pytest.raises(QueueFull) as caught:
+        await collect(engine, "c", params, "c")
+    assert 0 < caught.value.retry_after <= 60
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await first.aclose()
+    await until_free(engine)
+    await engine.shutdown()
+
+
+async def test_wrong_requests_raise_before_anything_runs(engine: Engine) -> None:
+    with pytest.raises(PromptTooLong):
+        await collect(engine, "x" * 513, SamplingParams(), "a")
+    with pytest.raises(RequestError):
+        await collect(engine, "", SamplingParams(), "b")
+    stream = engine.generate("x", SamplingParams(max_tokens=300, ignore_eos=True), "same")
+    await anext(stream)
+    with pytest.raises(RequestError, match="same"):
+        await collect(engine, "y", SamplingParams(), "same")
+    await stream.aclose()
+    await until_free(engine)
+
+
+async def test_two_requests_one_after_the_other_may_share_an_id(engine: Engine) -> None:
+    for _ in range(50):
+        stream = engine.generate("x", SamplingParams(max_tokens=300, ignore_eos=True), "same")
+        await anext(stream)
+        await stream.aclose()
+    outputs = await collect(engine, "x", SamplingParams(max_tokens=5, ignore_eos=True), "same")
+    expected = expected_tokens("x", SamplingParams(max_tokens=5, ignore_eos=True))
+    assert outputs[-1].outputs[0].token_ids == expected
+    await until_free(engine)
+
+
+@pytest.mark.spec("ENGINE-CORE")
+async def test_reset_prefix_cache(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    stream = engine.generate("reset me", params, "r")
+    await anext(stream)
+    assert await engine.reset_prefix_cache() is False
+    assert await engine.reset_prefix_cache(reset_running_requests=True) is True
+    last = [output async for output in stream][-1]
+    assert last.outputs[0].token_ids == expected_tokens("reset me", params)
+    assert await engine.reset_prefix_cache() is True
+
+
+async def test_preemption_changes_nothing() -> None:
+    engine = make_engine(num_blocks=40, max_num_seqs=16)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    results = await asyncio.gather(*(collect(engine, f"p{i}", params, f"r{i}") for i in range(8)))
+    for index, outputs in enumerate(results):
+        assert outputs[-1].outputs[0].token_ids == expected_tokens(f"p{index}", params)
+    stats = await engine.stats()
+    assert stats.num_preemptions > 0
+    assert sum(r[-1].metrics.num_preemptions for r in results if r[-1].metrics) > 0
+    await engine.shutdown()
+
+
+async def test_tokenize_and_chat(engine: Engine) -> None:
+    chat = ChatPrompt([{"role": "user", "content": "hi"}])
+    found = await engine.tokenize(chat, strings=True)
+    assert "".join(found.token_strings or ()) == "user: hi\n"
+    assert await engine.detokenize(found.token_ids) == "user: hi\n"
+    large = await engine.tokenize("x" * 50_000)
+    assert len(large.token_ids) == 50_000
+    outputs = await collect(engine, chat, SamplingParams(max_tokens=5), "chat")
+    assert outputs[-1].prompt == "user: hi\n"
+
+
+async def test_shutdown_drains_then_aborts() -> None:
+    engine = make_engine(step_seconds=0.005)
+    quick = asyncio.create_task(
+        collect(engine, "q", SamplingParams(max_tokens=10, ignore_eos=True), "q")
+    )
+    slow = asyncio.create_task(
+        collect(engine, "s", SamplingParams(max_tokens=500, ignore_eos=True), "s")
+    )
+    await asyncio.sleep(0.01)
+    await engine.shutdown(drain_timeout=0.5)
+    assert (await quick)[-1].outputs[0].finish_reason == "length"
+    assert (await slow)[-1].outputs[0].finish_reason == "abort"
+    with pytest.raises(EngineDead):
+        await collect(engine, "late", SamplingParams(), "late")
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-05")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("overlapped", [True, False])
+async def test_random_lives(seed: int, overlapped: bool) -> None:
+    """Requests that end in every possible way, at random, in a cache that is too small for all."""
+    engine = make_engine(overlapped=overlapped, num_blocks=60, max_num_seqs=12)
+    rng = random.Random(seed)
+
+    async def live(index: int) -> None:
+        await asyncio.sleep(rng.random() * 0.05)
+        fate = rng.choice(["whole", "whole", "close", "cancel", "abort", "fail", "stop"])
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 60),
+            ignore_eos=True,
+            n=rng.choice([1, 1, 3]),
+            seed=index,
+            stop=["a", "e"] if fate == "stop" else None,
+            extra_args={"fail_at": rng.randint(0, 20)} if fate == "fail" else None,
+            output_kind=rng.choice(list(RequestOutputKind)),
+        )
+        stream = engine.generate(f"life {index}", params, f"r{index}")
+        seen = 0
+        try:
+            async for output in stream:
+                seen += 1
+                if fate == "close" and seen > 2:
+                    await stream.aclose()
+                elif fate == "abort" and seen == 2:
+                    await engine.abort([f"r{index}"])
+                if fate == "whole" and output.finished and params.output_kind is not DELTA:
+                    expected = expected_tokens(f"life {index}", params)
+                    assert output.outputs[0].token_ids == expected
+        except GenerateError:
+            assert fate == "fail"
+
+    tasks = [asyncio.create_task(live(i)) for i in range(40)]
+    await asyncio.sleep(0.06)
+    for task in tasks[::9]:
+        task.cancel()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert outcome is None or isinstance(outcome, asyncio.CancelledError), repr(outcome)
+    await until_free(engine)
+    assert engine._processor.num_waiting == 0
+    assert engine._processor.states == []
+    await engine.check_health()
+    await engine.shutdown()

@@ -1,0 +1,176 @@
+"""The synchronous engine."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+from engine_fakes import CharTokenizer, expected_tokens, make_core, served_model, wait_until
+
+from headrace_core.errors import EngineDead, PromptTooLong, RequestError
+from headrace_core.output import RequestOutput
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.engine import OfflineEngine
+from headrace_engine.intake.intake import Intake
+
+FINAL = RequestOutputKind.FINAL_ONLY
+
+
+def make_offline(**core: Any) -> OfflineEngine:
+    return OfflineEngine(
+        InprocClient(lambda _: make_core(**core)), Intake(CharTokenizer(), served_model())
+    )
+
+
+def assert_free(engine: OfflineEngine) -> None:
+    # An abort is a command before this one: when the answer is here, it has been done.
+    stats = engine.stats()
+    assert stats.num_requests_running == stats.num_requests_waiting == 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.req("REL-15")
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_both_loops_and_all_kinds_agree(kind: RequestOutputKind) -> None:
+    params = SamplingParams(max_tokens=40, output_kind=kind)
+    prompts = [f"prompt {i}" for i in range(24)]
+    results = []
+    for overlapped in (True, False):
+        with make_offline(overlapped=overlapped, num_blocks=60) as engine:
+            results.append(engine.run(prompts, params))
+            assert engine.stats().num_preemptions > 0
+            assert_free(engine)
+    for prompt, overlapped_out, simple_out in zip(prompts, *results, strict=True):
+        assert overlapped_out.outputs == simple_out.outputs
+        assert overlapped_out.outputs[0].token_ids == expected_tokens(prompt, params)
+        assert overlapped_out.finished
+
+
+def test_results_are_in_order_and_seen_as_they_come() -> None:
+    seen: list[tuple[int, RequestOutput]] = []
+    every = [SamplingParams(max_tokens=n, ignore_eos=True, output_kind=FINAL) for n in (30, 3, 12)]
+    with make_offline() as engine:
+        outputs = engine.run(["a", "b", "c"], every, on_output=lambda i, o: seen.append((i, o)))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [30, 3, 12]
+    assert [index for index, _ in seen] == [1, 2, 0]
+
+
+def test_wrong_input_leaves_nothing_running() -> None:
+    with make_offline() as engine:
+        with pytest.raises(PromptTooLong):
+            engine.run(["fine", "x" * 513], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert not engine.has_unfinished_requests()
+        assert_free(engine)
+        with pytest.raises(RequestError, match="params"):
+            engine.run(["a", "b"], [SamplingParams()])
+
+
+def test_max_tokens_is_clamped_to_the_context() -> None:
+    with make_offline() as engine:
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        output = engine.run(["x" * 510], params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (2, "length")
+
+
+def test_keyboard_interrupt_aborts_everything() -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    with make_offline(step_seconds=0.001) as engine:
+        calls = 0
+
+        def interrupt(index: int, output: RequestOutput) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 20:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(["a", "b", "c"], params, on_output=interrupt)
+        assert not engine.has_unfinished_requests()
+        assert_free(engine)
+        again = engine.run(["a"], SamplingParams(max_tokens=5, ignore_eos=True))
+        assert len(again[0].outputs[0].token_ids) == 5
+
+
+@pytest.mark.req("REL-01")
+def test_one_failure_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    good = SamplingParams(max_tokens=20, ignore_eos=True)
+    bad = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"fail_at": 4})
+    with make_offline() as engine:
+        outputs = engine.run(["a", "b", "c"], [good, bad, good])
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
+    assert len(outputs[1].outputs[0].token_ids) == 4
+    assert "failed as told" in caplog.text
+
+
+def test_death_raises() -> None:
+    fatal = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"die_at": 4})
+    with make_offline() as engine:
+        with pytest.raises(EngineDead, match="died as told"):
+            engine.run(["a", "b"], fatal)
+        assert not engine.has_unfinished_requests()
+        with pytest.raises(EngineDead):
+            engine.run(["a"], fatal)
+
+
+@pytest.mark.spec("ENGINE-CORE")
+def test_add_step_abort() -> None:
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+    with make_offline(step_seconds=0.001) as engine:
+        assert engine.step() == []
+        engine.add_request("one", "first", params)
+        engine.add_request("two", "second", SamplingParams(max_tokens=10, ignore_eos=True))
+        with pytest.raises(RequestError, match="one"):
+            engine.add_request("one", "again", params)
+        finished: dict[str, RequestOutput] = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    finished[output.request_id] = output
+            if "two" in finished:
+                engine.abort_request(["one", "unknown"])
+        assert finished["one"].outputs[0].finish_reason == "abort"
+        assert finished["two"].outputs[0].finish_reason == "length"
+        assert_free(engine)
+
+
+@pytest.mark.spec("ENGINE-CORE")
+def test_reset_while_running() -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    with make_offline(step_seconds=0.001) as engine:
+        engine.add_request("r", "reset", params)
+        engine.step()
+        assert engine.reset_prefix_cache() is False
+        assert engine.reset_prefix_cache(reset_running_requests=True) is True
+        last = None
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                last = output
+        assert last is not None
+        assert last.outputs[0].token_ids == expected_tokens("reset", params)
+
+
+@pytest.mark.spec("ENGINE-SAMPLING")
+def test_priorities() -> None:
+    intake = Intake(CharTokenizer(), served_model(priority_scheduling=True))
+    client = InprocClient(lambda _: make_core(policy="priority", max_num_seqs=1))
+    order: list[int] = []
+    params = SamplingParams(max_tokens=4, ignore_eos=True, output_kind=FINAL)
+    with OfflineEngine(client, intake) as engine:
+        engine.run(
+            ["a", "b", "c", "d"], params, priority=[0, 5, -1, 3],
+            on_output=lambda i, _: order.append(i),
+        )  # fmt: skip
+    assert order.index(2) < order.index(3) < order.index(1)
+
+
+def test_a_forgotten_engine_ends() -> None:
+    client = InprocClient(lambda _: make_core())
+    engine = OfflineEngine(client, Intake(CharTokenizer(), served_model()))
+    engine.run(["a"], SamplingParams(max_tokens=3))
+    loop = client._loop
+    assert loop is not None
+    del engine, client
+    gc.collect()
+    wait_until(lambda: not loop.is_alive)

@@ -1,0 +1,317 @@
+"""Random traffic on scheduler, block pool and prefix cache, against a worker that checks."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from headrace_core.config import SchedulerConfig
+from headrace_core.errors import QueueFull, RequestError
+from headrace_core.kv import NULL_BLOCK
+from headrace_core.request import CoreRequest
+from headrace_core.sampling import SamplingParams
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
+from headrace_core.testing.kv import cache_config
+from headrace_core.testing.scheduling import CheckingWorker, expected_tokens
+from headrace_engine.kv.manager import PagedKVCacheManager
+from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduling.request import RequestStatus
+from headrace_engine.scheduling.scheduler import Scheduler
+
+VOCAB_SIZE = 5
+MAX_MODEL_LEN = 40
+MOST_STEPS = 3000
+"""Bound within which everything must finish; far above what the largest case needs."""
+
+PREFIXES = ([], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 9, 9], [3] * 12)
+
+worlds = st.fixed_dictionaries(
+    {
+        "num_blocks_per_group": st.integers(6, 20),
+        "groups": st.sampled_from([("full",), ("full", "sliding"), ("sliding", "full", "sliding")]),
+        "block_size": st.integers(2, 4),
+        "budget": st.integers(2, 16),
+        "max_num_seqs": st.integers(1, 6),
+        "policy": st.sampled_from(["fcfs", "priority"]),
+        "partial": st.sampled_from([(1, 1, 0), (2, 1, 4), (3, 2, 6)]),
+        "chunked": st.booleans(),
+        "caching": st.sampled_from([True, True, True, False]),
+        "overlapped": st.booleans(),
+    }
+)
+
+requests = st.fixed_dictionaries(
+    {
+        "prefix": st.sampled_from(PREFIXES),
+        "suffix": st.lists(st.integers(0, 3), max_size=9),
+        "salt": st.sampled_from([None, None, None, "s"]),
+        "max_tokens": st.integers(1, 14),
+        "min_tokens": st.integers(0, 4),
+        "stop": st.sampled_from([(), (4,), (0, 4)]),
+        "priority": st.integers(-1, 1),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+    }
+)
+
+
+def straight_run(request: CoreRequest) -> tuple[list[int], str]:
+    """Output tokens and finish reason of a request that runs alone."""
+    output = expected_tokens(request.prompt_token_ids, request.max_tokens, VOCAB_SIZE)
+    for index, token in enumerate(output):
+        count = index + 1
+        if token in request.stop_token_ids and count >= request.params.min_tokens:
+            return output[:count], "stop"
+        if count + len(request.prompt_token_ids) == MAX_MODEL_LEN:
+            return output[:count], "length"
+    return output, "length"
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Arrivals, steps, results, aborts, failures and resets in any order."""
+
+    @initialize(world=worlds)
+    def start(self, world: dict[str, Any]) -> None:
+        partial, long_partial, threshold = world["partial"]
+        budget = max(world["budget"], world["max_num_seqs"])
+        if not world["chunked"]:
+            partial, long_partial, threshold, budget = 1, 1, 0, MAX_MODEL_LEN
+        num_blocks = 1 + world["num_blocks_per_group"] * len(world["groups"])
+        cache = cache_config(num_blocks, *world["groups"], block_size=world["block_size"])
+        self.kv = PagedKVCacheManager(cache, world["caching"], MAX_MODEL_LEN, budget)
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=world["max_num_seqs"],
+                enable_chunked_prefill=world["chunked"],
+                max_num_partial_prefills=partial,
+                max_long_partial_prefills=long_partial,
+                long_prefill_token_threshold=threshold,
+                policy=world["policy"],
+                max_queued_requests=12,
+            ),
+            self.kv,
+            max_model_len=MAX_MODEL_LEN,
+            async_scheduling=world["overlapped"],
+        )
+        self.worker = CheckingWorker(cache, VOCAB_SIZE)
+        self.budget, self.max_num_seqs = budget, world["max_num_seqs"]
+        self.in_flight: deque[ScheduledStep] = deque()
+        self.live: dict[str, CoreRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.num_added = 0
+        self.tables: dict[str, tuple[list[int], ...]] = {}
+
+    # -- what may happen -----------------------------------------------------------------------
+
+    @rule(arrivals=st.lists(requests, min_size=1, max_size=5), reuse_id=st.booleans())
+    def arrive(self, arrivals: list[dict[str, Any]], reuse_id: bool) -> None:
+        for drawn in arrivals:
+            self.add(drawn, "again" if reuse_id else f"r{self.num_added}")
+
+    @precondition(lambda self: self.live or self.in_flight)
+    @rule(moves=st.lists(st.booleans(), min_size=4, max_size=24))
+    def proceed(self, moves: list[bool]) -> None:
+        """Schedule or land, in any order: up to two steps are in flight."""
+        for schedules in moves:
+            if schedules or not self.in_flight:
+                self.schedule()
+            else:
+                self.land()
+
+    def add(self, drawn: dict[str, Any], request_id: str) -> None:
+        prompt = [*drawn["prefix"], *drawn["suffix"]]
+        self.num_added += 1
+        request = CoreRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=SamplingParams(
+                max_tokens=drawn["max_tokens"],
+                min_tokens=min(drawn["min_tokens"], drawn["max_tokens"]),
+                prompt_logprobs=drawn["prompt_logprobs"],
+            ),
+            stop_token_ids=frozenset(drawn["stop"]),
+            max_tokens=drawn["max_tokens"],
+            arrival_time=float(self.num_added),
+            priority=drawn["priority"],
+            cache_salt=drawn["salt"],
+        )
+        needed = min(len(prompt) + request.max_tokens, MAX_MODEL_LEN) - 1
+        possible = prompt and request_id not in self.live and self.kv.fits(needed)
+        try:
+            self.scheduler.add(request)
+        except QueueFull:
+            assert self.scheduler.num_waiting >= 12
+        except RequestError:
+            assert not possible
+        else:
+            assert possible
+            self.live[request_id], self.tokens[request_id] = request, []
+
+    def schedule(self) -> None:
+        step = self.scheduler.schedule()
+        if step is None:
+            assert self.in_flight or not self.live, "work waits, nothing runs, nothing is in flight"
+            return
+        assert step.num_tokens <= self.budget
+        assert len(step.num_scheduled_tokens) <= self.max_num_seqs
+        self.follow_tables(step)
+        self.in_flight.append(step)
+
+    def land(self) -> None:
+        step = self.in_flight.popleft()
+        self.take(self.scheduler.update(step, self.worker.execute(step)))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(which=st.integers(0, 9))
+    def land_with_one_error(self, which: int) -> None:
+        step = self.in_flight.popleft()
+        result = self.worker.execute(step)
+        request_id = list(result.requests)[which % len(result.requests)]
+        result.requests[request_id] = RequestStepResult(error="broken")
+        self.take(self.scheduler.update(step, result), errors={request_id: "broken"})
+
+    @precondition(lambda self: self.in_flight)
+    @rule(late_fails=st.booleans())
+    def fail(self, late_fails: bool) -> None:
+        step = self.in_flight.popleft()
+        self.worker.skip(step)
+        failed = dict.fromkeys(step.num_scheduled_tokens, "worker broke")
+        self.take(self.scheduler.fail(step, "worker broke"), errors=failed)
+        while self.in_flight:  # whatever it returns was computed from garbage
+            late = self.in_flight.popleft()
+            self.worker.skip(late)
+            if late_fails:
+                outputs = self.scheduler.fail(late, "worker broke")
+            else:
+                garbage = {r: RequestStepResult([0]) for r in late.num_scheduled_tokens}
+                outputs = self.scheduler.update(late, StepResult(late.step_id, garbage))
+            assert outputs == []
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 50), twice=st.booleans())
+    def abort(self, which: int, twice: bool) -> None:
+        request_id = sorted(self.live)[which % len(self.live)]
+        outputs = self.scheduler.abort([request_id, "unknown", *([request_id] * twice)])
+        (output,) = outputs
+        assert (output.request_id, output.finish_reason) == (request_id, "abort")
+        del self.live[request_id]
+
+    @precondition(lambda self: self.live and self.scheduler.num_running)
+    @rule()
+    def preempt_all(self) -> None:
+        self.scheduler.preempt_all()
+        assert self.scheduler.num_running == 0
+
+    @precondition(lambda self: self.live)
+    @rule(reset_running=st.booleans())
+    def reset(self, reset_running: bool) -> None:
+        held = self.kv.num_free_blocks < self.kv.num_blocks
+        assert self.scheduler.reset_prefix_cache(reset_running) == (reset_running or not held)
+
+    # -- what must hold ------------------------------------------------------------------------
+
+    def take(self, outputs: list[CoreOutput], errors: dict[str, str] | None = None) -> None:
+        for output in outputs:
+            request = self.live[output.request_id]
+            tokens = self.tokens[output.request_id]
+            if output.new_token_ids and request.params.prompt_logprobs is not None and not tokens:
+                assert output.prompt_logprobs is not None
+                found = [(p.ranks[0], p.token_ids[0]) for p in output.prompt_logprobs]
+                assert found == list(enumerate(request.prompt_token_ids))[1:]
+            else:
+                assert output.prompt_logprobs is None
+            tokens += output.new_token_ids
+            expected, reason = straight_run(request)
+            assert tokens == expected[: len(tokens)]
+            if output.finish_reason == "error":
+                assert errors is not None
+                assert errors[output.request_id] == output.error
+            else:
+                done = len(tokens) == len(expected)
+                assert output.finish_reason == (reason if done else None)
+                assert output.stop_token_id == (tokens[-1] if done and reason == "stop" else None)
+            if output.finish_reason is not None:
+                del self.live[output.request_id]
+
+    def follow_tables(self, step: ScheduledStep) -> None:
+        """The tables that a worker builds from the steps are the manager's."""
+        for request_id in step.gone_request_ids:
+            del self.tables[request_id]
+        for new in step.new_requests:
+            self.tables[new.request_id] = tuple(list(ids) for ids in new.block_ids)
+        for request_id, gained in step.new_block_ids.items():
+            for table, ids in zip(self.tables[request_id], gained):
+                table.extend(ids)
+        for state in self.scheduler._running:
+            for ours, theirs in zip(
+                self.tables[state.request_id], self.kv.block_ids(state.request_id), strict=True
+            ):
+                assert len(ours) == len(theirs)
+                assert all(a == b for a, b in zip(ours, theirs) if b != NULL_BLOCK)
+
+    @invariant()
+    def every_block_is_counted_once(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        pool = self.kv._pool
+        held = Counter(
+            block_id
+            for entry in self.kv._entries.values()
+            for table in entry.tables
+            for block_id in table
+            if block_id != NULL_BLOCK
+        )
+        assert all(pool.ref_counts[b] == held[b] for b in range(1, pool.num_blocks))
+        free = pool.free_blocks()
+        assert sorted([*free, *held]) == list(range(1, pool.num_blocks))
+        assert len(free) == pool.num_free
+        is_cached = [pool.digest_of(block_id) is not None for block_id in free]
+        assert is_cached == sorted(is_cached), "empty blocks come before cached ones"
+        for group, cached in enumerate(pool._cached):
+            for digest, block_id in cached.items():
+                assert pool.digest_of(block_id) == digest
+                assert pool._group_of[block_id] == group
+
+    @invariant()
+    def requests_are_where_they_belong(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        scheduler = self.scheduler
+        assert set(scheduler._requests) == set(self.live)
+        assert scheduler.num_running + scheduler.num_waiting == len(self.live)
+        assert set(self.kv._entries) == {state.request_id for state in scheduler._running}
+        assert all(state.status is RequestStatus.RUNNING for state in scheduler._running)
+        keys = [state.sort_key for state in scheduler._running]
+        assert keys == sorted(keys)
+        stats = scheduler.stats()
+        assert stats.num_free_blocks == self.kv.num_free_blocks
+        assert scheduler.has_unfinished == bool(self.live)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        for _ in range(MOST_STEPS):
+            if not self.live and not self.in_flight:
+                break
+            self.schedule()
+            if self.in_flight:
+                self.land()
+        assert not self.live, "something starves"
+        assert self.kv.num_free_blocks == self.kv.num_blocks
+        assert not self.kv._hashes
+        assert self.scheduler.reset_prefix_cache()
+        self.every_block_is_counted_once()
+
+
+TestSchedulerMachine = pytest.mark.spec("ENGINE-UNIFIED")(SchedulerMachine.TestCase)
+TestSchedulerMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
