@@ -286,10 +286,14 @@ class ObservabilityConfig:
 
     log_stats: bool = option(True, "Count and log throughput, cache use and hit rate.")
     log_stats_interval: float = option(10.0, "Seconds between the engine's log lines.")
+    heartbeat_limit: float = option(
+        5.0, "Seconds that one step may take before the engine counts as stuck and /health answers "
+        "503. Raise it for large models on slow processors.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        _check(self.log_stats_interval > 0, "observability.log_stats_interval",
-               self.log_stats_interval, "above 0")  # fmt: skip
+        for name in ("log_stats_interval", "heartbeat_limit"):
+            _check(getattr(self, name) > 0, f"observability.{name}", getattr(self, name), "above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

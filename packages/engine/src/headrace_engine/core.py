@@ -49,6 +49,7 @@ class EngineCore:
         log_stats_interval: float = 0.0,
         memory_plan: str = "",
         block_size: int = 0,
+        max_model_len: int = 0,
     ) -> None:
         """
         Args:
@@ -58,6 +59,7 @@ class EngineCore:
             log_stats_interval: seconds between log lines; 0 = none.
             memory_plan: where the memory went, for people.
             block_size: tokens per block, for the statistics.
+            max_model_len: longest context that it serves; 0 = as configured.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -65,6 +67,7 @@ class EngineCore:
         self.log_stats_interval = log_stats_interval
         self.memory_plan = memory_plan
         self.block_size = block_size
+        self.max_model_len = max_model_len
 
     @classmethod
     def build(
@@ -74,6 +77,7 @@ class EngineCore:
         max_model_len: int,
         executor: Executor,
         timeline: StartupTimeline,
+        fit_context: bool = False,
     ) -> EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
@@ -82,13 +86,14 @@ class EngineCore:
             max_model_len: longest context.
             executor: not yet started; shut down again if anything here fails.
             timeline: gets one phase per piece of work.
+            fit_context: shorten ``max_model_len`` to what the cache can hold, instead of refusing.
 
         Raises:
             CapacityError: the longest request would not fit into the cache.
             ModelError, WeightsError, ConfigError: from the workers.
         """
         try:
-            return cls._build(config, max_model_len, executor, timeline)
+            return cls._build(config, max_model_len, executor, timeline, fit_context)
         except BaseException:
             executor.shutdown()
             raise
@@ -100,9 +105,10 @@ class EngineCore:
         max_model_len: int,
         executor: Executor,
         timeline: StartupTimeline,
+        fit_context: bool,
     ) -> EngineCore:
         with timeline.phase("import engine"):
-            from headrace_engine.execution.memory import plan_cache
+            from headrace_engine.execution.memory import fit_max_model_len, plan_cache
             from headrace_engine.kv.grouping import plan_groups
             from headrace_engine.kv.manager import PagedKVCacheManager
         with timeline.phase("start workers"):
@@ -112,15 +118,24 @@ class EngineCore:
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
             profile = executor.call("profile")[0]
+        max_step_tokens, device = config.scheduler.max_num_batched_tokens, config.device.device
         with timeline.phase("allocate cache"):
+            groups = plan_groups(specs)
+            if fit_context:
+                limit = max_model_len
+                max_model_len = fit_max_model_len(
+                    profile, groups, config.cache, limit=limit, device=device,
+                    max_num_batched_tokens=max_step_tokens,
+                )  # fmt: skip
+                logger.info("max_model_len: -1 -> %d (the model's own: %d)", max_model_len, limit)
             plan = plan_cache(
                 profile,
-                plan_groups(specs),
+                groups,
                 config.cache,
                 max_model_len=max_model_len,
                 max_num_seqs=config.scheduler.max_num_seqs or 1,
-                device=config.device.device,
-                max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+                device=device,
+                max_num_batched_tokens=max_step_tokens,
             )
             logger.info("memory plan:\n%s", plan.describe())
             executor.call("allocate_cache", plan.config)
@@ -129,7 +144,7 @@ class EngineCore:
         overlapped = bool(config.scheduler.async_scheduling)
         with timeline.phase("scheduler"):
             manager = PagedKVCacheManager(
-                plan.config, config.cache.enable_prefix_caching, max_model_len
+                plan.config, config.cache.enable_prefix_caching, max_model_len, max_step_tokens
             )
             scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
                 config.scheduler, manager, max_model_len=max_model_len, async_scheduling=overlapped
@@ -142,6 +157,7 @@ class EngineCore:
             log_stats_interval=stats.log_stats_interval if stats.log_stats else 0.0,
             memory_plan=plan.describe(),
             block_size=plan.config.block_size,
+            max_model_len=max_model_len,
         )
 
     @property

@@ -35,8 +35,6 @@ from headrace_engine.messages import CoreOutputs
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_LIMIT = 5.0
-"""Seconds without a round of the loop after which the engine counts as stuck."""
 SMALL_PROMPT = 2048
 """Characters up to which a prompt is tokenised on the event loop: well under a millisecond."""
 INTAKE_THREADS = 2
@@ -87,7 +85,8 @@ class Engine:
         client: not yet started.
         intake: knows tokenizer and model.
         config: resolved; the scheduler's part is read.
-        heartbeat_limit: see :data:`HEARTBEAT_LIMIT`.
+        heartbeat_limit: seconds without a round of the loop after which the engine counts as stuck;
+            None: the configuration's.
 
     Raises:
         HeadraceError: whatever kept the core from starting.
@@ -99,20 +98,22 @@ class Engine:
         intake: Intake,
         config: EngineConfig | None = None,
         *,
-        heartbeat_limit: float = HEARTBEAT_LIMIT,
+        heartbeat_limit: float | None = None,
     ) -> None:
-        scheduler = (config or EngineConfig()).scheduler
+        config = config or EngineConfig()
+        scheduler = config.scheduler
         self._client = client
         self._intake = intake
         self._processor = OutputProcessor(intake.tokenizer, scheduler.stream_interval)
         self._max_queued = scheduler.max_queued_requests
-        self._heartbeat_limit = heartbeat_limit
+        self._heartbeat_limit = heartbeat_limit or config.observability.heartbeat_limit
         self._streams: dict[str, _Stream] = {}
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
         client.start(_WeakSink(self))
+        intake.limit_context(client.max_model_len)
 
     @property
     def model(self) -> ServedModel:
@@ -336,6 +337,7 @@ class OfflineEngine:
         self._aborted: list[RequestState] = []
         self._serial = 0
         client.start(_WeakSink(self))
+        intake.limit_context(client.max_model_len)
 
     @property
     def model(self) -> ServedModel:

@@ -223,7 +223,6 @@ def test_building_a_core() -> None:
     )
     timeline.finish()
     assert worker.calls == ["load", "kv_specs", "profile", "allocate_cache", "warm_up"]
-    assert timeline.accounted > 0.95
     assert list(timeline.seconds)[1:4] == ["start workers", "load model", "profile memory"]
     assert "KV cache" in core.memory_plan
     assert core.block_size == 16

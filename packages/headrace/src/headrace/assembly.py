@@ -54,6 +54,8 @@ class Resolved(NamedTuple):
     config: EngineConfig
     info: ModelInfo
     platform: Platform
+    fit_context: bool = False
+    """``max_model_len = -1``: the context may be shortened to what fits into memory."""
 
 
 def resolve_engine(config: EngineConfig) -> Resolved:
@@ -73,7 +75,8 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         config = dataclasses.replace(config, model=model)
     platform = choose_platform(config.device.device)
     info = resolve_model(config.model, config.load, platform)
-    return Resolved(resolve(config, info, platform), info, platform)
+    fit_context = config.model.max_model_len == -1
+    return Resolved(resolve(config, info, platform), info, platform, fit_context)
 
 
 def choose_platform(device: str) -> Platform:
@@ -185,7 +188,7 @@ def served_model(
     resolved: Resolved, tokenizer: Tokenizer | None, chat_template: str | None
 ) -> ServedModel:
     """The facts that front ends show and check against."""
-    config, info, _ = resolved
+    config, info = resolved.config, resolved.info
     template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     return ServedModel(
         name=config.model.served_model_name[0],
@@ -228,7 +231,7 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
 
         from headrace_engine.core import EngineCore
         from headrace_engine.execution.worker import ModelWorker
-    config, info, platform = resolved
+    config, info, platform, fit_context = resolved
     scheduler = config.scheduler
     assert scheduler.max_num_batched_tokens is not None
     assert scheduler.max_num_seqs is not None
@@ -256,6 +259,7 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
         max_model_len=info.max_model_len,
         executor=executor_class(make_worker),
         timeline=timeline,
+        fit_context=fit_context,
     )
 
 
@@ -266,7 +270,7 @@ def build_model(resolved: Resolved) -> CausalLM:
     from headrace_models.loader import load_model
     from headrace_models.quantization import quant_method
 
-    config, info, platform = resolved
+    config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
     ops = bind_ops(need, choose=config.device.kernels)
     if platform.device == "cpu" and not ops.row_invariant:

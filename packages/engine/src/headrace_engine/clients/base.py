@@ -22,6 +22,8 @@ class CoreClient(ABC):
 
     timeline: StartupTimeline
     """Phases of the start; complete once :meth:`start` has returned."""
+    max_model_len: int = 0
+    """Longest context that the core serves, known once it has started; 0 = as configured."""
     memory_plan: str = ""
     """Where the core's memory went, for people."""
 

@@ -139,7 +139,7 @@ def _serve(hello: Hello, sender: Sender, commands: zmq.Socket[bytes]) -> None:
         return
     loop = EngineLoop(core, _Sink(sender))
     loop.start()
-    sender.send(Ready(phases_of(timeline), core.memory_plan))
+    sender.send(Ready(phases_of(timeline), core.memory_plan, core.max_model_len))
     try:
         _take_commands(loop, sender, commands)
     finally:

@@ -35,6 +35,7 @@ class InprocClient(CoreClient):
     def start(self, sink: OutputSink) -> None:
         core = self._build(self.timeline)
         self.memory_plan = core.memory_plan
+        self.max_model_len = core.max_model_len
         self._loop = EngineLoop(core, sink)
         self._loop.start()
         # Whoever forgets to shut down: end the loop with this object, or with the interpreter.

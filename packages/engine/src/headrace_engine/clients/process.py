@@ -109,6 +109,7 @@ class ProcessClient(CoreClient):
         self.timeline.add("engine process", max(0.0, time.monotonic() - begin - spent))
         self.timeline.finish()
         self.memory_plan = ready.memory_plan
+        self.max_model_len = ready.max_model_len
         self._heartbeat = (0.0, time.monotonic())
         self._reader = threading.Thread(
             target=self._read, args=(reports, sink), name="headrace-engine-reader", daemon=True

@@ -73,6 +73,7 @@ class RemoteError(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     phases: list[StartPhase]
     memory_plan: str
+    max_model_len: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

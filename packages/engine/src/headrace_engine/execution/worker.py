@@ -102,7 +102,9 @@ class ModelWorker:
         ``available``: free before loading.
         """
         self._loaded()
-        self._run_dummy(self._max_num_batched_tokens, min(self._max_num_seqs, 2))  # settles pools
+        # A small step settles thread pools and allocators; the largest is run only once, as it
+        # takes seconds on a CPU.
+        self._run_dummy(min(self._max_num_batched_tokens, 64), min(self._max_num_seqs, 2))
         with self._meter.peak() as peak:
             self._run_dummy(self._max_num_batched_tokens, self._max_num_seqs)
         logits = 4 * self._vocab_size * min(self._max_num_seqs, self._max_num_batched_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +71,14 @@ class Intake:
         """End the process in which templates render, if there is one; it would be started anew."""
         if self._renderer is not None:
             self._renderer.close()
+
+    def limit_context(self, max_model_len: int) -> None:
+        """Take over the context that the engine could make room for, if it is shorter (0: it is not).
+
+        To be called before the first request.
+        """
+        if 0 < max_model_len < self.model.max_model_len:
+            self.model = dataclasses.replace(self.model, max_model_len=max_model_len)
 
     def default_params(self, **changes: object) -> SamplingParams:
         """Parameters as the model's generation config sets them.
