@@ -80,7 +80,9 @@ def test_the_demo_model_visibly_works(llm):
         "type": "function",
         "function": {
             "name": "get_weather", "description": "Get the weather of a city",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+            },
         },
     }  # fmt: skip
     call = ask("What is the weather in Paris?", tools=[weather])
@@ -197,12 +199,11 @@ def test_the_async_engine_streams_and_cancels():
         engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
         try:
             params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-            count = 0
-            async for output in engine.generate("Go on", params, "one"):
-                count += 1
-                if count == 5:
-                    break
-            assert len(output.outputs[0].token_ids) >= 5
+            outputs = engine.generate("Go on", params, "one")
+            lengths = [len((await anext(outputs)).outputs[0].token_ids) for _ in range(5)]
+            assert lengths == sorted(lengths)
+            assert lengths[-1] >= 5
+            await outputs.aclose()
             for _ in range(100):
                 stats = await engine.stats()
                 if stats.num_requests_running == 0:
@@ -233,8 +234,8 @@ def test_generate_command_writes_json_lines(tmp_path):
     prompts, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "What is 4 + 4?"}\nHello\n')
     done = subprocess.run(
-        [sys.executable, "-m", "headrace", "generate", "--chat", "--input", str(prompts), "--output", str(answers),
-         "--temperature", "0", "--max-tokens", "16", "--max-model-len", "512"],
+        [sys.executable, "-m", "headrace", "generate", "--chat", "--input", str(prompts),
+         "--output", str(answers), "--temperature", "0", "--max-tokens", "16", "--max-model-len", "512"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -246,7 +247,11 @@ def test_generate_command_writes_json_lines(tmp_path):
 @pytest.mark.spec("CFG-MODEL")
 @pytest.mark.parametrize("engine_process", [False, True], ids=["one-process", "engine-process"])
 def test_minus_one_shortens_the_context_to_what_fits(engine_process):
-    settings = {"max_model_len": -1, "num_gpu_blocks_override": 20, "engine_process": engine_process}
+    settings = {
+        "max_model_len": -1,
+        "num_gpu_blocks_override": 20,
+        "engine_process": engine_process,
+    }
     with LLM(**settings) as llm:
         assert llm.engine.model.max_model_len == 20 * 16
         with pytest.raises(PromptTooLong, match="320"):

@@ -96,7 +96,9 @@ entries = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     header=st.dictionaries(st.text(max_size=3), entries | numbers, max_size=4),
     data=st.binary(max_size=60),
@@ -118,7 +120,9 @@ def test_generated_headers_are_read_whole_or_refused(
     assert end == size
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(place=st.integers(0, 400), value=st.integers(0, 255))
 def test_a_changed_byte_is_harmless_or_refused(tmp_path: Path, place: int, value: int) -> None:
     path = tmp_path / "one.safetensors"
@@ -143,7 +147,10 @@ class TestIndex:
 
     def test_files_in_order(self, tmp_path: Path) -> None:
         self.sharded(tmp_path)
-        assert [path.name for path in checkpoint_files(tmp_path)] == ["one.safetensors", "two.safetensors"]
+        assert [path.name for path in checkpoint_files(tmp_path)] == [
+            "one.safetensors",
+            "two.safetensors",
+        ]
         assert len(checkpoint_headers(tmp_path)) == 2
 
     @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "", "..", 3, "a/b"])

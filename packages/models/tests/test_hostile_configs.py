@@ -41,7 +41,9 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
 
 
 @pytest.mark.parametrize("name", SUITES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_one_wrong_value(name: str, data: st.DataObject, configs: Any) -> None:
     path, config = configs[name]

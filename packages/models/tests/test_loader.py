@@ -75,7 +75,9 @@ class TestStrictness:
         def add(tensors: dict[str, Tensor]) -> None:
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(9)
 
-        assert torch.equal(logits_of(LLAMA, copy(llama, tmp_path, add)), logits_of(LLAMA, llama.path))
+        assert torch.equal(
+            logits_of(LLAMA, copy(llama, tmp_path, add)), logits_of(LLAMA, llama.path)
+        )
 
     def test_stored_copy_of_a_tied_head(self, tmp_path: Path) -> None:
         tied = LLAMA.make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
@@ -88,7 +90,9 @@ class TestStrictness:
 
     def test_layer_that_the_config_does_not_have(self, llama: Checkpoint, tmp_path: Path) -> None:
         path = copy(llama, tmp_path, change_config=lambda c: c.update(num_hidden_layers=2))
-        with pytest.raises(WeightsError, match=r"model\.safetensors.*'model\.layers\.2\..*no layer"):
+        with pytest.raises(
+            WeightsError, match=r"model\.safetensors.*'model\.layers\.2\..*no layer"
+        ):
             LLAMA.open(path)
 
     def test_many_missing_tensors_are_counted(self, llama: Checkpoint, tmp_path: Path) -> None:
@@ -106,7 +110,9 @@ class TestStrictness:
         path = copy(llama, tmp_path)
         (path / "model.safetensors").rename(path / "a.safetensors")
         save_file({"model.norm.weight": torch.ones(72)}, path / "b.safetensors")
-        with pytest.raises(WeightsError, match=r"b\.safetensors.*'model\.norm\.weight'.*twice.*a\.saf"):
+        with pytest.raises(
+            WeightsError, match=r"b\.safetensors.*'model\.norm\.weight'.*twice.*a\.saf"
+        ):
             LLAMA.open(path)
 
     def test_one_place_under_two_names(self, tmp_path: Path) -> None:
@@ -285,13 +291,17 @@ class TestMemory:
         load_model(info, build_context(info), progress=seen.append)
         assert seen[-1].done == seen[-1].total == info.weight_bytes
         assert [p.done for p in seen] == sorted(p.done for p in seen)
-        assert {(p.phase, p.unit, p.detail) for p in seen} == {("weights", "B", "model.safetensors")}
+        assert {(p.phase, p.unit, p.detail) for p in seen} == {
+            ("weights", "B", "model.safetensors")
+        }
 
     def test_dummy_weights_follow_the_seed(self, llama: Checkpoint) -> None:
         info = LLAMA.resolve(llama.path, max_model_len=64)
 
         def logits(seed: int) -> Tensor:
-            model = load_model(info, build_context(info), load=LoadConfig(load_format="DUMMY"), seed=seed)
+            model = load_model(
+                info, build_context(info), load=LoadConfig(load_format="DUMMY"), seed=seed
+            )
             return PagedDriver(model).step({"a": PROMPT})
 
         assert torch.equal(logits(1), logits(1))
@@ -386,10 +396,14 @@ class TestRefusals:
         def work(communicator: Communicator) -> None:
             load_model(info, build_context(info, communicator=communicator))
 
-        with pytest.raises(UnsupportedModel, match=r"cannot be divided over tensor_parallel_size = 3"):
+        with pytest.raises(
+            UnsupportedModel, match=r"cannot be divided over tensor_parallel_size = 3"
+        ):
             run_ranks(3, work)
 
-    def test_gpt2_has_no_more_positions(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_gpt2_has_no_more_positions(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         gpt2 = GPT2.make_checkpoint(tmp_path)
         monkeypatch.setenv("HEADRACE_ALLOW_LONG_MAX_MODEL_LEN", "1")
         with pytest.raises(UnsupportedModel, match=r"max_model_len = 97.*n_positions = 96"):

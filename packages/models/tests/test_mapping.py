@@ -65,7 +65,9 @@ def test_all_parts_in_one_tensor() -> None:
 
 
 def test_shapes_in_the_checkpoint_are_whole() -> None:
-    slot = Slot((6, 4), parts=(Part(4, Shard(2, 1)), Part(2, Shard(1, 0))), in_dim=1, in_shard=Shard(3, 0))
+    slot = Slot(
+        (6, 4), parts=(Part(4, Shard(2, 1)), Part(2, Shard(1, 0))), in_dim=1, in_shard=Shard(3, 0)
+    )
     assert slot.source_shape(0) == (8, 12)
     assert slot.source_shape(1) == (2, 12)
 

@@ -44,7 +44,9 @@ def run(
     (folder / "config.json").write_text(json.dumps(whole))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    return resolve(ModelConfig(model=str(folder), **settings), LoadConfig(), platform or CpuPlatform())
+    return resolve(
+        ModelConfig(model=str(folder), **settings), LoadConfig(), platform or CpuPlatform()
+    )
 
 
 @pytest.mark.spec("MODEL-RESOLVE")
@@ -135,7 +137,9 @@ class TestFacts:
         assert run(folder, config={"n_positions": 33}, drop=drop).max_model_len == 33
 
     def test_too_long(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        with pytest.raises(ConfigError, match=r"65: must be at most 64.*HEADRACE_ALLOW_LONG") as caught:
+        with pytest.raises(
+            ConfigError, match=r"65: must be at most 64.*HEADRACE_ALLOW_LONG"
+        ) as caught:
             run(folder, max_model_len=65)
         assert caught.value.field == "model.max_model_len"
         monkeypatch.setenv("HEADRACE_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -154,7 +158,11 @@ class TestFacts:
         ],
     )
     def test_end_tokens(
-        self, folder: Path, generation: dict[str, Any] | None, config: dict[str, Any], ids: tuple[int, ...]
+        self,
+        folder: Path,
+        generation: dict[str, Any] | None,
+        config: dict[str, Any],
+        ids: tuple[int, ...],
     ) -> None:
         assert run(folder, generation=generation, config=config).eos_token_ids == ids
 
@@ -200,7 +208,12 @@ class TestSource:
         )
         env = {"HF_HUB_OFFLINE": "1", "PATH": "/usr/bin", "HOME": str(tmp_path)}
         done = subprocess.run(
-            [sys.executable, "-c", code], timeout=60, check=False, env=env, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            timeout=60,
+            check=False,
+            env=env,
+            capture_output=True,
+            text=True,
         )
         last = done.stderr.strip().splitlines()[-1]
         assert "ConfigError" in last
@@ -228,7 +241,10 @@ class TestSettings:
     def test_head_dim(self) -> None:
         assert Settings({"hidden_size": 64, "num_attention_heads": 4}).head_dim() == 16
         assert Settings({"head_dim": 9}).head_dim() == 9
-        assert Settings({"hidden_size": 64, "num_attention_heads": 4, "head_dim": None}).head_dim(8) == 8
+        assert (
+            Settings({"hidden_size": 64, "num_attention_heads": 4, "head_dim": None}).head_dim(8)
+            == 8
+        )
         with pytest.raises(UnsupportedModel, match="hidden_size = 65"):
             Settings({"hidden_size": 65, "num_attention_heads": 4}).head_dim()
 
@@ -255,5 +271,9 @@ class TestSettings:
             Settings({"x": value}).positive("x")
 
     def test_optional_numbers(self) -> None:
-        assert [Settings({"x": v}).optional_positive("x") for v in (None, 0, 2)] == [None, None, 2.0]
+        assert [Settings({"x": v}).optional_positive("x") for v in (None, 0, 2)] == [
+            None,
+            None,
+            2.0,
+        ]
         assert Settings({}).optional_positive("x") is None

@@ -15,7 +15,12 @@ from headrace_models.layers.rotary import rotary_table
 from headrace_models.rope import KINDS, rope_settings, scaled_context
 
 HEAD_DIM = 16
-PLAIN = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 96, "rope_theta": 700.0}
+PLAIN = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+    "rope_theta": 700.0,
+}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 3.0},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.assembly import connect
@@ -43,7 +43,7 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; closing the iterator aborts it.
 
         Raises (on first iteration):

@@ -123,7 +123,9 @@ def _format(info: ModelInfo, load: LoadConfig, wanted: str) -> WeightFormat:
 class _Arrived:
     """Tensors of one leaf that have come, until it is complete."""
 
-    parts: dict[Place, dict[int, tuple[Tensor, WeightRule, str, Path]]] = field(default_factory=dict)
+    parts: dict[Place, dict[int, tuple[Tensor, WeightRule, str, Path]]] = field(
+        default_factory=dict
+    )
     missing: int = 0
 
 

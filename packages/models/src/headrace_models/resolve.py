@@ -43,7 +43,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         WeightsError: a weight file's header is damaged.
     """
     if not config.model:
-        raise ConfigError("model.model is not set: give a folder or a hub name", field="model.model")
+        raise ConfigError(
+            "model.model is not set: give a folder or a hub name", field="model.model"
+        )
     path = fetch(
         config.model,
         revision=config.revision,

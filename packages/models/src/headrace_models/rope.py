@@ -101,7 +101,9 @@ def _written(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     """Whether the block holds one block per layer type."""
-    return any(isinstance(block.get(kind), Mapping) for kind in ("full_attention", "sliding_attention"))
+    return any(
+        isinstance(block.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")
+    )
 
 
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
@@ -112,7 +114,9 @@ def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
     trained context: beyond it the base would depend on the length of each request, which a cache
     of rotated keys cannot follow.
     """
-    if is_per_layer_type(_written(config)) or str(config.get("model_type", "")).startswith("gemma3"):
+    if is_per_layer_type(_written(config)) or str(config.get("model_type", "")).startswith(
+        "gemma3"
+    ):
         return max_positions
     rope = rope_settings(config, max_positions=max_positions)
     if rope.kind == "linear":

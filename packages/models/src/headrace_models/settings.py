@@ -94,7 +94,9 @@ class Settings:
         heads = self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise _wrong("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+            raise _wrong(
+                "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}"
+            )
         return kv_heads
 
     def layer_types(self) -> list[str] | None:

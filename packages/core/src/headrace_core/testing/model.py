@@ -513,7 +513,9 @@ class ModelConformance(ABC):
         info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
         prompt = self.prompt(9)
         first, second = (
-            PagedDriver(self.load(info, build_context(info), load_format="dummy")).step({"a": prompt})
+            PagedDriver(self.load(info, build_context(info), load_format="dummy")).step(
+                {"a": prompt}
+            )
             for _ in range(2)
         )
         assert bool(first.isfinite().all())

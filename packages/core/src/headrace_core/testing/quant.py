@@ -51,7 +51,9 @@ class QuantConformance(ABC):
         method: type[QuantMethod] = plugins.load("headrace.quantization", self.name)
         return method.from_config(self.config if config is ... else config, self.ops(dtype))
 
-    def spec(self, dtype: str = "float32", name: str = "model.layers.0.mlp.gate_up_proj") -> LinearSpec:
+    def spec(
+        self, dtype: str = "float32", name: str = "model.layers.0.mlp.gate_up_proj"
+    ) -> LinearSpec:
         return LinearSpec(name, self.in_features, self.out_parts, dtype)
 
     def weight(self, spec: LinearSpec) -> Tensor:

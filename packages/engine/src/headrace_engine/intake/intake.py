@@ -7,8 +7,8 @@ can fail inside a step.
 from __future__ import annotations
 
 import copy
-import hashlib
 import dataclasses
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -32,7 +32,10 @@ def _rules(prefix: str) -> tuple[WeightRule, ...]:
         WeightRule(f"{prefix}wpe", "positions"),
         WeightRule(f"{prefix}h.{{}}.ln_1", "layers.{}.input_norm"),
         WeightRule(
-            f"{prefix}h.{{}}.attn.c_attn", "layers.{}.attention.qkv", split=ALL_PARTS, transposed=True
+            f"{prefix}h.{{}}.attn.c_attn",
+            "layers.{}.attention.qkv",
+            split=ALL_PARTS,
+            transposed=True,
         ),
         WeightRule(f"{prefix}h.{{}}.attn.c_proj", "layers.{}.attention.out", transposed=True),
         WeightRule(f"{prefix}h.{{}}.ln_2", "layers.{}.mlp_norm"),
@@ -85,7 +88,9 @@ class GPT2LMHeadModel(Decoder):
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         hidden, heads = self.hidden_size(), self.settings.integer("n_head")
         if hidden % heads:
-            raise UnsupportedModel(f"config.json: n_embd = {hidden}: must be a multiple of n_head = {heads}")
+            raise UnsupportedModel(
+                f"config.json: n_embd = {hidden}: must be a multiple of n_head = {heads}"
+            )
         scaled = self.settings.flag("scale_attn_weights", True)
         return PreNormBlock(
             self.make_norm(context, f"{name}.ln_1"),

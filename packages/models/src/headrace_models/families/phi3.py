@@ -24,7 +24,9 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(rule for rule in RULES if not rule.target.endswith((".qkv", ".gate_up"))),
-        WeightRule("model.layers.{}.self_attn.qkv_proj", "layers.{}.attention.qkv", split=ALL_PARTS),
+        WeightRule(
+            "model.layers.{}.self_attn.qkv_proj", "layers.{}.attention.qkv", split=ALL_PARTS
+        ),
         WeightRule("model.layers.{}.mlp.gate_up_proj", "layers.{}.mlp.gate_up", split=ALL_PARTS),
     )
 

@@ -38,7 +38,9 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def is_dense(self, index: int) -> bool:
         """Whether the layer has an ordinary MLP."""
         step = self.settings.integer("decoder_sparse_step", 1)
-        return index in (self.context.config.get("mlp_only_layers") or ()) or (index + 1) % step != 0
+        return (
+            index in (self.context.config.get("mlp_only_layers") or ()) or (index + 1) % step != 0
+        )
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         if self.is_dense(index):

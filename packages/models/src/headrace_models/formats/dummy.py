@@ -12,7 +12,9 @@ from torch import Tensor
 from headrace_models.mapping import Wanted
 
 
-def dummy_tensors(wanted: Iterable[Wanted], dtype: str, seed: int) -> Iterator[tuple[str, Tensor, Path]]:
+def dummy_tensors(
+    wanted: Iterable[Wanted], dtype: str, seed: int
+) -> Iterator[tuple[str, Tensor, Path]]:
     """One tensor for each expected one; a tensor's values depend on its name and the seed only."""
     origin = Path("(dummy weights)")
     for tensor in wanted:

@@ -84,12 +84,15 @@ def _check(
     end = data_start
     for entry in entries:
         if entry.offset != end:
-            kind = "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
+            kind = (
+                "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
+            )
             raise _bad(path, f"tensor {entry.name!r} {kind}")
         end = entry.offset + entry.num_bytes
     if end != data_start + data_size:
         raise _bad(
-            path, f"the tensors end at byte {end}, the file has {data_start + data_size} (truncated?)"
+            path,
+            f"the tensors end at byte {end}, the file has {data_start + data_size} (truncated?)",
         )
     return tuple(entries)
 
@@ -99,10 +102,13 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry
         raise _bad(path, f"tensor {name!r}: must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise _bad(path, f"tensor {name!r}: dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}")
+        raise _bad(
+            path, f"tensor {name!r}: dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}"
+        )
     if not _naturals(shape) or len(shape) > MAX_DIMENSIONS or 0 in shape:
         raise _bad(
-            path, f"tensor {name!r}: shape {shape!r}: must be at most {MAX_DIMENSIONS} sizes above 0"
+            path,
+            f"tensor {name!r}: shape {shape!r}: must be at most {MAX_DIMENSIONS} sizes above 0",
         )
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(path, f"tensor {name!r}: data_offsets {offsets!r}: must be a start and an end")

@@ -63,5 +63,7 @@ def checkpoint_headers(folder: Path) -> dict[Path, tuple[TensorEntry, ...]]:
     held = {path.name: {entry.name for entry in entries} for path, entries in headers.items()}
     for tensor, name in read_index(folder).items():
         if tensor not in held[name]:
-            raise WeightsError(f"{folder / name}: tensor {tensor!r}, which {INDEX} places here, is missing")
+            raise WeightsError(
+                f"{folder / name}: tensor {tensor!r}, which {INDEX} places here, is missing"
+            )
     return headers

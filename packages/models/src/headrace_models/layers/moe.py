@@ -164,6 +164,12 @@ class Experts(WeightLayer):
         self, index: int
     ) -> tuple[tuple[str, LinearSpec, LinearMethod, tuple[Part, ...], Shard], ...]:
         return (
-            ("gate_up", self.gate_up[index], self.gate_up_methods[index], self.gate_up_parts, Shard()),
+            (
+                "gate_up",
+                self.gate_up[index],
+                self.gate_up_methods[index],
+                self.gate_up_parts,
+                Shard(),
+            ),
             ("down", self.down[index], self.down_methods[index], self.down_parts, self.inner),
         )
