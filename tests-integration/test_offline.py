@@ -152,6 +152,8 @@ def test_what_is_not_served_says_so(llm):
     for call in (llm.embed, llm.score, llm.classify, llm.encode, llm.beam_search):
         with pytest.raises(UnsupportedFeature):
             call("x")
+    with pytest.raises(UnsupportedFeature, match="lora_request"):
+        llm.generate("x", lora_request=object())
 
 
 @pytest.mark.spec("ENGINE-LLM-INIT")

@@ -39,12 +39,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        from headrace_engine.engine import OfflineEngine
-
         engine_args.setdefault("log_stats", False)
         if model is not None:
             engine_args["model"] = model
         front = front_end(EngineArgs(**engine_args).create_engine_config())
+        from headrace_engine.engine import OfflineEngine
+
         self.model_info = front.info
         self.engine_config = front.config
         self._default_params = default_sampling_params(front.info.generation_config)
@@ -68,6 +68,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; batches as memory allows.
@@ -76,6 +77,7 @@ class LLM:
             prompts: text, token ids, or the dictionaries of :mod:`headrace.inputs`; one or a list.
             sampling_params: None: the model's defaults; one for all; or one per prompt.
             use_tqdm: show a progress bar; or a callable that makes one (tqdm's signature).
+            lora_request: refused unless None; adapters are not served by this version.
             priority: one per prompt, only under ``scheduling_policy="priority"``.
 
         Returns:
@@ -84,6 +86,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
+        _refuse_adapters(lora_request)
         every = as_prompts(prompts)
         return self._run(every, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
@@ -93,6 +96,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -105,6 +109,7 @@ class LLM:
         Raises:
             RequestError: as :meth:`generate`; or the template is missing or fails.
         """
+        _refuse_adapters(lora_request)
         chats = self._chats(
             messages,
             chat_template=chat_template,
@@ -228,6 +233,13 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if several and isinstance(several[0], int):
         return [cast("Prompt", several)]
     return cast("list[Prompt]", several)
+
+
+def _refuse_adapters(lora_request: object) -> None:
+    if lora_request is not None:
+        raise UnsupportedFeature(
+            "lora_request: adapters are not served by this version", param="lora_request"
+        )
 
 
 def _final_only(

@@ -16,9 +16,9 @@ class LLMEngine:
     """Add requests, call :meth:`step` until nothing is unfinished."""
 
     def __init__(self, args: EngineArgs) -> None:
+        front = front_end(args.create_engine_config())
         from headrace_engine.engine import OfflineEngine
 
-        front = front_end(args.create_engine_config())
         self._engine = OfflineEngine(front.client, front.intake)
 
     @classmethod
