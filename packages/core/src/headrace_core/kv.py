@@ -162,7 +162,8 @@ class KVCacheManager(ABC):
 
         Args:
             sequence: the request. ``num_computed_tokens`` does not yet include the match.
-            num_new_tokens: at least 1.
+            num_new_tokens: at least 1. Asking again within a step, from the same
+                ``num_computed_tokens``, extends what was given.
             match: only at the first allocation of a request; its blocks are referenced first.
 
         Returns:

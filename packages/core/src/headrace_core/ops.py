@@ -105,7 +105,8 @@ class CacheWriteOp(Protocol):
     ) -> None:
         """Copy key, value [T, Hk, D] to their slots in caches [N, S, Hk, D] (any strides).
 
-        slot_mapping [T] int64: ``block * S + offset``; negative entries are skipped.
+        slot_mapping [T] int64: ``block * S + offset``; negative entries are skipped, and so are
+        rows of key and value past its end (padding).
         """
         ...
 
@@ -172,7 +173,8 @@ class PagedAttentionOp(Protocol):
         Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
         ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
         ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
-        extra logits that enter the softmax's denominator only. A row that sees nothing is 0.
+        extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so
+        are rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited.
         Definition: ATTN-REF of the specification.
         """
         ...

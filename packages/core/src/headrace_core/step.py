@@ -29,7 +29,7 @@ class NewRequest:
     block_ids: tuple[list[int], ...]
     """By cache group; whole table."""
     num_computed_tokens: int
-    """Already in the cache."""
+    """Already in the cache; less than ``len(token_ids)``."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,8 @@ class ScheduledStep:
     new_block_ids: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     """For requests that the worker holds: blocks to append to their tables, by cache group."""
     gone_request_ids: list[str] = field(default_factory=list)
-    """Finished, aborted or preempted since the last step: forget them, before anything else."""
+    """Finished, aborted or preempted since the last step: forget them, before anything else. Ids
+    that the worker does not hold are ignored."""
     connector_metadata: dict[str, Any] | None = None
 
     @property

@@ -1,0 +1,40 @@
+// What every translation unit knows. Declarations only: anything defined inline here could be
+// emitted with one instruction set and picked by the linker for another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace headrace {
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+// Codes of the C ABI; the order is that of DTYPES in library.py.
+enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
+
+// The order is that of headrace_core.ops.ACTIVATIONS.
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+
+// What kernels return. A kernel that meets a bad index skips it, goes on and reports; bad lengths
+// stop it before it begins.
+enum Status : int32_t { OK = 0, BAD_INDEX = 1, BAD_LENGTHS = 2 };
+
+// One kernel of one instruction set; signatures are in library.py.
+struct Entry { const char* name; void* function; };
+
+// --- pool.cpp ---------------------------------------------------------------------------------
+
+using Task = void (*)(void* context, int64_t index);
+
+// Runs task(context, i) for all i < count, in any order, on all threads; returns when all are done.
+void run_parallel(int64_t count, Task task, void* context);
+
+int pool_size();
+
+// A buffer of this thread, 64-byte aligned, content undefined; valid until the next request for
+// the same slot. Callers own slot 0 and up; tasks own SCRATCH_TASK.
+enum ScratchSlot { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_TASK, SCRATCH_SLOTS };
+void* scratch(ScratchSlot slot, size_t bytes);
+
+}  // namespace headrace

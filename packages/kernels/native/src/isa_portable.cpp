@@ -1,0 +1,2 @@
+#define HR_ISA portable
+#include "kernels.h"

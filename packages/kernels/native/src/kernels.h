@@ -1,0 +1,39 @@
+// All kernels of one instruction set. Included once by each isa_*.cpp, which defines HR_ISA, the
+// namespace, and what the machine has (HR_AVX2, HR_AVX512, HR_DOT_BF16, or nothing).
+
+#include "common.h"
+#include "vec.h"
+
+#include "rowwise.h"
+#include "rotary_cache.h"
+#include "linear.h"
+#include "moe.h"
+#include "attention.h"
+
+namespace headrace::HR_ISA {
+
+#define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name)}
+extern const Entry entries[];
+const Entry entries[] = {
+    HR_ENTRY(embedding),
+    HR_ENTRY(rms_norm),
+    HR_ENTRY(add_rms_norm),
+    HR_ENTRY(layer_norm),
+    HR_ENTRY(activation),
+    HR_ENTRY(activation_and_mul),
+    HR_ENTRY(rotary),
+    HR_ENTRY(cache_write),
+    HR_ENTRY(rotary_cache_write),
+    HR_ENTRY(linear_packed_bytes),
+    HR_ENTRY(linear_pack),
+    HR_ENTRY(linear),
+    HR_ENTRY(int8_packed_bytes),
+    HR_ENTRY(int8_pack),
+    HR_ENTRY(int8_linear),
+    HR_ENTRY(moe),
+    HR_ENTRY(paged_attention),
+    {nullptr, nullptr},
+};
+#undef HR_ENTRY
+
+}  // namespace headrace::HR_ISA

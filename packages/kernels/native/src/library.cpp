@@ -1,0 +1,76 @@
+// The C ABI: which instruction sets this library and this machine have, and where kernels are.
+
+#include <cstring>
+
+#include "common.h"
+
+#define HR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace headrace {
+namespace portable { extern const Entry entries[]; }
+#ifdef HR_X86
+namespace avx2 { extern const Entry entries[]; }
+namespace avx512 { extern const Entry entries[]; }
+#ifdef HR_AVX512BF16
+namespace avx512_bf16 { extern const Entry entries[]; }
+#endif
+#endif
+
+namespace {
+
+struct Level {
+  const char* name;
+  bool (*runs_here)();
+  const Entry* entries;
+};
+
+bool always() { return true; }
+#ifdef HR_X86
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+         __builtin_cpu_supports("f16c");
+}
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#ifdef HR_AVX512BF16
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+#endif
+
+// Best first.
+const Level LEVELS[] = {
+#ifdef HR_X86
+#ifdef HR_AVX512BF16
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::entries},
+#endif
+    {"avx512", has_avx512, avx512::entries},
+    {"avx2", has_avx2, avx2::entries},
+#endif
+    {"portable", always, portable::entries},
+};
+
+}  // namespace
+}  // namespace headrace
+
+HR_EXPORT const char* hr_version() { return HEADRACE_VERSION; }
+
+// Name of the i-th best level that this machine can run, nullptr after the last.
+HR_EXPORT const char* hr_level(int32_t i) {
+  for (const headrace::Level& level : headrace::LEVELS) {
+    if (level.runs_here() && i-- == 0) return level.name;
+  }
+  return nullptr;
+}
+
+// Address of a kernel, nullptr if the level or the kernel is not there.
+HR_EXPORT void* hr_kernel(const char* level_name, const char* kernel) {
+  for (const headrace::Level& level : headrace::LEVELS) {
+    if (std::strcmp(level.name, level_name) != 0 || !level.runs_here()) continue;
+    for (const headrace::Entry* e = level.entries; e->name != nullptr; ++e) {
+      if (std::strcmp(e->name, kernel) == 0) return e->function;
+    }
+  }
+  return nullptr;
+}

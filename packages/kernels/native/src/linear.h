@@ -1,0 +1,278 @@
+// Linear layers over packed weights.
+//
+// Packing cuts a weight [N, K] into panels of PANEL output features (the last may be narrower, in
+// steps of W). Inside a panel the order is k-major: for each k (each pair of k's where the machine
+// multiplies bfloat16 pairs) the panel's features lie side by side, so a step of the kernel loads
+// whole vectors of weights and broadcasts one activation.
+//
+// Row invariance: an output element is one running sum over k = 0, 1, 2, ... in one lane of one
+// register. Tiles of rows, panels, threads and the cutting of K into pieces (the running sum rests
+// in float32 scratch meanwhile) change where that sum lives, never its order.
+//
+// Arithmetic by weight type: float32, float16 and int8 weights, and bfloat16 ones without the pair
+// instruction, are widened in registers and go through float32 multiply-add; with it, bfloat16 uses
+// vdpbf16ps for every number of rows.
+
+namespace headrace::HR_ISA {
+namespace {
+
+constexpr int MAX_VECTORS = 4;                 // vectors of output features in a panel
+constexpr int PANEL = MAX_VECTORS * W;
+constexpr int MAX_ROWS = 6;                    // rows of a register tile
+#if defined(HR_AVX512)
+constexpr int ACCUMULATORS = 24;               // of 32 registers
+#else
+constexpr int ACCUMULATORS = 12;               // of 16 registers
+#endif
+constexpr int64_t K_PIECE = 512;               // even; a panel's piece stays in the second cache
+constexpr int64_t ROWS_PIECE = 96;             // rows of a task
+
+// How activations of type T meet weights of type WT: the type in which rows are read, and K's step.
+template <class WT> struct Meeting { using A = float; static constexpr int STEP = 1; };
+#if defined(HR_DOT_BF16)
+template <> struct Meeting<bf16> { using A = bf16; static constexpr int STEP = 2; };
+#endif
+
+// c[r][v] (+)= sum over k of a[r][k] * b[k][v]; b has `width` features for each k.
+template <int R, int V, class WT>
+inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t width, float* c,
+                     int64_t ldc, bool resume) {
+  vf acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
+  for (int64_t k = 0; k < count; ++k, b += width) {
+    vf weights[V];
+    for (int v = 0; v < V; ++v) weights[v] = ld(b + v * W);
+    for (int r = 0; r < R; ++r) {
+      const vf x = vset(a[r][k]);
+      for (int v = 0; v < V; ++v) acc[r][v] = vfma(x, weights[v], acc[r][v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+}
+
+#if defined(HR_DOT_BF16)
+inline __m512bh pair_of(const bf16* p) {
+  int32_t pair;
+  __builtin_memcpy(&pair, p, 4);
+  return (__m512bh)_mm512_set1_epi32(pair);
+}
+template <int R, int V>
+inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t width, float* c,
+                     int64_t ldc, bool resume) {
+  vf acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
+  int64_t k = 0;
+  for (; k + 2 <= count; k += 2, b += 2 * width) {
+    __m512bh weights[V];
+    for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * W);
+    for (int r = 0; r < R; ++r) {
+      const __m512bh x = pair_of(a[r] + k);
+      for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
+    }
+  }
+  if (k < count) {  // an odd K: the packed weight ends in zeros, the row does not
+    for (int r = 0; r < R; ++r) {
+      const bf16 last[2] = {a[r][k], bf16{0}};
+      for (int v = 0; v < V; ++v) {
+        acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)_mm512_loadu_si512(b + v * 2 * W), pair_of(last));
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+}
+#endif
+
+template <int R, int V, class WT, class A>
+inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
+                       int64_t ldc, bool resume) {
+#if defined(HR_DOT_BF16)
+  if constexpr (Meeting<WT>::STEP == 2) {
+    tile_dot<R, V>(a, count, b, width, c, ldc, resume);
+    return;
+  } else
+#endif
+  tile_fma<R, V>(a, count, b, width, c, ldc, resume);
+}
+
+// A register tile of R rows and V vectors; in halves where the accumulators do not fit.
+template <int R, int V, class WT, class A>
+inline void tile(const A* const* a, int64_t count, const WT* b, int64_t width, float* c, int64_t ldc,
+                 bool resume) {
+  if constexpr (R * V <= ACCUMULATORS) {
+    tile_block<R, V>(a, count, b, width, c, ldc, resume);
+  } else {
+    constexpr int H = V / 2;
+    tile<R, H>(a, count, b, width, c, ldc, resume);
+    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, c + H * W, ldc, resume);
+  }
+}
+
+template <int V, class WT, class A>
+inline void tile_rows(int rows, const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
+                      int64_t ldc, bool resume) {
+  switch (rows) {
+    case 1: return tile<1, V>(a, count, b, width, c, ldc, resume);
+    case 2: return tile<2, V>(a, count, b, width, c, ldc, resume);
+    case 3: return tile<3, V>(a, count, b, width, c, ldc, resume);
+    case 4: return tile<4, V>(a, count, b, width, c, ldc, resume);
+    case 5: return tile<5, V>(a, count, b, width, c, ldc, resume);
+    case 6: return tile<6, V>(a, count, b, width, c, ldc, resume);
+  }
+}
+
+// Rows of activations: row i is at data + (index ? index[i] : i) * stride.
+template <class A> struct Rows {
+  const A* data;
+  int64_t stride;
+  const int32_t* index;
+  const A* row(int64_t i) const { return data + (index == nullptr ? i : index[i]) * stride; }
+};
+
+// sums [rows][PANEL] = activations of rows [begin, begin + rows) times one panel.
+template <class WT, class A>
+inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t K, const WT* panel,
+                          int vectors, float* sums) {
+  const int64_t width = int64_t(vectors) * W;
+  const int64_t piece = rows <= MAX_ROWS ? K : K_PIECE;
+  const int64_t tiles = ceil_div(rows, MAX_ROWS);
+  for (int64_t k = 0; k < K || k == 0; k += piece) {
+    const int64_t count = min_of(piece, K - k);
+    for (int64_t i = 0; i < tiles; ++i) {
+      const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
+      const A* a[MAX_ROWS];
+      for (int64_t r = 0; r < many; ++r) a[r] = x.row(begin + first + r) + k;
+      const WT* b = panel + k * width;
+      float* c = sums + first * PANEL;
+      switch (vectors) {
+        case 1: tile_rows<1>(int(many), a, count, b, width, c, PANEL, k > 0); break;
+        case 2: tile_rows<2>(int(many), a, count, b, width, c, PANEL, k > 0); break;
+        case 3: tile_rows<3>(int(many), a, count, b, width, c, PANEL, k > 0); break;
+        case 4: tile_rows<4>(int(many), a, count, b, width, c, PANEL, k > 0); break;
+      }
+    }
+    if (K == 0) break;
+  }
+}
+
+// Where a packed weight's panels are.
+template <class WT> struct Packed {
+  const WT* data;
+  int64_t N, K;
+  static int64_t k_length(int64_t K) { return round_up(K, Meeting<WT>::STEP); }
+  static int64_t elements(int64_t N, int64_t K) { return round_up(N, W) * k_length(K); }
+  int64_t panels() const { return ceil_div(N, PANEL); }
+  const WT* panel(int64_t p) const { return data + p * PANEL * k_length(K); }
+  int64_t features(int64_t p) const { return min_of(PANEL, N - p * PANEL); }
+  int vectors(int64_t p) const { return int(ceil_div(features(p), W)); }
+};
+
+template <class WT>
+inline void pack_weight(WT* out, const WT* weight, int64_t N, int64_t K, int64_t stride) {
+  constexpr int STEP = Meeting<WT>::STEP;
+  const Packed<WT> packed{out, N, K};
+  parallel(packed.panels(), N * K, [&](int64_t p) {
+    const int64_t features = packed.features(p), width = int64_t(packed.vectors(p)) * W;
+    WT* to = out + p * PANEL * Packed<WT>::k_length(K);
+    const WT* from = weight + p * PANEL * stride;
+    for (int64_t k = 0; k < Packed<WT>::k_length(K); ++k) {
+      WT* row = to + k / STEP * STEP * width + k % STEP;
+      for (int64_t n = 0; n < width; ++n) {
+        row[n * STEP] = n < features && k < K ? from[n * stride + k] : WT{};
+      }
+    }
+  });
+}
+
+// Rows in the type that the kernel reads: as they are, or widened into scratch.
+template <class A, class T>
+inline Rows<A> readable(const T* x, int64_t rows, int64_t K, int64_t stride, ScratchSlot slot) {
+  if constexpr (sizeof(A) == sizeof(T)) {
+    return {reinterpret_cast<const A*>(x), stride, nullptr};
+  } else {
+    float* wide = static_cast<float*>(scratch(slot, size_t(rows * K + 1) * sizeof(float)));
+    parallel_ranges(rows, rows * K / 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        for (int64_t k = 0; k < K; k += W) st_upto(wide + i * K + k, ld_upto(x + i * stride + k, K - k), K - k);
+      }
+    });
+    return {wide, K, nullptr};
+  }
+}
+
+// out[n] = sums[n] * scales[n] + bias[n]
+template <class T>
+inline void finish_row(T* out, const float* sums, const float* scales, const T* bias, int64_t n) {
+  for (int64_t j = 0; j < n; j += W) {
+    vf y = ld(sums + j);
+    if (scales != nullptr) y = vmul(y, ld_upto(scales + j, n - j));
+    if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
+    st_upto(out + j, y, n - j);
+  }
+}
+
+template <class T, class WT>
+inline void run_linear(T* out, const T* x, const WT* weight, const float* scales, const T* bias,
+                       int64_t rows, int64_t N, int64_t K, int64_t stride) {
+  using A = typename Meeting<WT>::A;
+  const Packed<WT> packed{weight, N, K};
+  const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
+  const int64_t pieces = ceil_div(rows, ROWS_PIECE);
+  parallel(packed.panels() * pieces, rows * N * K / 32, [&](int64_t task) {
+    const int64_t p = task / pieces, begin = task % pieces * ROWS_PIECE;
+    const int64_t many = min_of(ROWS_PIECE, rows - begin);
+    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
+    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums);
+    const int64_t at = p * PANEL;
+    for (int64_t i = 0; i < many; ++i) {
+      finish_row(out + (begin + i) * N + at, sums + i * PANEL, scales == nullptr ? nullptr : scales + at,
+                 bias == nullptr ? nullptr : bias + at, packed.features(p));
+    }
+  });
+}
+
+int64_t linear_packed_bytes(int64_t N, int64_t K, int32_t dtype) {
+  int64_t bytes = 0;
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    bytes = Packed<T>::elements(N, K) * int64_t(sizeof(T));
+  });
+  return bytes;
+}
+
+void linear_pack(void* out, const void* weight, int64_t N, int64_t K, int64_t stride, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    pack_weight(static_cast<T*>(out), static_cast<const T*>(weight), N, K, stride);
+  });
+}
+
+void linear(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t N,
+            int64_t K, int64_t stride, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed), nullptr,
+               static_cast<const T*>(bias), rows, N, K, stride);
+  });
+}
+
+int64_t int8_packed_bytes(int64_t N, int64_t K) { return Packed<int8_t>::elements(N, K); }
+
+void int8_pack(void* out, const void* weight, int64_t N, int64_t K, int64_t stride) {
+  pack_weight(static_cast<int8_t*>(out), static_cast<const int8_t*>(weight), N, K, stride);
+}
+
+void int8_linear(void* out, const void* x, const void* packed, const float* scales, const void* bias,
+                 int64_t rows, int64_t N, int64_t K, int64_t stride, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const int8_t*>(packed), scales,
+               static_cast<const T*>(bias), rows, N, K, stride);
+  });
+}
+
+}  // namespace
+}  // namespace headrace::HR_ISA

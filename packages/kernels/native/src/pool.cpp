@@ -1,0 +1,199 @@
+// A small pool of persistent threads.
+//
+// A job is (task, context, count) and a word that packs an epoch with the next free index. Threads
+// take an index by compare-and-swap on that word, so a late thread can never take work of a newer
+// job with an older job's context, and the caller waits for tasks, not for threads: a thread that
+// the system has put aside delays nobody unless it holds a task.
+//
+// Which thread runs which index is arbitrary; kernels give each index its own outputs, so bits do
+// not depend on it.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common.h"
+
+#define HR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace headrace {
+namespace {
+
+constexpr uint32_t CLOSED = 0xffffffffu;
+constexpr int SPINS = 1500;  // some tens of microseconds: the gap between two kernels of a step
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int size) : size_(size) {}
+
+  int size() const { return size_; }
+
+  void run(int64_t count, Task task, void* context) {
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    if (!turn.owns_lock() || size_ <= 1 || count <= 1 || count >= CLOSED) {
+      // Another Python thread is computing: two callers already use two cores.
+      for (int64_t i = 0; i < count; ++i) task(context, i);
+      return;
+    }
+    start();
+    const uint64_t epoch = (head_.load(std::memory_order_relaxed) >> 32) + 1;
+    head_.store(epoch << 32 | CLOSED);
+    task_.store(task);
+    context_.store(context);
+    count_.store(static_cast<uint32_t>(count));
+    done_.store(0);
+    head_.store(epoch << 32);
+    if (sleepers_.load() > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      wake_.notify_all();
+    }
+    while (take()) {}
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
+      if (spins < SPINS) relax(); else std::this_thread::yield();
+    }
+  }
+
+  void resize(int size) {
+    std::lock_guard<std::mutex> turn(turn_);
+    if (size == size_) return;
+    stop();
+    size_ = size;
+  }
+
+ private:
+  // Runs one task of the current job; false if none is left.
+  bool take() {
+    uint64_t head = head_.load(std::memory_order_acquire);
+    for (;;) {
+      const Task task = task_.load(std::memory_order_relaxed);
+      void* context = context_.load(std::memory_order_relaxed);
+      const uint32_t count = count_.load(std::memory_order_relaxed);
+      const uint32_t index = static_cast<uint32_t>(head);
+      if (index == CLOSED || index >= count) return false;
+      if (head_.compare_exchange_weak(head, head + 1, std::memory_order_acq_rel,
+                                      std::memory_order_acquire)) {
+        task(context, index);
+        done_.fetch_add(1, std::memory_order_release);
+        return true;
+      }
+    }
+  }
+
+  void work() {
+    uint64_t seen = 0;
+    for (;;) {
+      while (take()) {}
+      seen = head_.load() >> 32;
+      for (int spins = 0; spins < SPINS && head_.load(std::memory_order_relaxed) >> 32 == seen;
+           ++spins) {
+        relax();
+      }
+      if (head_.load() >> 32 != seen) continue;
+      if (stopping_.load()) return;
+      std::unique_lock<std::mutex> lock(mutex_);
+      sleepers_.fetch_add(1);
+      wake_.wait(lock, [&] { return head_.load() >> 32 != seen || stopping_.load(); });
+      sleepers_.fetch_sub(1);
+    }
+  }
+
+  void start() {
+    while (static_cast<int>(workers_.size()) < size_ - 1) {
+      workers_.emplace_back([this] { work(); });
+    }
+  }
+
+  void stop() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_.store(true);
+      wake_.notify_all();
+    }
+    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
+    stopping_.store(false);
+  }
+
+  int size_;
+  std::mutex turn_;
+  std::vector<std::thread> workers_;
+  alignas(64) std::atomic<uint64_t> head_{CLOSED};
+  alignas(64) std::atomic<int64_t> done_{0};
+  alignas(64) std::atomic<Task> task_{nullptr};
+  std::atomic<void*> context_{nullptr};
+  std::atomic<uint32_t> count_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> stopping_{false};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+Pool* current = nullptr;
+
+#ifndef _WIN32
+// Threads do not survive a fork: the child begins with a new pool and leaks the old one.
+void after_fork_in_child() {
+  if (current != nullptr) current = new Pool(current->size());
+}
+#endif
+
+Pool& pool() {
+  static const bool made = [] {
+    current = new Pool(1);  // never destroyed: threads may outlive static destructors
+#ifndef _WIN32
+    pthread_atfork(nullptr, nullptr, after_fork_in_child);
+#endif
+    return true;
+  }();
+  (void)made;
+  return *current;
+}
+
+struct Buffer {
+  void* data = nullptr;
+  size_t bytes = 0;
+  ~Buffer() { std::free(data); }
+};
+
+thread_local Buffer buffers[SCRATCH_SLOTS];
+
+}  // namespace
+
+void run_parallel(int64_t count, Task task, void* context) { pool().run(count, task, context); }
+
+int pool_size() { return pool().size(); }
+
+void* scratch(ScratchSlot slot, size_t bytes) {
+  Buffer& buffer = buffers[slot];
+  if (buffer.bytes < bytes) {
+    std::free(buffer.data);
+    buffer.bytes = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    buffer.data = std::aligned_alloc(4096, buffer.bytes);
+    if (buffer.data == nullptr) std::abort();  // memory is gone; torch would not survive either
+  }
+  return buffer.data;
+}
+
+}  // namespace headrace
+
+HR_EXPORT void hr_set_num_threads(int32_t count) { headrace::pool().resize(count < 1 ? 1 : count); }
+HR_EXPORT int32_t hr_num_threads() { return headrace::pool().size(); }

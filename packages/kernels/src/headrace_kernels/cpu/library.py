@@ -1,0 +1,151 @@
+"""The shared library: where it is, what it can do on this machine, and its functions by name.
+
+Imports no torch. Pointers cross as integers (``Tensor.data_ptr()``), strides and sizes as 64-bit
+integers counted in elements unless the kernel's comment says bytes; ctypes releases the GIL
+during a call. Kernels are compiled once per instruction set; a :class:`Library` holds those of one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace_core.errors import ConfigError, MissingDependency
+
+ISA_VARIABLE = "HEADRACE_CPU_ISA"
+"""Environment variable that forces an instruction set: a name of :func:`levels`."""
+
+ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
+"""Every level that a library can have, best first."""
+
+DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Codes of dtypes in the C interface."""
+
+BAD_LENGTHS = 2
+"""A kernel's status: row counts contradict each other. 0 is success, 1 an index out of range."""
+
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
+    "embedding": (_I, [_P] * 3 + [_L] * 4),
+    "rms_norm": (None, [_P] * 3 + [_L] * 5 + [_F] * 2 + [_I] * 2),
+    "add_rms_norm": (None, [_P] * 4 + [_L] * 2 + [_F] * 2 + [_I] * 2),
+    "layer_norm": (None, [_P] * 4 + [_L] * 5 + [_F] + [_I] * 2),
+    "activation": (None, [_P] * 2 + [_L] + [_I] * 2),
+    "activation_and_mul": (None, [_P] * 2 + [_L] * 3 + [_I] * 2),
+    "rotary": (_I, [_P] * 4 + [_L] * 11 + [_I] * 2),
+    "cache_write": (_I, [_P] * 6 + [_L] * 7 + [_I]),
+    "rotary_cache_write": (_I, [_P] * 11 + [_L] * 13 + [_F] * 2 + [_I] * 3),
+    "linear_packed_bytes": (_L, [_L] * 2 + [_I]),
+    "linear_pack": (None, [_P] * 2 + [_L] * 3 + [_I]),
+    "linear": (None, [_P] * 4 + [_L] * 4 + [_I]),
+    "int8_packed_bytes": (_L, [_L] * 2),
+    "int8_pack": (None, [_P] * 2 + [_L] * 3),
+    "int8_linear": (None, [_P] * 5 + [_L] * 4 + [_I]),
+    "moe": (_I, [_P] * 6 + [_L] * 6 + [_I] * 2),
+    "paged_attention": (_I, [_P] * 9 + [_L] * 10 + [_F] * 2 + [_I]),
+}
+
+
+class Library:
+    """The kernels of one instruction set, as attributes named like the ops."""
+
+    def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
+        self.isa = isa
+        self._handle = handle
+        for name, (result, arguments) in _SIGNATURES.items():
+            address = handle.hr_kernel(isa.encode(), name.encode())
+            setattr(self, name, ctypes.CFUNCTYPE(result, *arguments)(address))
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"the native library has no kernel {name!r}")
+
+    def set_num_threads(self, count: int) -> None:
+        """Size of the one pool that all kernels of this process share; results do not depend on it."""
+        self._handle.hr_set_num_threads(count)
+
+    def num_threads(self) -> int:
+        return int(self._handle.hr_num_threads())
+
+
+def path() -> Path | None:
+    """Where the shared library is, None if this installation was built without one."""
+    folder = Path(__file__).parent
+    for name in ("headrace_cpu.so", "headrace_cpu.dylib"):
+        if (folder / name).exists():
+            return folder / name
+    return None
+
+
+def why_absent() -> str | None:
+    """None if the library is there and loads, else a sentence that says why not and what to do."""
+    if path() is None:
+        return (
+            f"native library not built: {Path(__file__).parent} has no headrace_cpu.so; install a "
+            "C++ compiler and reinstall headrace-kernels, the torch reference is used meanwhile"
+        )
+    try:
+        _handle()
+    except OSError as error:
+        return f"native library cannot be loaded: {error}; the torch reference is used meanwhile"
+    return None
+
+
+def version() -> str:
+    """Version of the package that the library was built from."""
+    return str(_handle().hr_version().decode())
+
+
+def levels() -> list[str]:
+    """Instruction sets that this library and this machine have, best first."""
+    handle = _handle()
+    found: list[str] = []
+    while (name := handle.hr_level(len(found))) is not None:
+        found.append(name.decode())
+    return found
+
+
+def isa() -> str:
+    """The level in use: that of ``HEADRACE_CPU_ISA`` if set, else the best.
+
+    Raises:
+        ConfigError: the variable names a level that this machine or library lacks.
+    """
+    wanted = os.environ.get(ISA_VARIABLE)
+    available = levels()
+    if not wanted:
+        return available[0]
+    if wanted not in available:
+        raise ConfigError(
+            f"{ISA_VARIABLE}={wanted!r} cannot be used: this machine has {available}",
+            field=ISA_VARIABLE,
+        )
+    return wanted
+
+
+@functools.cache
+def load(level: str) -> Library:
+    """The kernels of one of :func:`levels`."""
+    return Library(_handle(), level)
+
+
+@functools.cache
+def _handle() -> ctypes.CDLL:
+    found = path()
+    if found is None:
+        raise MissingDependency(
+            "headrace_cpu",
+            needed_for="headrace_kernels.cpu",
+            install="pip install --force-reinstall --no-binary headrace-kernels headrace-kernels",
+        )
+    handle = ctypes.CDLL(str(found))
+    handle.hr_version.restype = ctypes.c_char_p
+    handle.hr_level.restype, handle.hr_level.argtypes = ctypes.c_char_p, [_I]
+    handle.hr_kernel.restype = ctypes.c_void_p
+    handle.hr_kernel.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
+    handle.hr_num_threads.restype = _I
+    return handle

@@ -1,0 +1,55 @@
+"""The native CPU kernels as a kernel provider."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core.errors import ConfigError
+from headrace_core.ops import KernelNeed
+from headrace_kernels.cpu import library
+
+logger = logging.getLogger(__name__)
+
+
+class CPUProvider:
+    """Every op, natively, on the CPU, for float32, bfloat16 and float16."""
+
+    name = "cpu"
+
+    def refuse(self, need: KernelNeed) -> list[str]:
+        reasons = []
+        if need.device != "cpu":
+            reasons.append(f"device {need.device!r} is not 'cpu'")
+        if need.dtype not in library.DTYPES:
+            reasons.append(f"dtype {need.dtype!r} is not one of {list(library.DTYPES)}")
+        absent = library.why_absent()
+        if absent is not None:
+            reasons.append(absent)
+        else:
+            try:
+                library.isa()
+            except ConfigError as error:
+                reasons.append(str(error))
+        return reasons
+
+    def priority(self, need: KernelNeed) -> int:
+        return 100
+
+    def operations(self, need: KernelNeed) -> Mapping[str, Any]:
+        """All ops; sets the size of the process's kernel thread pool (0 = torch's setting)."""
+        import torch
+
+        from headrace_kernels.cpu.ops import native_ops
+
+        kernels = library.load(library.isa())
+        kernels.set_num_threads(need.num_threads or torch.get_num_threads())
+        logger.info("native CPU kernels: %s, %d threads", kernels.isa, kernels.num_threads())
+        return native_ops(kernels)
+
+    def row_invariant(self, need: KernelNeed) -> bool:
+        return True
+
+
+PROVIDER = CPUProvider()

@@ -1,0 +1,147 @@
+"""What the Python edge refuses, and that no bad index leaves the memory it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from headrace_core.errors import ConfigError
+from headrace_core.ops import HeadNorm, KernelNeed, bind_ops
+from headrace_core.testing.ops import bits_equal, paged_case, rand
+from headrace_kernels.cpu import library
+from headrace_kernels.cpu.provider import PROVIDER
+
+if library.path() is None:
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+
+@pytest.fixture
+def ops():
+    return PROVIDER.operations(KernelNeed("cpu", "float32", num_threads=1))
+
+
+def test_bind_ops_prefers_the_native_kernels():
+    table = bind_ops(KernelNeed("cpu", "bfloat16"))
+    assert set(table.providers.values()) == {"cpu"}
+    assert table.row_invariant
+
+
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_embedding_id_out_of_range(ops, bad):
+    with pytest.raises(IndexError, match=r"outside \[0, 5\)"):
+        ops["embedding"](torch.tensor([0, bad]), rand(5, 8))
+
+
+@pytest.mark.parametrize("bad", [-1, 9])
+def test_position_out_of_range(ops, bad):
+    x = rand(1, 2, 8)
+    with pytest.raises(IndexError, match=r"outside \[0, 9\)"):
+        ops["rotary"](x, x.clone(), torch.tensor([bad]), rand(9, 8), interleaved=False)
+
+
+def test_slot_beyond_the_cache(ops):
+    x = rand(1, 2, 8)
+    caches = torch.zeros(2, 3, 4, 2, 8)
+    with pytest.raises(IndexError, match="beyond the cache's 3 blocks of 4"):
+        ops["cache_write"](x, x, caches[0], caches[1], torch.tensor([12]))
+
+
+@pytest.mark.parametrize("bad", [-1, 99])
+def test_block_that_does_not_exist(ops, bad):
+    case = paged_case([(1, 20)], dtype="float32")
+    case.block_table[0, 0] = bad
+    with pytest.raises(IndexError, match="block table"):
+        case.run(ops["paged_attention"])
+
+
+def test_block_table_too_narrow(ops):
+    case = paged_case([(1, 20)], dtype="float32")
+    narrow = dataclasses.replace(case, block_table=case.block_table[:, :1])
+    with pytest.raises(IndexError, match="block table"):
+        narrow.run(ops["paged_attention"])
+
+
+@pytest.mark.parametrize("starts", [[0, 3], [0, -1], [-1, 1]])
+def test_query_rows_that_do_not_exist(ops, starts):
+    case = paged_case([(2, 20)], dtype="float32")
+    bad = dataclasses.replace(case, cu_seqlens_q=torch.tensor(starts, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="does not rise within the 2 rows"):
+        bad.run(ops["paged_attention"])
+
+
+def test_rows_past_the_last_request_are_zero(ops):
+    case = paged_case([(2, 20)], dtype="float32")
+    short = dataclasses.replace(case, cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32))
+    out = short.run(ops["paged_attention"])
+    assert (out[0] != 0).all()
+    assert (out[1] == 0).all()
+
+
+def test_moe_adds_experts_in_the_order_of_topk_ids(ops):
+    """Bit for bit: the parts as computed alone, added in float32 from the left."""
+    packed = ops["moe"].pack(rand(8, 48, 40), rand(8, 40, 24, seed=1))
+    x, weights = rand(1, 40), rand(1, 8).softmax(-1)
+    ids = torch.tensor([[5, 2, 7, 0, 1, 6, 3, 4]])
+    total = torch.zeros(1, 40)
+    for place in range(8):
+        part = ops["moe"](x, packed, torch.ones(1, 1), ids[:, place : place + 1], "silu")
+        total = total + weights[:, place] * part
+    assert bits_equal(ops["moe"](x, packed, weights, ids, "silu"), total)
+
+
+def test_expert_that_does_not_exist(ops):
+    packed = ops["moe"].pack(rand(2, 8, 4), rand(2, 4, 4))
+    with pytest.raises(IndexError, match=r"outside \[0, 2\)"):
+        ops["moe"](rand(1, 4), packed, torch.ones(1, 1), torch.tensor([[2]]), "silu")
+
+
+def test_mismatches_name_what_was_given(ops):
+    packed = ops["linear"].pack(rand(4, 8))
+    with pytest.raises(ConfigError, match=r"x is float32 \[1, 7\], packed for float32 \[\*, 8\]"):
+        ops["linear"](rand(1, 7), packed)
+    with pytest.raises(ConfigError, match="x is bfloat16"):
+        ops["linear"](rand(1, 8, dtype="bfloat16"), packed)
+    with pytest.raises(ConfigError, match=r"bias is float32 \[3\]"):
+        ops["linear"](rand(1, 8), packed, rand(3))
+    with pytest.raises(ConfigError, match=r"torch.float64 is not supported.*float32"):
+        ops["activation"](rand(3, dtype="float64"), "silu")
+    with pytest.raises(ConfigError, match="'swish' is unknown"):
+        ops["activation"](rand(3), "swish")
+    case = paged_case([(1, 4)], dtype="bfloat16")
+    mixed = dataclasses.replace(case, query=case.query.float())
+    with pytest.raises(ConfigError, match="caches are bfloat16"):
+        mixed.run(ops["paged_attention"])
+
+
+def test_norm_weights_may_be_float32(ops):
+    x, weight = rand(3, 40, dtype="bfloat16"), rand(40)
+    expected = ops["rms_norm"](x.float(), weight, 1e-6).bfloat16()
+    assert bits_equal(ops["rms_norm"](x, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+def test_fused_rotary_cache_write_is_its_parts(level, dtype):
+    """Bit for bit: head norm, rotation and write one after the other."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    from headrace_kernels.cpu.ops import native_ops
+
+    ops = native_ops(library.load(level))
+    query, key, value = rand(7, 4, 40, dtype=dtype), *rand(2, 7, 2, 40, dtype=dtype)
+    weights, cos_sin = rand(2, 40, dtype=dtype), rand(20, 24)
+    positions, slots = torch.arange(7) * 2, torch.arange(7) + 3
+    one, two = torch.zeros(2, 2, 4, 8, 2, 40, dtype=query.dtype)
+
+    normed = [ops["rms_norm"](x, w, 1e-6) for x, w in zip((query, key), weights, strict=True)]
+    ops["rotary"](*normed, positions, cos_sin, interleaved=False)
+    ops["cache_write"](normed[1], value, one[0], one[1], slots)
+
+    norm = HeadNorm(weights[0], weights[1], eps=1e-6)
+    ops["rotary_cache_write"](
+        query, key, value, positions, cos_sin, two[0], two[1], slots, head_norm=norm
+    )
+    assert bits_equal(query, normed[0])
+    assert bits_equal(two, one)

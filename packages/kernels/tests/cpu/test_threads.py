@@ -1,0 +1,94 @@
+"""The pool: thread counts change no bit, two callers and a fork are safe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+
+from headrace_core.testing.ops import bits_equal, paged_case, rand
+from headrace_kernels.cpu import library
+
+if library.path() is None:
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+from headrace_kernels.cpu.ops import native_ops
+
+DTYPE = "bfloat16"
+
+
+@pytest.fixture(params=library.ISA_LEVELS)
+def kernels(request):
+    if request.param not in library.levels():
+        pytest.skip(f"this machine has no {request.param}")
+    kernels = library.load(request.param)
+    before = kernels.num_threads()
+    yield kernels
+    kernels.set_num_threads(before)
+
+
+def everything(ops):
+    """Results of calls that are large enough to be spread over threads."""
+    x = rand(130, 300, dtype=DTYPE)
+    packed = ops["linear"].pack(rand(700, 300, dtype=DTYPE))
+    yield ops["linear"](x, packed)
+    yield ops["linear"](x[:1], packed)
+    yield ops["rms_norm"](rand(600, 512, dtype=DTYPE), rand(512, dtype=DTYPE), 1e-6)
+    yield ops["activation_and_mul"](rand(100, 9000, dtype=DTYPE), "silu")
+    moe = ops["moe"].pack(rand(8, 128, 300, dtype=DTYPE), rand(8, 300, 64, dtype=DTYPE))
+    weights, ids = rand(130, 8).softmax(-1).topk(2)
+    yield ops["moe"](x, moe, weights, ids, "silu")
+    for options in ({}, {"sliding_window": 50}):
+        case = paged_case([(1, 700), (200, 300), (1, 90)], dtype=DTYPE, **options)
+        yield case.run(ops["paged_attention"])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_thread_count_changes_no_bit(kernels, count):
+    ops = native_ops(kernels)
+    kernels.set_num_threads(1)
+    alone = list(everything(ops))
+    kernels.set_num_threads(count)
+    assert kernels.num_threads() == count
+    for _ in range(3):
+        for actual, expected in zip(everything(ops), alone, strict=True):
+            assert bits_equal(actual, expected)
+
+
+def test_two_python_threads_at_once():
+    kernels = library.load(library.levels()[0])
+    kernels.set_num_threads(2)
+    ops = native_ops(kernels)
+    x, packed = rand(64, 256, dtype=DTYPE), ops["linear"].pack(rand(512, 256, dtype=DTYPE))
+    expected = ops["linear"](x, packed)
+    wrong = []
+
+    def work():
+        outs = (ops["linear"](x, packed) for _ in range(150))
+        wrong.extend(out for out in outs if not bits_equal(out, expected))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_computes_on():
+    kernels = library.load(library.levels()[0])
+    kernels.set_num_threads(2)
+    linear = native_ops(kernels)["linear"]
+    x, packed = rand(64, 256), linear.pack(rand(512, 256))
+    expected = linear(x, packed)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hanging child must not hang the test
+        os._exit(0 if torch.equal(linear(x, packed), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
