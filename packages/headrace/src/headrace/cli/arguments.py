@@ -188,7 +188,8 @@ class Parser(argparse.ArgumentParser):
     def _print_short(self) -> None:
         own = [group for group in self._action_groups if group not in self._groups_by_name.values()]
         formatter = self._get_formatter()
-        formatter.add_usage("%(prog)s [flags]", [], [])
+        words = [f"[{a.metavar or a.dest}]" for a in self._actions if not a.option_strings]
+        formatter.add_usage(" ".join(["%(prog)s", *words, "[flags]"]), [], [])
         formatter.add_text(self.description)
         print(formatter.format_help())
         self._print_groups(own)
