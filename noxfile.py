@@ -55,8 +55,10 @@ def _everything(session: nox.Session) -> None:
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
-    """Run pytest with one thread per process, so that two cores run two test processes at most."""
-    session.run("pytest", *words, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    """Run pytest in two processes of one thread each: what two cores can carry."""
+    session.install("--quiet", "pytest-xdist>=3.6")
+    session.run("pytest", "-n", "2", "--dist", "loadfile", "-q", *words, *session.posargs,
+                env={"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
 @nox.session
@@ -111,7 +113,7 @@ def oldest(session: nox.Session) -> None:
                     "httpx2", "openai")  # fmt: skip
     _pytest(session, "packages/core/tests", "packages/engine/tests/scheduling",
             "packages/engine/tests/kv", "packages/engine/tests/intake", "packages/server/tests",
-            "packages/quant/tests", "packages/attention/tests", "-q")  # fmt: skip
+            "packages/quant/tests", "packages/attention/tests")  # fmt: skip
     session.run("headrace", "generate", "--prompt", "Hello", "--max-tokens", "4", silent=True)
 
 
