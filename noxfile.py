@@ -57,7 +57,7 @@ def _everything(session: nox.Session) -> None:
 def _pytest(session: nox.Session, *words: str) -> None:
     """Run pytest in two processes of one thread each: what two cores can carry."""
     session.install("--quiet", "pytest-xdist>=3.6")
-    session.run("pytest", "-n", "2", "--dist", "loadfile", "-q", *words, *session.posargs,
+    session.run("pytest", "-n", "2", "--dist", "loadfile", *words, *session.posargs,
                 env={"OMP_NUM_THREADS": "1"})  # fmt: skip
 
 
