@@ -7,7 +7,7 @@
     python tools/train_demo_model.py show --count 5        # look at the examples
     python tools/train_demo_model.py evaluate --model DIR  # accuracy by skill, by greedy decoding
 
-Nothing is downloaded. Training takes about forty minutes on two idle CPU cores (on busy ones, set
+Nothing is downloaded. Training should take about 45 minutes on two idle CPU cores (on busy ones, set
 OMP_WAIT_POLICY=passive: threads then sleep while they wait for each other), and needs `torch`,
 `tokenizers`, `safetensors`, `jinja2` and `tqdm`; `evaluate` needs `transformers` as well.
 """
