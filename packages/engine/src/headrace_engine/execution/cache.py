@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def bind_cache(
     """
     page_bytes = max(group.spec.page_bytes for group in config.groups)
     for j in range(config.num_layers_per_group):
-        buffer = torch.zeros(config.num_blocks * page_bytes, dtype=torch.uint8, device=device)
+        buffer = _zeroed_bytes(config.num_blocks * page_bytes, device)
         sharing = [
             (index, layers[group.layer_names[j]])
             for index, group in enumerate(config.groups)
@@ -45,6 +46,14 @@ def bind_cache(
         _check_same_layout([layer for _, layer in sharing])
         for index, layer in sharing:
             layer.bind_cache(_view(buffer, layer, config.num_blocks), index)
+
+
+def _zeroed_bytes(size: int, device: torch.device) -> Tensor:
+    """[size] uint8. On a CPU through numpy, which asks the system for zeroed pages; torch would
+    write the zeros itself, which takes a second per gigabyte and makes all of it resident."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(size, np.uint8))
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 def group_backends(
