@@ -9,7 +9,8 @@ from typing import Protocol
 
 
 class Platform(Protocol):
-    """The object behind an entry point of ``headrace.platforms``."""
+    """What a device is like. An entry point of ``headrace.platforms`` is a callable that makes one;
+    its name is what ``--device`` takes."""
 
     @property
     def device(self) -> str:
