@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from headrace.cli.arguments import Parser, default_of, human_int
+from headrace.arguments import Parser, default_of, human_int
 from headrace.engine_args import ENGINE_OPTIONS, EngineArgs
 
 pytestmark = pytest.mark.spec("ARGS-CLI")

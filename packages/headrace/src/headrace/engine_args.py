@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.cli.arguments import Parser, default_of, flag_name, options_of
+from headrace.arguments import Parser, default_of, flag_name, options_of
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError
 

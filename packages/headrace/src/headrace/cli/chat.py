@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import Parser
+from headrace.arguments import Parser
 from headrace.cli.remote import RemoteServer
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distributions
 
-from headrace.cli.arguments import Parser
+from headrace.arguments import Parser
 
 PACKAGES = re.compile(
     r"^(headrace.*|torch|numpy|triton|transformers|tokenizers|safetensors|huggingface.hub|fastapi|"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.cli.arguments import Parser, json_object
+from headrace.arguments import Parser, json_object
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import RequestError

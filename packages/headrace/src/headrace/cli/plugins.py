@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headrace.cli.arguments import Parser
+from headrace.arguments import Parser
 from headrace_core import plugins
 from headrace_core.errors import PluginError
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.cli.arguments import Parser, flag_name, options_of
+from headrace.arguments import Parser, flag_name, options_of
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import MissingDependency
