@@ -1,0 +1,82 @@
+"""What kernels take: codes of dtypes, rows and strides, and tensors they can read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import ConfigError
+from headrace_core.ops import ACTIVATIONS, PackedLinear
+from headrace_kernels.cpu.library import DTYPES
+
+CODES: Mapping[torch.dtype, int] = {getattr(torch, name): code for name, code in DTYPES.items()}
+NAMES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
+_KINDS: Mapping[str, int] = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+
+def describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def mismatch(op: str, x: Tensor, packed: PackedLinear) -> str:
+    return f"{op}: x is {describe(x)}, packed for {packed.dtype} [*, {packed.in_features}]"
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    try:
+        return CODES[dtype]
+    except KeyError:
+        raise ConfigError(f"dtype {dtype} is not supported; use one of {list(DTYPES)}") from None
+
+
+def activation_code(kind: str) -> int:
+    try:
+        return _KINDS[kind]
+    except KeyError:
+        raise ConfigError(
+            f"activation kind {kind!r} is unknown; kinds are {list(ACTIVATIONS)}"
+        ) from None
+
+
+def int64(x: Tensor) -> Tensor:
+    if x.dtype is not torch.int64:
+        x = x.long()
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def int32(x: Tensor) -> Tensor:
+    """x as int32, strides kept (callers pass dim-0 stride of tables)."""
+    return x if x.dtype is torch.int32 else x.int()
+
+
+def unit_last(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def matrix(x: Tensor) -> tuple[Tensor, int, int]:
+    """x [T, n] readable by rows: (x, T, row stride)."""
+    stride, last = x.stride()
+    if last != 1:
+        x = x.contiguous()
+        stride = x.stride(0)
+    return x, x.shape[0], stride
+
+
+def as_rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """x [..., n] as rows: (x, count, inner, outer stride, inner stride), see rowwise.h."""
+    shape, strides = x.shape, x.stride()
+    if strides[-1] == 1:
+        if len(shape) == 2:
+            return x, shape[0], 1, strides[0], 0
+        if len(shape) == 3:
+            return x, shape[0] * shape[1], max(1, shape[1]), strides[0], strides[1]
+    x, width = x.contiguous(), shape[-1]
+    return x, x.numel() // max(1, width), 1, width, 0
+
+
+def vector(x: Tensor, dtype: torch.dtype, size: int, name: str) -> Tensor:
+    if x.dtype is not dtype or x.shape != (size,):
+        raise ConfigError(f"{name} is {describe(x)}; it must be {dtype} [{size}]")
+    return x if x.is_contiguous() else x.contiguous()
