@@ -9,6 +9,11 @@
 // register. Tiles of rows, panels, threads and the cutting of K into pieces (the running sum rests
 // in float32 scratch meanwhile) change where that sum lives, never its order.
 //
+// Memory: with few rows the weights' way from memory is the whole cost. With more, a piece of a panel
+// is multiplied by one tile of rows after another from the second cache, and each tile fetches its
+// share of the next piece meanwhile, so that reading and multiplying overlap; a task takes
+// neighbouring panels, as what comes next is then known.
+//
 // Arithmetic by weight type: float32, float16 and int8 weights, and bfloat16 ones without the pair
 // instruction, are widened in registers and go through float32 multiply-add; with it, bfloat16 uses
 // vdpbf16ps for every number of rows.
@@ -24,8 +29,11 @@ constexpr int ACCUMULATORS = 24;               // of 32 registers
 #else
 constexpr int ACCUMULATORS = 12;               // of 16 registers
 #endif
-constexpr int64_t K_PIECE = 512;               // even; a panel's piece stays in the second cache
-constexpr int64_t ROWS_PIECE = 96;             // rows of a task
+constexpr int64_t PIECE_BYTES = 128 << 10;     // of a panel: stays in the second cache
+constexpr int64_t ROWS_PIECE = 192;            // rows of a task
+constexpr int64_t RUNS = 8;                    // tasks for each thread: evens out what delays one
+constexpr int UNROLL = 4;                      // steps of K between two fetches
+constexpr int64_t NEAR_BYTES = 4096;           // how far ahead a lone tile fetches
 
 // How activations of type T meet weights of type WT: the type in which rows are read, and K's step.
 template <class WT> struct Meeting { using A = float; static constexpr int STEP = 1; };
@@ -33,21 +41,39 @@ template <class WT> struct Meeting { using A = float; static constexpr int STEP 
 template <> struct Meeting<bf16> { using A = bf16; static constexpr int STEP = 2; };
 #endif
 
+// What a tile fetches on its way: `lines` cache lines from `at` on after every UNROLL steps.
+struct Ahead {
+  const char* at;
+  int64_t lines;
+  void fetch() {
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * lines;
+  }
+};
+
+template <int R, int V, class WT>
+inline void fma_step(const float* const* a, int64_t k, const WT* b, vf (&acc)[R][V]) {
+  vf weights[V];
+  for (int v = 0; v < V; ++v) weights[v] = ld(b + v * W);
+  for (int r = 0; r < R; ++r) {
+    const vf x = vset(a[r][k]);
+    for (int v = 0; v < V; ++v) acc[r][v] = vfma(x, weights[v], acc[r][v]);
+  }
+}
+
 // c[r][v] (+)= sum over k of a[r][k] * b[k][v]; b has `width` features for each k.
 template <int R, int V, class WT>
 inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                     int64_t ldc, bool resume) {
+                     int64_t ldc, bool resume, Ahead ahead) {
   vf acc[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
-  for (int64_t k = 0; k < count; ++k, b += width) {
-    vf weights[V];
-    for (int v = 0; v < V; ++v) weights[v] = ld(b + v * W);
-    for (int r = 0; r < R; ++r) {
-      const vf x = vset(a[r][k]);
-      for (int v = 0; v < V; ++v) acc[r][v] = vfma(x, weights[v], acc[r][v]);
-    }
+  int64_t k = 0;
+  for (; k + UNROLL <= count; k += UNROLL) {
+    ahead.fetch();
+    for (int u = 0; u < UNROLL; ++u, b += width) fma_step<R, V>(a, k + u, b, acc);
   }
+  for (; k < count; ++k, b += width) fma_step<R, V>(a, k, b, acc);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
 }
@@ -59,27 +85,31 @@ inline __m512bh pair_of(const bf16* p) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 template <int R, int V>
+inline void dot_step(const bf16* const* a, int64_t k, const bf16* b, vf (&acc)[R][V]) {
+  __m512bh weights[V];
+  for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * W);
+  for (int r = 0; r < R; ++r) {
+    const __m512bh x = pair_of(a[r] + k);
+    for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
+  }
+}
+template <int R, int V>
 inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t width, float* c,
-                     int64_t ldc, bool resume) {
+                     int64_t ldc, bool resume, Ahead ahead) {
   vf acc[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
   int64_t k = 0;
-  for (; k + 2 <= count; k += 2, b += 2 * width) {
-    __m512bh weights[V];
-    for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * W);
-    for (int r = 0; r < R; ++r) {
-      const __m512bh x = pair_of(a[r] + k);
-      for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
-    }
+  for (; k + 2 * UNROLL <= count; k += 2 * UNROLL) {
+    ahead.fetch();
+    for (int u = 0; u < UNROLL; ++u, b += 2 * width) dot_step<R, V>(a, k + 2 * u, b, acc);
   }
+  for (; k + 2 <= count; k += 2, b += 2 * width) dot_step<R, V>(a, k, b, acc);
   if (k < count) {  // an odd K: the packed weight ends in zeros, the row does not
-    for (int r = 0; r < R; ++r) {
-      const bf16 last[2] = {a[r][k], bf16{0}};
-      for (int v = 0; v < V; ++v) {
-        acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)_mm512_loadu_si512(b + v * 2 * W), pair_of(last));
-      }
-    }
+    bf16 last[R][2];
+    const bf16* lasts[R];
+    for (int r = 0; r < R; ++r) { last[r][0] = a[r][k]; last[r][1] = bf16{0}; lasts[r] = last[r]; }
+    dot_step<R, V>(lasts, 0, b, acc);
   }
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
@@ -88,39 +118,39 @@ inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t
 
 template <int R, int V, class WT, class A>
 inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                       int64_t ldc, bool resume) {
+                       int64_t ldc, bool resume, Ahead ahead) {
 #if defined(HR_DOT_BF16)
   if constexpr (Meeting<WT>::STEP == 2) {
-    tile_dot<R, V>(a, count, b, width, c, ldc, resume);
+    tile_dot<R, V>(a, count, b, width, c, ldc, resume, ahead);
     return;
   } else
 #endif
-  tile_fma<R, V>(a, count, b, width, c, ldc, resume);
+  tile_fma<R, V>(a, count, b, width, c, ldc, resume, ahead);
 }
 
 // A register tile of R rows and V vectors; in halves where the accumulators do not fit.
 template <int R, int V, class WT, class A>
 inline void tile(const A* const* a, int64_t count, const WT* b, int64_t width, float* c, int64_t ldc,
-                 bool resume) {
+                 bool resume, Ahead ahead) {
   if constexpr (R * V <= ACCUMULATORS) {
-    tile_block<R, V>(a, count, b, width, c, ldc, resume);
+    tile_block<R, V>(a, count, b, width, c, ldc, resume, ahead);
   } else {
     constexpr int H = V / 2;
-    tile<R, H>(a, count, b, width, c, ldc, resume);
-    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, c + H * W, ldc, resume);
+    tile<R, H>(a, count, b, width, c, ldc, resume, ahead);
+    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, c + H * W, ldc, resume, ahead);
   }
 }
 
 template <int V, class WT, class A>
 inline void tile_rows(int rows, const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                      int64_t ldc, bool resume) {
+                      int64_t ldc, bool resume, Ahead ahead) {
   switch (rows) {
-    case 1: return tile<1, V>(a, count, b, width, c, ldc, resume);
-    case 2: return tile<2, V>(a, count, b, width, c, ldc, resume);
-    case 3: return tile<3, V>(a, count, b, width, c, ldc, resume);
-    case 4: return tile<4, V>(a, count, b, width, c, ldc, resume);
-    case 5: return tile<5, V>(a, count, b, width, c, ldc, resume);
-    case 6: return tile<6, V>(a, count, b, width, c, ldc, resume);
+    case 1: return tile<1, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 2: return tile<2, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 3: return tile<3, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 4: return tile<4, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 5: return tile<5, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 6: return tile<6, V>(a, count, b, width, c, ldc, resume, ahead);
   }
 }
 
@@ -137,21 +167,28 @@ template <class WT, class A>
 inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t K, const WT* panel,
                           int vectors, float* sums) {
   const int64_t width = int64_t(vectors) * W;
-  const int64_t piece = rows <= MAX_ROWS ? K : K_PIECE;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
+  const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
+  const int64_t lines = ceil_div(step_bytes / 64, tiles);  // of each tile, at each fetch
+  const int64_t piece = tiles == 1 ? K : PIECE_BYTES / (PANEL * int64_t(sizeof(WT)));
   for (int64_t k = 0; k < K || k == 0; k += piece) {
-    const int64_t count = min_of(piece, K - k);
+    const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
+    const WT* b = panel + k * width;
+    const char* next = reinterpret_cast<const char*>(tiles == 1 ? b : b + count * width);
+    const char* const end = next + steps * step_bytes;
+    if (tiles == 1) next += NEAR_BYTES;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const A* a[MAX_ROWS];
       for (int64_t r = 0; r < many; ++r) a[r] = x.row(begin + first + r) + k;
-      const WT* b = panel + k * width;
       float* c = sums + first * PANEL;
+      const Ahead ahead{next, next < end ? lines : 0};
+      next += 64 * lines * steps;
       switch (vectors) {
-        case 1: tile_rows<1>(int(many), a, count, b, width, c, PANEL, k > 0); break;
-        case 2: tile_rows<2>(int(many), a, count, b, width, c, PANEL, k > 0); break;
-        case 3: tile_rows<3>(int(many), a, count, b, width, c, PANEL, k > 0); break;
-        case 4: tile_rows<4>(int(many), a, count, b, width, c, PANEL, k > 0); break;
+        case 1: tile_rows<1>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
+        case 2: tile_rows<2>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
+        case 3: tile_rows<3>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
+        case 4: tile_rows<4>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
       }
     }
     if (K == 0) break;
@@ -218,18 +255,22 @@ template <class T, class WT>
 inline void run_linear(T* out, const T* x, const WT* weight, const float* scales, const T* bias,
                        int64_t rows, int64_t N, int64_t K, int64_t stride) {
   using A = typename Meeting<WT>::A;
+  if (rows == 0) return;
   const Packed<WT> packed{weight, N, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
-  const int64_t pieces = ceil_div(rows, ROWS_PIECE);
-  parallel(packed.panels() * pieces, rows * N * K / 32, [&](int64_t task) {
-    const int64_t p = task / pieces, begin = task % pieces * ROWS_PIECE;
-    const int64_t many = min_of(ROWS_PIECE, rows - begin);
+  const int64_t pieces = ceil_div(rows, ROWS_PIECE), panels = packed.panels();
+  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  parallel(runs * pieces, rows * N * K / 32, [&](int64_t task) {
+    const int64_t i = task / runs, run = task % runs;
+    const int64_t begin = i * rows / pieces, many = (i + 1) * rows / pieces - begin;
     float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
-    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums);
-    const int64_t at = p * PANEL;
-    for (int64_t i = 0; i < many; ++i) {
-      finish_row(out + (begin + i) * N + at, sums + i * PANEL, scales == nullptr ? nullptr : scales + at,
-                 bias == nullptr ? nullptr : bias + at, packed.features(p));
+    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) {
+      panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums);
+      const int64_t at = p * PANEL;
+      for (int64_t r = 0; r < many; ++r) {
+        finish_row(out + (begin + r) * N + at, sums + r * PANEL, scales == nullptr ? nullptr : scales + at,
+                   bias == nullptr ? nullptr : bias + at, packed.features(p));
+      }
     }
   });
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
@@ -29,7 +30,7 @@ class Linear:
         weight, out_features, stride = matrix(weight)
         in_features, code = weight.shape[1], dtype_code(weight.dtype)
         num_bytes = self._library.linear_packed_bytes(out_features, in_features, code)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = packed_buffer(num_bytes)
         self._library.linear_pack(
             data.data_ptr(), weight.data_ptr(), out_features, in_features, stride, code
         )
@@ -68,7 +69,7 @@ class Int8Linear:
         in_features = weight.shape[1]
         scales = vector(scales, torch.float32, out_features, "int8_linear: scales").clone()
         num_bytes = self._library.int8_packed_bytes(out_features, in_features)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = packed_buffer(num_bytes)
         self._library.int8_pack(
             data.data_ptr(), weight.data_ptr(), out_features, in_features, stride
         )

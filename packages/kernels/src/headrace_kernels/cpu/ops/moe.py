@@ -8,6 +8,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu.library import Library
+from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
@@ -52,7 +53,7 @@ class MoE:
         experts, out_features, in_features = weight.shape
         code = dtype_code(weight.dtype)
         num_bytes = self._library.linear_packed_bytes(out_features, in_features, code)
-        data = torch.empty((experts, num_bytes), dtype=torch.uint8)
+        data = packed_buffer(experts * num_bytes).view(experts, num_bytes)
         for expert in range(experts):
             rows, _, stride = matrix(weight[expert])
             self._library.linear_pack(
