@@ -1,30 +1,42 @@
 // Causal attention over the paged cache, read in place.
 //
-// A task is (request, tile of query positions, kv head); its rows are (position, head of the group),
-// so all query heads of a kv head read a key once. Keys are visited in tiles of KEYS whose borders
-// stand at fixed absolute positions, with a running maximum and sum per row (Milakov & Gimelshein
-// 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691).
+// A unit of work is (request, tile of query positions, kv head, run of partitions); its rows are
+// (position, head of the group), so all query heads of a kv head share what is read of the cache.
+// Both products are small matrix products of rows with packed keys and with packed values: lanes
+// are 16 (8, 4) keys in the first and as many dimensions in the second. A word of four bytes is one
+// float, or a pair of bf16 where the machine multiplies those (weights are then rounded to bf16).
+//
+// The context is cut at multiples of PART keys, whatever the query. A partition gives each row a
+// maximum, a sum and an unscaled output; partitions are merged in ascending order (Milakov &
+// Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691), so it does not matter whether one
+// thread visits them all or several share them.
 //
 // Row invariance: what a row does depends on its own position, window and keys only.
-//  - A score is one dot product: lanes over D in order, then a fixed tree.
-//  - A tile in which a row sees nothing is not visited for that row; in others the maximum and the
-//    sum of its 64 places are taken in a fixed order, unseen places holding -inf.
-//  - The output sums p * v over seen keys in ascending order, one lane per d.
+//  - A score adds up its words over D in ascending order, in one lane.
+//  - The maximum is exact; the sum of weights has a fixed lane for each key and a fixed tree.
+//  - An output adds up its words over the keys of a partition in ascending order, in one lane. Keys
+//    that a row does not see have weight 0, and where that is not enough (0 times infinity) they are
+//    replaced by zeros for that row.
 // Hence chunks of a prefill, the other requests, and threads change no bit, and a decode step equals
 // the last row of a prefill.
 
 namespace headrace::HR_ISA {
 namespace {
+namespace paged {
 
-constexpr int KEYS = 64;           // keys of a tile
-constexpr int TARGET_ROWS = 32;    // rows of a task, if there are so many queries
-constexpr int AHEAD = 8;           // keys between a fetch and its use
-constexpr int COPY_ROWS = 12;      // from here on it pays to widen a tile of the cache first
+constexpr int PART = 512;        // keys of a partition; its border is part of the arithmetic
+constexpr int KEYS = 64;         // keys of a tile, packed at a time
+constexpr int TASK_ROWS = 256;   // rows of a unit, if there are so many queries
+constexpr int BLOCK_ROWS = 12;   // rows whose scores stay in the first cache
+constexpr int ROWS = 6;          // of a register tile
 #if defined(HR_AVX512)
-constexpr int DOT_ROWS = 4;
+constexpr int VECTORS = 4;       // of a register tile
 #else
-constexpr int DOT_ROWS = 2;
+constexpr int VECTORS = 2;
 #endif
+constexpr int WIDE = VECTORS * W;  // dimensions of a panel of packed values
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float LEAST = -3.402823466e38f;
 
 struct Attention {
   void* out;
@@ -40,299 +52,697 @@ struct Attention {
   int64_t window;  // 0 = none
 };
 
-// s[r][j] = q[r] . k[j] for NQ rows and 4 keys; `padded` says that k may be read up to `lanes`.
-template <int NQ, class T>
-inline void dots(const float* q, int64_t lanes, const T* const* k, int64_t dim, float* s) {
-  vf acc[NQ][4];
-  for (int r = 0; r < NQ; ++r)
-    for (int j = 0; j < 4; ++j) acc[r][j] = vzero();
-  int64_t d = 0;
-  for (; d + W <= dim; d += W) {
-    const vf k0 = ld(k[0] + d), k1 = ld(k[1] + d), k2 = ld(k[2] + d), k3 = ld(k[3] + d);
-    for (int r = 0; r < NQ; ++r) {
-      const vf x = ld(q + r * lanes + d);
-      acc[r][0] = vfma(x, k0, acc[r][0]);
-      acc[r][1] = vfma(x, k1, acc[r][1]);
-      acc[r][2] = vfma(x, k2, acc[r][2]);
-      acc[r][3] = vfma(x, k3, acc[r][3]);
-    }
+// --- words ------------------------------------------------------------------------------------
+
+#if defined(HR_AVX512)
+inline float row_max(vf a) { return _mm512_reduce_max_ps(a); }
+inline vf floor_of(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+#else
+inline float row_max(vf a) { return hmax(a); }
+#endif
+
+// 2^x for x up to about 0; 2^-inf is 0. The polynomial has relative error 3e-6 or 8e-8 on [0, 1).
+template <bool coarse> inline vf exp2_of(vf x) {
+#if defined(HR_AVX512)
+  const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+#else
+  const vf low = vset(-126.0f);
+  const vf y = vmax(low, x), n = vround(vsub(y, vset(0.5f)));
+  const vf r = vsub(y, n);
+#endif
+  vf p;
+  if constexpr (coarse) {
+    p = vfma(vset(0.013426687568426132f), r, vset(0.0522424690425396f));
+    p = vfma(p, r, vset(0.2412802129983902f));
+    p = vfma(p, r, vset(0.6930448412895203f));
+  } else {
+    p = vfma(vset(0.001867130515165627f), r, vset(0.009017029777169228f));
+    p = vfma(p, r, vset(0.05579991266131401f));
+    p = vfma(p, r, vset(0.24016444385051727f));
+    p = vfma(p, r, vset(0.6931512951850891f));
   }
-  if (d < dim) {
-    for (int j = 0; j < 4; ++j) {
-      const vf y = ldn(k[j] + d, dim - d);
-      for (int r = 0; r < NQ; ++r) acc[r][j] = vfma(ld(q + r * lanes + d), y, acc[r][j]);
-    }
-  }
-  for (int r = 0; r < NQ; ++r) hsum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * KEYS);
+  p = vfma(p, r, vset(1.0f));
+#if defined(HR_AVX512)
+  return _mm512_scalef_ps(p, x);
+#else
+  return vless(x, low, vzero(), vmul(p, vpow2(n)));
+#endif
 }
 
-// acc[r] += sum over j in [from, to) of p[r][j] * v[j], for NQ rows and NV vectors of D.
-template <int NQ, int NV, class T>
-inline void weigh(const float* p, const T* const* v, int from, int to, int64_t d, int64_t lanes, float* acc) {
-  vf a[NQ][NV];
-  for (int r = 0; r < NQ; ++r)
-    for (int i = 0; i < NV; ++i) a[r][i] = ld(acc + r * lanes + d + i * W);
-  for (int j = from; j < to; ++j) {
-    vf x[NV];
-    for (int i = 0; i < NV; ++i) x[i] = ld(v[j] + d + i * W);
-    for (int r = 0; r < NQ; ++r) {
-      const vf w = vset(p[r * KEYS + j]);
-      for (int i = 0; i < NV; ++i) a[r][i] = vfma(w, x[i], a[r][i]);
-    }
-  }
-  for (int r = 0; r < NQ; ++r)
-    for (int i = 0; i < NV; ++i) st(acc + r * lanes + d + i * W, a[r][i]);
+inline bool any_infinite(vf x) {  // infinite or NaN, in any lane
+#if defined(HR_AVX512)
+  return _mm512_cmp_ps_mask(vsub(x, x), vzero(), _CMP_NEQ_UQ) != 0;
+#else
+  float lanes[W];
+  st(lanes, vsub(x, x));
+  bool found = false;
+  for (int i = 0; i < W; ++i) found |= lanes[i] != 0.0f;
+  return found;
+#endif
 }
 
-template <int NQ, class T>
-inline void weigh_all(const float* p, const T* const* v, int from, int to, int64_t dim, int64_t lanes,
-                      float* acc) {
-  if (from >= to) return;
-  constexpr int NV = NQ == 1 ? 2 * DOT_ROWS : 4;  // accumulators enough to hide an addition's latency
-  int64_t d = 0;
-  for (; d + NV * W <= dim; d += NV * W) weigh<NQ, NV>(p, v, from, to, d, lanes, acc);
-  for (; d + W <= dim; d += W) weigh<NQ, 1>(p, v, from, to, d, lanes, acc);
-  if (d < dim) {
-    for (int r = 0; r < NQ; ++r) {
-      vf a = ld(acc + r * lanes + d);
-      for (int j = from; j < to; ++j) a = vfma(vset(p[r * KEYS + j]), ldn(v[j] + d, dim - d), a);
-      st(acc + r * lanes + d, a);
-    }
+// A word is one float.
+struct Single {
+  static constexpr int STEP = 1;
+  static constexpr bool COARSE = false;
+  static vf mac(vf acc, vf a, vf b) { return vfma(a, b, acc); }
+  // The next W words of a line, zeros from `left` elements on.
+  template <class T> static vf words(const T* p, int64_t left) {
+    return left <= 0 ? vzero() : ld_upto(p, left);
   }
-}
-
-// Scratch of one task.
-struct Work {
-  int64_t rows, lanes;
-  float* q;       // [rows][lanes], zeros past D
-  float* acc;     // [rows][lanes]
-  float* p;       // [rows][KEYS], scores and then weights
-  float* best;    // [rows]
-  float* sum;     // [rows]
-  float* wide_k;  // [KEYS][lanes]
-  float* wide_v;  // [KEYS][lanes]
+  // Packs lines of values into words of W dimensions; a line may be null (zeros). Returns what any
+  // bad value would make infinite or NaN.
+  template <class T> static vf store_values(float* to, const T* const* lines, int64_t d, int64_t left) {
+    const vf x = lines[0] == nullptr ? vzero() : words(lines[0] + d, left);
+    st(to, x);
+    return vmul(x, vzero());
+  }
+  // Weights of W * STEP keys from scores; returns sum + their sum.
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+    const vf w = exp2_of<COARSE>(vfma(ld(s), factor, shift));
+    st(p, w);
+    return vadd(sum, w);
+  }
 };
 
-inline Work make_work(int64_t rows, int64_t dim) {
-  const int64_t lanes = round_up(dim, W);
-  const int64_t floats = rows * (2 * lanes + KEYS) + 2 * round_up(rows, W) + 2 * KEYS * lanes;
-  float* at = static_cast<float*>(scratch(SCRATCH_TASK, size_t(floats) * sizeof(float)));
-  Work w{rows, lanes, at, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
-  w.acc = w.q + rows * lanes;
-  w.p = w.acc + rows * lanes;
-  w.wide_k = w.p + rows * KEYS;
-  w.wide_v = w.wide_k + KEYS * lanes;
-  w.best = w.wide_v + KEYS * lanes;
-  w.sum = w.best + round_up(rows, W);
-  return w;
-}
-
-// The keys [from, to) of a tile (indices within it) that the row at position p sees.
-struct Span { int from, to; };
-inline Span seen(const Attention& g, int64_t p, int64_t tile) {
-  const int64_t first = g.window > 0 ? max_of(0, p - g.window + 1) : 0;
-  const int64_t from = max_of(first - tile, 0), to = min_of(p + 1 - tile, KEYS);
-  return {int(min_of(from, KEYS)), int(max_of(to, 0))};
-}
-
-// Pointers to the keys (or values) [from, to) of a tile; widened copies if asked for.
-template <class T>
-inline bool point_at(const Cache& cache, const int32_t* blocks, int64_t table_width, int64_t head,
-                     int64_t tile, Span span, const T** out) {
-  bool good = true;
-  for (int j = span.from; j < span.to;) {
-    const int64_t at = tile + j, column = at / cache.block_size, offset = at % cache.block_size;
-    int64_t block = column < table_width ? blocks[column] : -1;
-    if (block < 0 || block >= cache.blocks) { block = 0; good = false; }
-    const T* token = static_cast<const T*>(cache.data) + block * cache.block_stride +
-                     offset * cache.token_stride + head * cache.head_stride;
-    const int many = int(min_of(cache.block_size - offset, span.to - j));
-    for (int i = 0; i < many; ++i) out[j + i] = token + i * cache.token_stride;
-    j += many;
+#if defined(HR_DOT_BF16)
+// A word is a pair of bf16.
+struct Pair {
+  static constexpr int STEP = 2;
+  static constexpr bool COARSE = true;
+  static vf mac(vf acc, vf a, vf b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+  static vf words(const bf16* p, int64_t left) {
+    if (left >= 2 * W) return (vf)_mm512_loadu_si512(p);
+    if (left <= 0) return vzero();
+    return (vf)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), p);
   }
-  return good;
-}
+  template <class T> static vf words(const T* p, int64_t left) {
+    const vf low = left <= 0 ? vzero() : ld_upto(p, left);
+    const vf high = left <= W ? vzero() : ld_upto(p + W, left - W);
+    return (vf)_mm512_cvtne2ps_pbh(high, low);
+  }
+  template <class T> static vf store_values(float* to, const T* const* lines, int64_t d, int64_t left) {
+    const __m512i low = _mm512_castsi256_si512(half(lines[0], d, left));
+    const __m512i high = _mm512_castsi256_si512(half(lines[1], d, left));
+    const __m512i place = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i pairs = _mm512_permutex2var_epi16(low, place, high);
+    st(to, (vf)pairs);
+    return _mm512_dpbf16_ps(vzero(), (__m512bh)pairs, (__m512bh)_mm512_setzero_si512());
+  }
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+    const vf low = exp2_of<COARSE>(vfma(ld(s), factor, shift));
+    const vf high = exp2_of<COARSE>(vfma(ld(s + W), factor, shift));
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    st(p, (vf)both);
+    return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // times 1
+  }
 
-template <class T>
-inline void widen(const T* const* from, Span span, int64_t dim, int64_t dim_stride, int64_t lanes,
-                  float* to, const float** out) {
-  for (int j = span.from; j < span.to; ++j) {
-    float* line = to + j * lanes;
-    if (dim_stride == 1) {
-      for (int64_t d = 0; d < dim; d += W) st(line + d, ld_upto(from[j] + d, dim - d));
-    } else {
-      for (int64_t d = 0; d < lanes; ++d) line[d] = d < dim ? to_float(from[j][d * dim_stride]) : 0.0f;
+ private:
+  static __m256i half(const bf16* line, int64_t d, int64_t left) {
+    if (line == nullptr || left <= 0) return _mm256_setzero_si256();
+    if (left >= W) return _mm256_loadu_si256((const __m256i*)(line + d));
+    return _mm256_maskz_loadu_epi16(__mmask16((1u << left) - 1), line + d);
+  }
+  template <class T> static __m256i half(const T* line, int64_t d, int64_t left) {
+    if (line == nullptr || left <= 0) return _mm256_setzero_si256();
+    return (__m256i)_mm512_cvtneps_pbh(ld_upto(line + d, left));
+  }
+};
+#endif
+
+// Which words serve a query and a cache.
+template <class TQ, class TC> struct Choice { using Words = Single; };
+#if defined(HR_DOT_BF16)
+template <> struct Choice<bf16, bf16> { using Words = Pair; };
+#endif
+
+// W vectors of W words, transposed.
+inline void transpose(vf* x) {
+#if defined(HR_AVX512)
+  vf t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    const __m512d a = (__m512d)t[i], b = (__m512d)t[i + 1], c = (__m512d)t[i + 2], d = (__m512d)t[i + 3];
+    x[i] = (vf)_mm512_unpacklo_pd(a, c);
+    x[i + 1] = (vf)_mm512_unpackhi_pd(a, c);
+    x[i + 2] = (vf)_mm512_unpacklo_pd(b, d);
+    x[i + 3] = (vf)_mm512_unpackhi_pd(b, d);
+  }
+  // x[4 * i + j] holds in its lane l (of 128 bits) word 4 * l + j of vectors 4 * i to 4 * i + 3.
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88);           // lanes 0, 2 of the first two
+    t[4 + j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);       // lanes 1, 3
+    t[8 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    x[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    x[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    x[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+#elif defined(HR_AVX2)
+  vf t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d a = (__m256d)t[i], b = (__m256d)t[i + 1], c = (__m256d)t[i + 2], d = (__m256d)t[i + 3];
+    x[i] = (vf)_mm256_unpacklo_pd(a, c);
+    x[i + 1] = (vf)_mm256_unpackhi_pd(a, c);
+    x[i + 2] = (vf)_mm256_unpacklo_pd(b, d);
+    x[i + 3] = (vf)_mm256_unpackhi_pd(b, d);
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+    t[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+  }
+  for (int j = 0; j < 8; ++j) x[j] = t[j];
+#else
+  for (int i = 0; i < W; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float a = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = a;
     }
-    out[j] = line;
+#endif
+}
+
+// c (+)= a b for R rows of words and V vectors of columns.
+template <class A, int R, int V>
+inline void product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, float* c,
+                    int64_t ldc, bool more) {
+  vf acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = more ? ld(c + r * ldc + v * W) : vzero();
+  for (int64_t k = 0; k < depth; ++k, b += ldb) {
+    vf x[V];
+    for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
+    for (int r = 0; r < R; ++r) {
+      const vf y = vset(a[r * lda + k]);
+      for (int v = 0; v < V; ++v) acc[r][v] = A::mac(acc[r][v], y, x[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+}
+
+template <class A, int R>
+inline void product_of(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb,
+                       int64_t depth, float* c, int64_t ldc, bool more) {
+  for (; vectors >= VECTORS; vectors -= VECTORS, b += WIDE, c += WIDE) {
+    product<A, R, VECTORS>(a, lda, b, ldb, depth, c, ldc, more);
+  }
+  if constexpr (VECTORS > 2) {
+    if (vectors == 3) return product<A, R, 3>(a, lda, b, ldb, depth, c, ldc, more);
+    if (vectors == 2) return product<A, R, 2>(a, lda, b, ldb, depth, c, ldc, more);
+  }
+  if (vectors == 1) product<A, R, 1>(a, lda, b, ldb, depth, c, ldc, more);
+}
+
+template <class A>
+inline void product_rows(int64_t rows, int vectors, const float* a, int64_t lda, const float* b,
+                         int64_t ldb, int64_t depth, float* c, int64_t ldc, bool more) {
+  for (; rows >= ROWS; rows -= ROWS, a += ROWS * lda, c += ROWS * ldc) {
+    product_of<A, ROWS>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+  }
+  switch (rows) {
+    case 1: return product_of<A, 1>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 2: return product_of<A, 2>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 3: return product_of<A, 3>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 4: return product_of<A, 4>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 5: return product_of<A, 5>(vectors, a, lda, b, ldb, depth, c, ldc, more);
   }
 }
 
-// Blocks lie anywhere: no hardware prefetcher follows them.
-template <class T> inline void fetch(const T* line, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += 64 / int64_t(sizeof(T))) __builtin_prefetch(line + d);
+// --- units ------------------------------------------------------------------------------------
+
+// What partitions leave of some rows: an output without its divisor, the maximum (in powers of two),
+// and the sum. A row that has seen nothing has maximum -inf.
+struct State {
+  float* acc;   // [rows][lanes]
+  float* best;  // [rows]
+  float* sum;   // [rows]
+};
+
+inline int64_t lanes_of(int64_t dim) { return round_up(dim, WIDE); }
+inline int64_t state_floats(int64_t rows, int64_t dim) { return rows * lanes_of(dim) + 2 * round_up(rows, W); }
+inline State state_at(float* memory, int64_t rows, int64_t dim) {
+  float* best = memory + rows * lanes_of(dim);
+  return {memory, best, best + round_up(rows, W)};
 }
 
-// Scores of NQ rows against the keys of a span; four keys at a time, the last one repeated.
-// If asked to, it fetches the keys to come and the values that will be weighed next.
-template <int NQ, class T>
-inline void score(const float* q, const Work& w, const T* const* k, const T* const* v, bool fetching,
-                  Span span, int64_t dim, float* s) {
-  for (int j = span.from; j < span.to; j += 4) {
-    const T* four[4];
-    const int last = span.to - 1;
-    for (int i = 0; i < 4; ++i) four[i] = k[j + i < last ? j + i : last];
-    for (int i = 0; fetching && i < 4; ++i) {
-      fetch(k[j + i + AHEAD < last ? j + i + AHEAD : last], dim);
-      fetch(v[j + i < last ? j + i : last], dim);
-    }
-    if (j + 4 <= KEYS) {
-      dots<NQ>(q, w.lanes, four, dim, s + j);
-    } else {
-      float spill[DOT_ROWS * KEYS];
-      dots<NQ>(q, w.lanes, four, dim, spill);
-      for (int r = 0; r < NQ; ++r)
-        for (int i = 0; j + i < span.to; ++i) s[r * KEYS + j + i] = spill[r * KEYS + i];
-    }
-  }
+// A tile of a request's query positions; its partitions are [begin, end).
+struct Tile {
+  int32_t request, first, count;
+  int32_t begin, end;
+  int32_t pieces;   // units for each kv head; partial states are kept if more than one
+  int64_t partial;  // where those are, in floats
+};
+
+inline int64_t position_of(const Attention& g, const Tile& t) {
+  const int64_t length = g.cu_seqlens_q[t.request + 1] - g.cu_seqlens_q[t.request];
+  return g.seq_lens[t.request] - length + t.first;
 }
 
-// Scores -> weights of one row; its running maximum and sum; its accumulator rescaled.
-inline void soften(const Attention& g, const Work& w, int64_t r, Span span) {
-  float* s = w.p + r * KEYS;
-  const vf scale = vset(g.scale);
-  for (int j = 0; j < KEYS; j += W) {
-    vf x = vmul(ld(s + j), scale);
-    if (g.soft_cap > 0) x = vmul(vset(g.soft_cap), vtanh(vdiv(x, vset(g.soft_cap))));
-    st(s + j, x);
-  }
-  for (int j = 0; j < span.from; ++j) s[j] = -__builtin_inff();
-  for (int j = span.to; j < KEYS; ++j) s[j] = -__builtin_inff();
-  vf top = ld(s);
-  for (int j = W; j < KEYS; j += W) top = vmax(top, ld(s + j));
-  const float best = hmax(top), before = w.best[r], now = best > before ? best : before;
-  if (now == -__builtin_inff()) {  // every score is -inf: nothing to weigh
-    for (int j = 0; j < KEYS; ++j) s[j] = 0.0f;
-    return;
-  }
-  vf total = vzero();
-  for (int j = 0; j < KEYS; j += W) {
-    const vf e = vexp(vsub(ld(s + j), vset(now)));
-    st(s + j, e);
-    total = vadd(total, e);
-  }
-  if (now != before) {
-    const vf shrink = vexp(vsub(vset(before), vset(now)));
-    float first[W];
-    st(first, shrink);
-    w.sum[r] *= first[0];
-    for (int64_t d = 0; d < w.lanes; d += W) st(w.acc + r * w.lanes + d, vmul(ld(w.acc + r * w.lanes + d), shrink));
-    w.best[r] = now;
-  }
-  w.sum[r] += hsum(total);
+// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum.
+inline void begin_row(const Attention& g, const State& state, int64_t r, int64_t head) {
+  const float sink = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
+  state.best[r] = sink * LOG2E;
+  state.sum[r] = sink == -__builtin_inff() ? 0.0f : 1.0f;
+  const int64_t lanes = lanes_of(g.dim);
+  for (int64_t d = 0; d < lanes; d += W) st(state.acc + r * lanes + d, vzero());
 }
 
-// One tile for all rows. Rows go in packs of DOT_ROWS; what not every row of a pack sees is weighed
-// row by row, before and after the common part: ascending for each.
-template <class T>
-inline void visit(const Attention& g, const Work& w, const T* const* k, const T* const* v,
-                  const Span* spans) {
-  int64_t r = 0;
-  while (r < w.rows) {
-    const int64_t many = r + DOT_ROWS <= w.rows ? DOT_ROWS : 1;
-    Span all = spans[r], common = spans[r];
-    for (int64_t i = 1; i < many; ++i) {
-      const Span s = spans[r + i];
-      if (s.from < s.to) {
-        if (all.from >= all.to) all = s;
-        all = {int(min_of(all.from, s.from)), int(max_of(all.to, s.to))};
-      }
-      common = {int(max_of(common.from, s.from)), int(min_of(common.to, s.to))};
-    }
-    if (all.from < all.to) {
-      const float* q = w.q + r * w.lanes;
-      float* p = w.p + r * KEYS;
-      const bool fetching = r == 0 && w.rows < COPY_ROWS;
-      if (many == DOT_ROWS) {
-        score<DOT_ROWS>(q, w, k, v, fetching, all, g.dim, p);
-      } else {
-        score<1>(q, w, k, v, fetching, all, g.dim, p);
-      }
-      for (int64_t i = 0; i < many; ++i) {
-        if (spans[r + i].from < spans[r + i].to) soften(g, w, r + i, spans[r + i]);
-      }
-      float* acc = w.acc + r * w.lanes;
-      const bool shared = many == DOT_ROWS && common.from < common.to;
-      if (shared) {
-        for (int64_t i = 0; i < many; ++i) {
-          weigh_all<1>(p + i * KEYS, v, spans[r + i].from, common.from, g.dim, w.lanes, acc + i * w.lanes);
-        }
-        weigh_all<DOT_ROWS>(p, v, common.from, common.to, g.dim, w.lanes, acc);
-      }
-      for (int64_t i = 0; i < many; ++i) {
-        const int from = shared ? common.to : spans[r + i].from;
-        weigh_all<1>(p + i * KEYS, v, from, spans[r + i].to, g.dim, w.lanes, acc + i * w.lanes);
-      }
-    }
-    r += many;
+inline void merge_row(const Attention& g, const State& into, const State& from, int64_t r) {
+  if (from.best[r] == -__builtin_inff()) return;
+  const float now = into.best[r] > from.best[r] ? into.best[r] : from.best[r];
+  const vf a = exp2_of<false>(vset(into.best[r] - now)), b = exp2_of<false>(vset(from.best[r] - now));
+  float keep[W], add[W];
+  st(keep, a);
+  st(add, b);
+  into.best[r] = now;
+  into.sum[r] = into.sum[r] * keep[0] + from.sum[r] * add[0];
+  const int64_t lanes = lanes_of(g.dim);
+  for (int64_t d = r * lanes; d < (r + 1) * lanes; d += W) {
+    st(into.acc + d, vfma(ld(from.acc + d), b, vmul(ld(into.acc + d), a)));
   }
 }
 
-template <class T>
-inline int32_t attend(const Attention& g, int64_t request, int64_t first, int64_t queries, int64_t kv_head) {
-  const int64_t group = g.q_heads / g.kv_heads;
-  const int64_t begin = g.cu_seqlens_q[request], length = g.cu_seqlens_q[request + 1] - begin;
-  const int64_t position = g.seq_lens[request] - length + first;  // of the first query
-  const Work w = make_work(queries * group, g.dim);
-  const int32_t* blocks = g.block_table + request * g.table_stride;
-
-  for (int64_t r = 0; r < w.rows; ++r) {
-    const int64_t head = kv_head * group + r % group;
-    const T* from = static_cast<const T*>(g.query) + (begin + first + r / group) * g.q_row + head * g.q_head;
-    for (int64_t d = 0; d < w.lanes; d += W) {
-      st(w.q + r * w.lanes + d, ld_upto(from + d, g.dim - d));
-      st(w.acc + r * w.lanes + d, vzero());
-    }
-    w.best[r] = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
-    w.sum[r] = w.best[r] == -__builtin_inff() ? 0.0f : 1.0f;  // the sink itself: e^0
+template <class TQ>
+inline void finish_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
+  const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.dim);
+  const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
+  TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.dim;
+  const float sum = state.sum[r];
+  const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
+  for (int64_t d = 0; d < g.dim; d += W) {
+    st_upto(to + d, vdiv(ld(state.acc + r * lanes + d), divisor), g.dim - d);
   }
+}
 
+struct Span {
+  int from, to;
+  bool empty() const { return from >= to; }
+};
+
+// One tile and kv head. TQ is the query's type, TC the cache's.
+template <class TQ, class TC>
+struct Unit {
+  using A = typename Choice<TQ, TC>::Words;
+  static constexpr int STEP = A::STEP, CHUNK = W * STEP;
+
+  const Attention& g;
+  const Tile& t;
+  int64_t kv_head, group, rows, position;
+  int64_t words, q_width;  // of a query row: in use, and apart
+  bool once;               // few rows: each tile of the cache is packed, used and forgotten
+  float *q, *s, *k, *v, *spare;
+  State total, part;
+  const TC* key_lines[PART];
+  const TC* value_lines[PART];
   int32_t status = OK;
-  const int64_t last = position + queries - 1;
-  const int64_t lowest = g.window > 0 ? max_of(0, position - g.window + 1) : 0;
-  const bool copies = sizeof(T) != sizeof(float) && w.rows >= COPY_ROWS;
-  const T* k[KEYS];
-  const T* v[KEYS];
-  const float* wide_k[KEYS];
-  const float* wide_v[KEYS];
-  Span* spans = static_cast<Span*>(__builtin_alloca(size_t(w.rows) * sizeof(Span)));
-  for (int64_t tile = lowest / KEYS * KEYS; tile <= last; tile += KEYS) {
-    Span all{KEYS, 0};
-    for (int64_t r = 0; r < w.rows; ++r) {
-      spans[r] = seen(g, position + r / group, tile);
-      if (spans[r].from >= spans[r].to) continue;
-      all = {int(min_of(all.from, spans[r].from)), int(max_of(all.to, spans[r].to))};
-    }
-    if (all.from >= all.to) continue;
-    const bool good_k = point_at(g.keys, blocks, g.table_width, kv_head, tile, all, k);
-    const bool good_v = point_at(g.values, blocks, g.table_width, kv_head, tile, all, v);
-    if (!good_k || !good_v) status = BAD_INDEX;
-    if (copies || g.keys.dim_stride != 1 || g.values.dim_stride != 1) {
-      widen(k, all, g.dim, g.keys.dim_stride, w.lanes, w.wide_k, wide_k);
-      widen(v, all, g.dim, g.values.dim_stride, w.lanes, w.wide_v, wide_v);
-      visit(g, w, wide_k, wide_v, spans);
-    } else {
-      visit(g, w, k, v, spans);
+
+  Unit(const Attention& g, const Tile& t, int64_t kv_head) : g(g), t(t), kv_head(kv_head) {
+    group = g.q_heads / g.kv_heads;
+    rows = t.count * group;
+    position = position_of(g, t);
+    words = ceil_div(g.dim, STEP);
+    q_width = round_up(words, W);
+    once = rows <= BLOCK_ROWS;
+    const int64_t lanes = lanes_of(g.dim), packed = once ? KEYS : PART;
+    const int64_t state = state_floats(rows, g.dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
+    const int64_t k_floats = packed * q_width, v_floats = packed / STEP * lanes;
+    const int64_t spare_floats = KEYS / STEP * lanes;
+    const int64_t all = rows * q_width + s_floats + k_floats + v_floats + spare_floats + 2 * state;
+    float* at = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
+    q = at;
+    s = q + rows * q_width;
+    k = s + s_floats;
+    v = k + k_floats;
+    spare = v + v_floats;
+    total = state_at(spare + spare_floats, rows, g.dim);
+    part = state_at(spare + spare_floats + state, rows, g.dim);
+    load_query();
+  }
+
+  int64_t head_of(int64_t r) const { return kv_head * group + r % group; }
+
+  void load_query() {
+    const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
+    for (int64_t r = 0; r < rows; ++r) {
+      const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
+      for (int64_t w = 0; w < q_width; w += W) {
+        st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+      }
     }
   }
 
-  for (int64_t r = 0; r < w.rows; ++r) {
-    const int64_t head = kv_head * group + r % group;
-    T* to = static_cast<T*>(g.out) + ((begin + first + r / group) * g.q_heads + head) * g.dim;
-    const vf divisor = vset(w.sum[r] > 0.0f || w.sum[r] != w.sum[r] ? w.sum[r] : 1.0f);
-    for (int64_t d = 0; d < g.dim; d += W) st_upto(to + d, vdiv(ld(w.acc + r * w.lanes + d), divisor), g.dim - d);
+  // The keys of a partition that row r sees, from the partition's begin.
+  Span span(int64_t r, int64_t base) const {
+    const int64_t p = position + r / group, first = g.window > 0 ? max_of(0, p - g.window + 1) : 0;
+    return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(p + 1 - base, PART), 0))};
+  }
+  // ... that any of the rows [r, r + n) sees: positions rise with rows.
+  Span span(int64_t r, int64_t n, int64_t base) const {
+    return {span(r, base).from, span(r + n - 1, base).to};
+  }
+
+  void find_lines(const Cache& cache, int64_t base, Span seen, const TC** lines) {
+    const int32_t* blocks = g.block_table + t.request * g.table_stride;
+    for (int j = seen.from; j < seen.to;) {
+      const int64_t at = base + j, column = at / cache.block_size, offset = at % cache.block_size;
+      int64_t block = column < g.table_width ? blocks[column] : -1;
+      if (block < 0 || block >= cache.blocks) { block = 0; status = BAD_INDEX; }
+      const TC* line = static_cast<const TC*>(cache.data) + block * cache.block_stride +
+                       offset * cache.token_stride + kv_head * cache.head_stride;
+      const int many = int(min_of(cache.block_size - offset, seen.to - j));
+      for (int i = 0; i < many; ++i) lines[j + i] = line + i * cache.token_stride;
+      j += many;
+    }
+  }
+
+  // Blocks lie anywhere: no hardware prefetcher follows them. Tile `tile`, line `j` of it.
+  static void fetch(const TC* const* lines, Span seen, int tile, int j, int64_t d) {
+    const int at = tile * KEYS + j;
+    if (at >= seen.from && at < seen.to) __builtin_prefetch(lines[at] + d);
+  }
+
+  // Packed keys [words][KEYS] of a tile; lanes of keys that nobody sees are zeros.
+  void pack_keys(int tile, Span seen, float* to) {
+    const bool last = (tile + 1) * KEYS >= seen.to;
+    const TC* const* coming = last ? value_lines : key_lines;
+    const int coming_tile = last ? seen.from / KEYS : tile + 1;
+    for (int j = 0; j < KEYS; j += W) {
+      const int at = tile * KEYS + j;
+      if (at + W <= seen.from || at >= seen.to) continue;
+      for (int64_t w = 0; w < words; w += W) {
+        vf x[W];
+        for (int i = 0; i < W; ++i) {
+          const bool there = at + i >= seen.from && at + i < seen.to;
+          x[i] = there ? line_words(g.keys, key_lines[at + i], w * STEP) : vzero();
+          fetch(coming, seen, coming_tile, j + i, w * STEP);
+        }
+        transpose(x);
+        const int64_t many = min_of(W, words - w);
+        for (int64_t i = 0; i < many; ++i) st(to + (w + i) * KEYS + j, x[i]);
+      }
+    }
+  }
+
+  vf line_words(const Cache& cache, const TC* line, int64_t d) const {
+    if (cache.dim_stride == 1) return A::words(line + d, g.dim - d);
+    TC part[CHUNK] = {};
+    for (int64_t i = 0; i < min_of(CHUNK, g.dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
+    return A::words(part, CHUNK);
+  }
+
+  // Packed values of a tile, panels of [KEYS / STEP][WIDE], `apart` floats from one to the next;
+  // keys outside `seen` are zeros. False if any value is infinite or NaN.
+  bool pack_values(int tile, Span seen, float* to, int64_t apart) {
+    vf bad = vzero();
+    for (int j = 0; j < KEYS; j += STEP) {
+      const TC* lines[STEP];
+      for (int i = 0; i < STEP; ++i) {
+        const int at = tile * KEYS + j + i;
+        lines[i] = at >= seen.from && at < seen.to ? value_lines[at] : nullptr;
+      }
+      const int64_t lanes = lanes_of(g.dim);
+      for (int64_t d = 0; d < lanes; d += W) {
+        float* place = to + d / WIDE * apart + j / STEP * WIDE + d % WIDE;
+        if (g.values.dim_stride == 1) {
+          bad = vadd(bad, A::store_values(place, lines, d, g.dim - d));
+          for (int i = 0; i < STEP; ++i) fetch(value_lines, seen, tile + 1, j + i, d);
+        } else {
+          bad = vadd(bad, gather_values(place, lines, d));
+        }
+      }
+    }
+    return !any_infinite(bad);
+  }
+
+  vf gather_values(float* place, const TC* const* lines, int64_t d) const {
+    TC parts[STEP][W] = {};
+    const TC* copies[STEP];
+    for (int i = 0; i < STEP; ++i) {
+      copies[i] = lines[i] == nullptr ? nullptr : parts[i];
+      for (int64_t l = 0; lines[i] != nullptr && l < min_of(W, g.dim - d); ++l) {
+        parts[i][l] = lines[i][(d + l) * g.values.dim_stride];
+      }
+    }
+    return A::store_values(place, copies, 0, W);
+  }
+
+  // Scores of rows [r, r + n) against a packed tile.
+  void score(int64_t r, int64_t n, int tile, Span seen, const float* packed) {
+    const int from = int(max_of(seen.from - tile * KEYS, 0)) / W * W;
+    const int to = int(min_of(seen.to - tile * KEYS, KEYS));
+    product_rows<A>(n, int(ceil_div(to - from, W)), q + r * q_width, q_width, packed + from, KEYS, words,
+                    s + tile * KEYS + from, PART, false);
+  }
+
+  // Scores of one row -> weights in words at the same place, maximum and sum. `seen` is what any
+  // row of the block sees: weights are written for all of that.
+  void soften(float* line, Span own, Span seen, float* best, float* sum) {
+    const int begin = seen.from / CHUNK * CHUNK, end = int(round_up(seen.to, CHUNK));
+    if (own.empty()) {
+      *best = -__builtin_inff();
+      *sum = 0.0f;
+      __builtin_memset(line + begin / STEP, 0, size_t(end - begin) / STEP * sizeof(float));
+      return;
+    }
+    const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
+    float factor = g.scale * LOG2E;
+    if (g.soft_cap > 0 || g.scale < 0) {
+      transform(line, from, to);
+      factor = LOG2E;
+    }
+    for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
+    for (int j = own.to; j < to; ++j) line[j] = -__builtin_inff();
+    vf top = ld(line + from);
+    for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
+    float peak = row_max(top) * factor;
+    if (peak < LEAST) peak = LEAST;
+    const vf scale = vset(factor), shift = vset(-peak);
+    vf adding = vzero();
+    if (begin < from) __builtin_memset(line + begin / STEP, 0, size_t(from - begin) / STEP * sizeof(float));
+    for (int j = from; j < to; j += CHUNK) {
+      adding = A::weights(line + j, scale, shift, line + j / STEP, adding);
+    }
+    if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
+    *best = peak;
+    *sum = hsum(adding);
+  }
+
+  void transform(float* line, int from, int to) const {
+    for (int j = from; j < to; j += W) {
+      vf x = vmul(ld(line + j), vset(g.scale));
+      if (g.soft_cap > 0) x = vmul(vset(g.soft_cap), vtanh(vdiv(x, vset(g.soft_cap))));
+      st(line + j, x);
+    }
+  }
+
+  // Outputs of rows [r, r + n) += weights times packed values, over the steps [from, to) of the
+  // partition; `packed` begins at step `origin`.
+  void weigh(int64_t r, int64_t n, const float* line, int from, int to, const float* packed, int origin,
+             int64_t apart, const State& state, bool more) {
+    const int64_t lanes = lanes_of(g.dim);
+    for (int64_t d = 0; d < g.dim; d += WIDE) {
+      const int vectors = int(min_of(VECTORS, ceil_div(g.dim - d, W)));
+      product_rows<A>(n, vectors, line + from, PART, packed + d / WIDE * apart + (from - origin) * WIDE, WIDE,
+                      to - from, state.acc + r * lanes + d, lanes, more);
+    }
+  }
+
+  // Tile by tile, packed as it comes. A row whose unseen keys are not finite gets zeros for them.
+  void weigh_tiles(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
+    constexpr int64_t apart = KEYS / STEP * WIDE;
+    for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
+      const int from = int(max_of(seen.from, tile * KEYS)) / STEP;
+      const int to = int(ceil_div(min_of(seen.to, (tile + 1) * KEYS), STEP));
+      const int origin = tile * KEYS / STEP;
+      const bool more = tile > seen.from / KEYS;
+      if (pack_values(tile, seen, spare, apart) || n == group) {
+        weigh(r, n, s, from, to, spare, origin, apart, state, more);
+        continue;
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        pack_values(tile, span(r + i, base), spare, apart);
+        weigh(r + i, 1, s + i * PART, from, to, spare, origin, apart, state, more);
+      }
+    }
+  }
+
+  // The state of all rows after one partition alone.
+  void visit(int64_t partition, const State& state) {
+    const int64_t base = partition * PART;
+    const Span all = span(0, rows, base);
+    find_lines(g.keys, base, all, key_lines);
+    find_lines(g.values, base, all, value_lines);
+    const int64_t tile_floats = KEYS * q_width, apart = PART / STEP * WIDE;
+    bool finite = true;
+    for (int tile = all.from / KEYS; !once && tile * KEYS < all.to; ++tile) {
+      pack_keys(tile, all, k + tile * tile_floats);
+      finite &= pack_values(tile, all, v + tile * (KEYS / STEP) * WIDE, apart);
+    }
+    for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+      const int64_t n = min_of(BLOCK_ROWS, rows - r);
+      const Span seen = span(r, n, base);
+      for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
+        if (once) pack_keys(tile, seen, k);
+        score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        soften(s + i * PART, span(r + i, base), seen, state.best + r + i, state.sum + r + i);
+      }
+      if (seen.empty()) continue;
+      if (once || !finite) {
+        weigh_tiles(r, n, base, seen, state);
+      } else {
+        weigh(r, n, s, seen.from / STEP, int(ceil_div(seen.to, STEP)), v, 0, apart, state, false);
+      }
+    }
+  }
+
+  // All partitions, and the result.
+  void run_all() {
+    for (int64_t r = 0; r < rows; ++r) begin_row(g, total, r, head_of(r));
+    for (int64_t partition = t.begin; partition < t.end; ++partition) {
+      visit(partition, part);
+      for (int64_t r = 0; r < rows; ++r) merge_row(g, total, part, r);
+    }
+    for (int64_t r = 0; r < rows; ++r) finish_row<TQ>(g, t, total, r, kv_head);
+  }
+
+  // Partitions [begin, end) into their places in `partial`.
+  void run_some(int64_t begin, int64_t end, float* partial) {
+    const int64_t size = state_floats(rows, g.dim);
+    for (int64_t partition = begin; partition < end; ++partition) {
+      const int64_t place = kv_head * (t.end - t.begin) + partition - t.begin;
+      visit(partition, state_at(partial + t.partial + place * size, rows, g.dim));
+    }
+  }
+};
+
+// What units have left of a tile, merged in order.
+template <class TQ>
+inline void merge_tile(const Attention& g, const Tile& t, int64_t kv_head, float* partial) {
+  const int64_t group = g.q_heads / g.kv_heads, rows = t.count * group;
+  const int64_t size = state_floats(rows, g.dim), count = t.end - t.begin;
+  const State total = state_at(static_cast<float*>(scratch(SCRATCH_TASK, size_t(size) * sizeof(float))), rows, g.dim);
+  for (int64_t r = 0; r < rows; ++r) {
+    begin_row(g, total, r, kv_head * group + r % group);
+    for (int64_t i = 0; i < count; ++i) {
+      merge_row(g, total, state_at(partial + t.partial + (kv_head * count + i) * size, rows, g.dim), r);
+    }
+    finish_row<TQ>(g, t, total, r, kv_head);
+  }
+}
+
+// --- the call ---------------------------------------------------------------------------------
+
+struct Plan {
+  Tile* tiles;
+  int64_t count, units, work, partial;
+  int32_t* unit_tile;   // [units]: which tile
+  int32_t* unit_piece;  // [units]: which piece of its partitions
+  int64_t chunk;        // partitions of a piece
+};
+
+inline int64_t count_tiles(const Attention& g, int64_t per_tile) {
+  int64_t tiles = 0;
+  for (int64_t b = 0; b < g.requests; ++b) {
+    const int64_t length = g.cu_seqlens_q[b + 1] - g.cu_seqlens_q[b];
+    if (length < 0 || g.cu_seqlens_q[b] < 0 || g.cu_seqlens_q[b + 1] > g.tokens) return -1;
+    tiles += ceil_div(length, per_tile);
+  }
+  return tiles;
+}
+
+inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_t count) {
+  Tile t{int32_t(request), int32_t(first), int32_t(count), 0, 0, 1, 0};
+  const int64_t position = position_of(g, t), last = position + count;  // last: one past
+  const int64_t lowest = g.window > 0 ? max_of(0, position - g.window + 1) : 0;
+  t.begin = int32_t(lowest / PART);
+  t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
+  return t;
+}
+
+// Cuts the call into units of nearly equal size: no piece is more than an eighth of a thread's share.
+inline bool make_plan(const Attention& g, Plan& plan) {
+  const int64_t group = g.q_heads / g.kv_heads, per_tile = max_of(1, TASK_ROWS / group);
+  plan = {};
+  plan.count = count_tiles(g, per_tile);
+  if (plan.count < 0) return false;
+  plan.tiles = static_cast<Tile*>(scratch(SCRATCH_A, size_t(plan.count + 1) * sizeof(Tile)));
+  int64_t parts = 0, at = 0;
+  for (int64_t b = 0; b < g.requests; ++b) {
+    const int64_t length = g.cu_seqlens_q[b + 1] - g.cu_seqlens_q[b];
+    for (int64_t first = 0; first < length; first += per_tile) {
+      Tile& t = plan.tiles[at++];
+      t = make_tile(g, b, first, min_of(per_tile, length - first));
+      parts += t.end - t.begin;
+    }
+    plan.work += length * (g.window > 0 ? min_of(g.window, g.seq_lens[b]) : g.seq_lens[b]);
+  }
+  plan.work *= g.q_heads * g.dim / 16;
+  plan.chunk = max_of(1, parts * g.kv_heads / (8 * int64_t(pool_size())));
+  for (int64_t i = 0; i < plan.count; ++i) {
+    Tile& t = plan.tiles[i];
+    const int64_t own = t.end - t.begin;
+    t.pieces = int32_t(max_of(1, ceil_div(own, plan.chunk)));
+    t.partial = plan.partial;
+    if (t.pieces > 1) plan.partial += own * g.kv_heads * state_floats(t.count * group, g.dim);
+    plan.units += t.pieces;
+  }
+  plan.unit_tile = static_cast<int32_t*>(scratch(SCRATCH_B, size_t(2 * plan.units + 1) * sizeof(int32_t)));
+  plan.unit_piece = plan.unit_tile + plan.units;
+  at = 0;
+  for (int64_t i = plan.count - 1; i >= 0; --i) {  // late tiles of a prefill see most keys: they go first
+    for (int32_t piece = 0; piece < plan.tiles[i].pieces; ++piece, ++at) {
+      plan.unit_tile[at] = int32_t(i);
+      plan.unit_piece[at] = piece;
+    }
+  }
+  return true;
+}
+
+template <class TQ, class TC>
+inline int32_t run(const Attention& g, const Plan& plan) {
+  int32_t status = OK;
+  float* partial = static_cast<float*>(scratch(SCRATCH_C, size_t(plan.partial + 1) * sizeof(float)));
+  parallel(plan.units * g.kv_heads, plan.work, [&](int64_t task) {
+    const int64_t i = task / g.kv_heads;
+    const Tile& t = plan.tiles[plan.unit_tile[i]];
+    Unit<TQ, TC> unit(g, t, task % g.kv_heads);
+    if (t.pieces == 1) {
+      unit.run_all();
+    } else {
+      const int64_t begin = t.begin + plan.unit_piece[i] * plan.chunk;
+      unit.run_some(begin, min_of(begin + plan.chunk, t.end), partial);
+    }
+    if (unit.status != OK) __atomic_store_n(&status, unit.status, __ATOMIC_RELAXED);
+  });
+  if (plan.partial > 0) {
+    parallel(plan.count * g.kv_heads, plan.partial, [&](int64_t task) {
+      const Tile& t = plan.tiles[task / g.kv_heads];
+      if (t.pieces > 1) merge_tile<TQ>(g, t, task % g.kv_heads, partial);
+    });
+  }
+  const int64_t covered = g.requests > 0 ? g.cu_seqlens_q[g.requests] : 0, row = g.q_heads * g.dim;
+  if (covered < g.tokens) {
+    __builtin_memset(static_cast<TQ*>(g.out) + covered * row, 0, size_t((g.tokens - covered) * row) * sizeof(TQ));
   }
   return status;
 }
+
+}  // namespace paged
 
 // geometry: as for cache_write.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
@@ -343,45 +753,15 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
                         float soft_cap, int32_t dtype) {
   TokenWork caches{};
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
-  const Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
-                    caches.value_cache, tokens, requests, q_heads, kv_heads, dim, q_row, q_head,
-                    table_stride, table_width, scale, soft_cap, window};
-
-  // Tiles of query positions: (request, first position).
-  const int64_t per_tile = max_of(1, TARGET_ROWS / (q_heads / kv_heads));
-  int64_t tiles = 0, work = 0;
-  for (int64_t b = 0; b < requests; ++b) {
-    const int64_t length = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
-    if (length < 0 || cu_seqlens_q[b] < 0 || cu_seqlens_q[b + 1] > tokens) return BAD_LENGTHS;
-    tiles += ceil_div(length, per_tile);
-    work += length * (window > 0 ? min_of(window, seq_lens[b]) : seq_lens[b]);
-  }
-  int32_t* tile_list = static_cast<int32_t*>(scratch(SCRATCH_A, size_t(2 * tiles + 1) * sizeof(int32_t)));
-  int64_t at = 0;
-  for (int64_t b = 0; b < requests; ++b) {
-    const int64_t length = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
-    for (int64_t first = 0; first < length; first += per_tile, ++at) {
-      tile_list[2 * at] = int32_t(b);
-      tile_list[2 * at + 1] = int32_t(first);
-    }
-  }
-
+  const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
+                           caches.value_cache, tokens, requests, q_heads, kv_heads, dim, q_row, q_head,
+                           table_stride, table_width, scale, soft_cap, window};
+  paged::Plan plan;
+  if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    parallel(tiles * kv_heads, work * q_heads * dim / 16, [&](int64_t task) {
-      // Late tiles of a prefill see most keys: they go first.
-      const int64_t i = tiles - 1 - task / kv_heads, b = tile_list[2 * i], first = tile_list[2 * i + 1];
-      const int64_t length = cu_seqlens_q[b + 1] - cu_seqlens_q[b];
-      if (attend<T>(g, b, first, min_of(per_tile, length - first), task % kv_heads) != OK) {
-        __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
-      }
-    });
-    const int64_t covered = requests > 0 ? cu_seqlens_q[requests] : 0;
-    if (covered < tokens) {
-      __builtin_memset(static_cast<T*>(out) + covered * q_heads * dim, 0,
-                       size_t((tokens - covered) * q_heads * dim) * sizeof(T));
-    }
+    status = paged::run<T, T>(g, plan);
   });
   return status;
 }

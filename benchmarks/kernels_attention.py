@@ -1,0 +1,164 @@
+"""Attention kernels alone: ``python benchmarks/kernels_attention.py --help``.
+
+Each row is one layer's call: prefill of one prompt, a chunk of it, decode of a batch at a context. Beside
+it, on the same data, torch's scaled_dot_product_attention over keys and values that lie dense already (an
+engine would have to gather them first, so torch is given an advantage). Calls go round over so many places
+of a large cache that decode reads memory, not the last-level cache, as between the layers of a model.
+
+A prefill is compared with the best bf16 matrix product, counting what a causal row sees; a decode with the
+best plain read loop. Both limits are measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import limits
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace_core.ops import KernelNeed
+from headrace_kernels.cpu.provider import PROVIDER
+
+BLOCK = 16
+ROUND_BYTES = 192 << 20
+SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama3.2-1b": (32, 8, 64)}
+"""Query heads, kv heads, head size."""
+
+
+class Case(NamedTuple):
+    """Requests of equal length: how many, new tokens of each, context of each."""
+
+    requests: int
+    new: int
+    context: int
+
+    def __str__(self) -> str:
+        if self.new == 1:
+            return f"decode {self.requests} at {self.context}"
+        return f"prefill {self.new}" + ("" if self.new == self.context else f" of {self.context}")
+
+
+QUICK = [Case(1, 512, 512), Case(1, 2048, 2048), Case(1, 1, 128), Case(1, 1, 8192), Case(64, 1, 300)]
+FULL = [
+    Case(1, 512, 512), Case(1, 2048, 2048), Case(1, 4096, 4096), Case(1, 512, 4096),
+    Case(1, 1, 128), Case(1, 1, 512), Case(1, 1, 2048), Case(1, 1, 8192),
+    Case(8, 1, 300), Case(8, 1, 2048), Case(64, 1, 300), Case(64, 1, 1024),
+]  # fmt: skip
+
+
+class Data(NamedTuple):
+    """One layer's inputs: query [T, Hq, D], caches [N, S, Hk, D], tables, dense [B, Hk, L, D]."""
+
+    query: Tensor
+    caches: tuple[Tensor, Tensor]
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    dense: tuple[Tensor, Tensor]
+
+
+def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Data]:
+    """Places to go round over; blocks are scattered, in the memory order (N, 2, Hk, S, D)."""
+    q_heads, kv_heads, dim = shape
+    per = -(-case.context // BLOCK)
+    size = 2 * kv_heads * BLOCK * dim * dtype.itemsize * case.requests * per
+    rounds = max(1, min(64, ROUND_BYTES // size))
+    count = rounds * case.requests * per
+    memory = torch.randn(count, 2, kv_heads, BLOCK, dim, dtype=dtype)
+    tables = torch.randperm(count).int().view(rounds, case.requests, per)
+    result = []
+    for table in tables:
+        dense = memory[table.long()].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[..., : case.context, :]
+        keys, values = dense.contiguous()
+        result.append(
+            Data(
+                torch.randn(case.requests * case.new, q_heads, dim).to(dtype),
+                (memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)),
+                table,
+                torch.arange(case.requests + 1, dtype=torch.int32) * case.new,
+                torch.full((case.requests,), case.context, dtype=torch.int32),
+                (keys, values),
+            )
+        )
+    return result
+
+
+def ours(data: Data, case: Case) -> Tensor:
+    return OPS["paged_attention"](
+        data.query, *data.caches, data.block_table, data.cu_seqlens_q, data.seq_lens,
+        max_seqlen_q=case.new, max_seqlen_k=case.context, scale=data.query.shape[2] ** -0.5,
+    )  # fmt: skip
+
+
+def torchs(data: Data, case: Case) -> Tensor:
+    """Not asked for chunks, for which torch needs a mask."""
+    query = data.query.unflatten(0, (case.requests, case.new)).transpose(1, 2)
+    out = scaled_dot_product_attention(query, *data.dense, is_causal=case.new > 1, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def seconds_of(op: Callable[[Data, Case], Tensor], rounds: list[Data], case: Case, budget: float) -> float:
+    """Median over calls, for about `budget` seconds."""
+    op(rounds[0], case)
+    times: list[float] = []
+    while len(times) < 5 or (sum(times) < budget and len(times) < 400):
+        start = time.perf_counter()
+        op(rounds[len(times) % len(rounds)], case)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure(
+    case: Case, shape: tuple[int, int, int], dtype: torch.dtype, budget: float, compare: bool
+) -> dict[str, float]:
+    q_heads, kv_heads, dim = shape
+    rounds = make(case, shape, dtype)
+    seen = case.requests * sum(range(case.context - case.new + 1, case.context + 1))
+    row = {"seconds": seconds_of(ours, rounds, case, budget)}
+    row["gflop_s"] = 4 * q_heads * dim * seen / row["seconds"] / 1e9
+    read = 2 * case.requests * case.context * kv_heads * dim * dtype.itemsize
+    row["gb_s"] = read / row["seconds"] / 1e9
+    if compare and case.new in (1, case.context):
+        row["torch"] = seconds_of(torchs, rounds, case, budget) / row["seconds"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--quick", action="store_true", help="a few cases")
+    parser.add_argument("--no-torch", action="store_true", help="do not time torch")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    limit = limits.measure()
+    print(f"# {args.shape} {args.dtype}; limits: {json.dumps(limit._asdict())}")
+    peak = limit.fp32_gflop_s if args.dtype == "float32" else limit.bf16_gflop_s
+    for case in QUICK if args.quick else FULL:
+        row = measure(
+            case, SHAPES[args.shape], getattr(torch, args.dtype), args.seconds, not args.no_torch
+        )
+        share = row["gb_s"] / limit.read_gb_s if case.new == 1 else row["gflop_s"] / peak
+        if args.json:
+            print(json.dumps({"case": str(case), "of_limit": share, **row}))
+            continue
+        torch_ratio = f"{row['torch']:7.2f}x torch" if "torch" in row else ""
+        print(
+            f"{case!s:22} {row['seconds'] * 1e3:9.3f} ms {row['gflop_s']:8.1f} GFLOP/s "
+            f"{row['gb_s']:7.1f} GB/s {share:5.2f} of the limit {torch_ratio}"
+        )
+
+
+OPS = PROVIDER.operations(KernelNeed("cpu", "bfloat16"))
+
+if __name__ == "__main__":
+    main()
