@@ -20,6 +20,7 @@ from headrace_core.attention import AttentionBackend, AttentionNeed, choose_back
 from headrace_core.config import EngineConfig, resolve
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.graph import capture_sizes
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
@@ -230,6 +231,7 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
         import torch  # noqa: F401 - timed here, so that no other phase hides it
 
         from headrace_engine.core import EngineCore
+        from headrace_engine.execution.capture import Capture
         from headrace_engine.execution.worker import ModelWorker
     config, info, platform, fit_context = resolved
     scheduler = config.scheduler
@@ -238,8 +240,9 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
 
     def make_worker() -> ModelWorker:
+        ops = functools.cache(functools.partial(bind_model_ops, resolved))
         return ModelWorker(
-            lambda: build_model(resolved),
+            lambda: build_model(resolved, ops()),
             device=platform.device,
             dtype=info.dtype,
             vocab_size=info.vocab_size,
@@ -249,6 +252,15 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             num_threads=config.device.num_threads,
+            capture=Capture(
+                lambda: ops().step_graph,
+                sizes=capture_sizes(
+                    config.graph.cudagraph_capture_sizes,
+                    config.graph.max_cudagraph_capture_size,
+                    max_num_batched_tokens=tokens,
+                ),
+                enforce_eager=config.graph.enforce_eager,
+            ),
         )
 
     executor_class = plugins.load(
@@ -263,13 +275,8 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     )
 
 
-def build_model(resolved: Resolved) -> CausalLM:
-    """Bind ops, choose quantization and attention, build the model and read its weights."""
-    from headrace.progress import progress_bars
-    from headrace_core.parallel import SingleProcess
-    from headrace_models.loader import load_model
-    from headrace_models.quantization import quant_method
-
+def bind_model_ops(resolved: Resolved) -> OpTable:
+    """The ops that the model will call."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
     ops = bind_ops(need, choose=config.device.kernels)
@@ -278,6 +285,17 @@ def build_model(resolved: Resolved) -> CausalLM:
             "these kernels do not promise that outputs are independent of batching; "
             "`headrace collect-env` says why the native ones are not used"
         )
+    return ops
+
+
+def build_model(resolved: Resolved, ops: OpTable) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights."""
+    from headrace.progress import progress_bars
+    from headrace_core.parallel import SingleProcess
+    from headrace_models.loader import load_model
+    from headrace_models.quantization import quant_method
+
+    config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     context = BuildContext(
         config=info.config,
