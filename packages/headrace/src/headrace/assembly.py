@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
     from headrace_engine.engine import Engine
+    from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.intake.intake import Intake
     from headrace_engine.startup import StartupTimeline
 
@@ -231,13 +232,32 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
         import torch  # noqa: F401 - timed here, so that no other phase hides it
 
         from headrace_engine.core import EngineCore
-        from headrace_engine.execution.capture import Capture
-        from headrace_engine.execution.worker import ModelWorker
-    config, info, platform, fit_context = resolved
-    scheduler = config.scheduler
-    assert scheduler.max_num_batched_tokens is not None
-    assert scheduler.max_num_seqs is not None
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    config = resolved.config
+    executor_class = plugins.load(
+        "headrace.executors", config.parallel.distributed_executor_backend
+    )
+    return EngineCore.build(
+        config,
+        max_model_len=resolved.info.max_model_len,
+        executor=executor_class(worker_factory(resolved)),
+        timeline=timeline,
+        fit_context=resolved.fit_context,
+    )
+
+
+def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
+    """Makes the worker of the resolved model, which loads it when asked to."""
+    from headrace_engine.execution.capture import Capture
+    from headrace_engine.execution.worker import ModelWorker
+
+    config, info, platform, _ = resolved
+    tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    assert tokens is not None and seqs is not None
+    sizes = capture_sizes(
+        config.graph.cudagraph_capture_sizes,
+        config.graph.max_cudagraph_capture_size,
+        max_num_batched_tokens=tokens,
+    )
 
     def make_worker() -> ModelWorker:
         ops = functools.cache(functools.partial(bind_model_ops, resolved))
@@ -253,26 +273,11 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
             seed=config.model.seed,
             num_threads=config.device.num_threads,
             capture=Capture(
-                lambda: ops().step_graph,
-                sizes=capture_sizes(
-                    config.graph.cudagraph_capture_sizes,
-                    config.graph.max_cudagraph_capture_size,
-                    max_num_batched_tokens=tokens,
-                ),
-                enforce_eager=config.graph.enforce_eager,
+                lambda: ops().step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),
         )
 
-    executor_class = plugins.load(
-        "headrace.executors", config.parallel.distributed_executor_backend
-    )
-    return EngineCore.build(
-        config,
-        max_model_len=info.max_model_len,
-        executor=executor_class(make_worker),
-        timeline=timeline,
-        fit_context=fit_context,
-    )
+    return make_worker
 
 
 def bind_model_ops(resolved: Resolved) -> OpTable:
