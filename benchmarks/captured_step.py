@@ -80,7 +80,8 @@ def decode(worker: ModelWorker, batch: int, context: int, steps: int) -> tuple[f
         scheduled, runner.requests, block_size=runner.block_size, device=runner.device
     )
     graph: Any = runner.graph
-    assert graph is not None and inputs.batch is not None, "nothing was captured"
+    assert graph is not None, "nothing was captured"
+    assert inputs.batch is not None
     eager, replayed, nothing = [], [], []
     for _ in range(steps):
         eager.append(median_us(lambda: runner._run_eagerly(inputs, inputs.batch), 1))

@@ -252,7 +252,8 @@ def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
 
     config, info, platform, _ = resolved
     tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    assert tokens is not None and seqs is not None
+    assert tokens is not None
+    assert seqs is not None
     sizes = capture_sizes(
         config.graph.cudagraph_capture_sizes,
         config.graph.max_cudagraph_capture_size,

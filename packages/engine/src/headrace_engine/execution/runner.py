@@ -129,9 +129,7 @@ class ModelRunner:
             logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
             return None
 
-    def _run_eagerly(
-        self, inputs: StepInputs, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor | None]:
+    def _run_eagerly(self, inputs: StepInputs, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         hidden = self.model.forward(self.with_metadata(batch))
         num_sampled = len(inputs.sampled)
         if not num_sampled:

@@ -160,7 +160,8 @@ class NativeStepGraph(StepGraph):
     ) -> _Bucket:
         native = assemble(program, self._memory.ctypes.data + skip, offsets)
         block, term = program.result.block, program.result.term
-        assert block is not None and term is not None
+        assert block is not None
+        assert term is not None
         start = skip + offsets[block] + term.offset
         size = 4 * num_logits * program.result_width
         logits = torch.from_numpy(self._memory[start : start + size]).view(torch.float32)

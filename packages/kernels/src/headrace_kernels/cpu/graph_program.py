@@ -127,7 +127,7 @@ def _argument(
     words: Sequence[Word], known: _Sizes, addresses: Sequence[int], what: str
 ) -> Argument:
     word = words[0]
-    if any((other.base, other.index) != (word.base, word.index) for other in words):
+    if any((other.base, other.which) != (word.base, word.which) for other in words):
         raise CaptureRefused(f"{what} lies elsewhere in steps of different sizes")
     if isinstance(word.value, float):
         if any(other.value != word.value for other in words):
@@ -139,8 +139,8 @@ def _argument(
     if any(number != found[0] for number in found):
         raise CaptureRefused(f"{what} begins at a row that depends on the step's size")
     if word.base == "memory":
-        return Argument(Term(None, 0, found[0]), block=word.index)
-    return Argument(Term(addresses[word.index], 1, found[0]))
+        return Argument(Term(None, 0, found[0]), block=word.which)
+    return Argument(Term(addresses[word.which], 1, found[0]))
 
 
 def _difference(names: Sequence[Sequence[str]]) -> str:
@@ -205,8 +205,9 @@ def assemble(program: Program, memory: int, offsets: Sequence[int]) -> NativePro
     for kernel, arguments in program.calls:
         calls.append((kernel.packed, len(words)))
         for argument in arguments:
-            if argument.term is not None and argument.term.value is not None:
-                patches.append((len(words), *argument.term))
+            term = argument.term
+            if term is not None and term.value is not None:
+                patches.append((len(words), term.value, term.factor, term.offset))
             words.append(_constant(argument, memory, offsets))
     return NativeProgram(
         np.array(calls, np.int64).reshape(-1, 2),

@@ -29,8 +29,8 @@ class Word(NamedTuple):
     """A number; or an address, relative to its base if it has one."""
     base: str = ""
     """"" for none, ``memory`` for a block of this pass, ``input`` for one of the step's tensors."""
-    index: int = 0
-    """Which block or input."""
+    which: int = 0
+    """The block or input."""
 
 
 class RecordedCall(NamedTuple):
@@ -53,7 +53,7 @@ class Recording:
     events: list[MemoryEvent] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     """Objects whose addresses are among the arguments."""
-    result: Word = Word(0)
+    result: Word = field(default_factory=lambda: Word(0))
     result_shape: tuple[int, ...] = ()
 
 
@@ -84,11 +84,11 @@ _READS = ("aten::resolve_conj", "aten::resolve_neg", "aten::lift_fresh")
 """Views in name: what ``tolist()``, ``numpy()`` and new constants begin with."""
 
 
-class _Pass(TorchDispatchMode):
+class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch on this thread."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self._inputs = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in inputs]
         self._blocks: dict[int, tuple[int, int]] = {}

@@ -86,8 +86,8 @@ class Library:
         self._handle = handle
         self._kernels: list[Kernel] = []
         for name, (result, arguments) in _SIGNATURES.items():
-            addresses = (handle.hr_kernel(isa.encode(), name.encode(), form) for form in (0, 1))
-            kernel = Kernel(name, *addresses, result, arguments)
+            plain, packed = (handle.hr_kernel(isa.encode(), name.encode(), i) for i in (0, 1))
+            kernel = Kernel(name, plain, packed, result, arguments)
             self._kernels.append(kernel)
             setattr(self, name, kernel)
 

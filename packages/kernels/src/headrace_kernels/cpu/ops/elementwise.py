@@ -40,9 +40,7 @@ class Scale:
         x, rows, stride = matrix(x)
         width = x.shape[1]
         out = torch.empty(rows, width, dtype=x.dtype)
-        self._kernel(
-            out.data_ptr(), x.data_ptr(), rows, width, stride, factor, dtype_code(x.dtype)
-        )
+        self._kernel(out.data_ptr(), x.data_ptr(), rows, width, stride, factor, dtype_code(x.dtype))
         return out
 
 
