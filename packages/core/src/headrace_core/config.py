@@ -281,6 +281,32 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Captured steps: recorded at start, replayed without Python (CUDA graphs are the same idea)."""
+
+    enforce_eager: bool = option(
+        False, "Capture nothing: run every step from Python. Outputs are the same bit for bit."
+    )
+    cudagraph_capture_sizes: tuple[int, ...] = option(
+        (), "Largest numbers of tokens of captured steps; larger steps run eagerly. Default: 16, "
+        "64 and 256.", cost="memory for the intermediate results of the largest",
+    )  # fmt: skip
+    max_cudagraph_capture_size: int | None = option(
+        None, "Limit of the sizes above. Default: none but max_num_batched_tokens."
+    )
+
+    def __post_init__(self) -> None:
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        _check(all(size >= 1 for size in sizes), "graph.cudagraph_capture_sizes", sizes,
+               "numbers of at least 1")  # fmt: skip
+        _check(largest is None or largest >= 1, "graph.max_cudagraph_capture_size", largest,
+               "at least 1")  # fmt: skip
+        _check(not sizes or largest in (None, max(sizes, default=0)),
+               "graph.max_cudagraph_capture_size", largest,
+               f"the largest of cudagraph_capture_sizes = {sizes}")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
     """What is counted and logged."""
 
@@ -307,6 +333,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     load: LoadConfig = field(default_factory=LoadConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    graph: GraphConfig = field(default_factory=GraphConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",

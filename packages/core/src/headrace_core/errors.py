@@ -16,6 +16,9 @@ HeadraceError
 │   ├── PromptTooLong               prompt (plus output) exceeds the context
 │   └── UnknownModel                the named model is not served (HTTP 404)
 ├── QueueFull                       the engine takes no more requests now (HTTP 429)
+├── GraphError
+│   ├── CaptureRefused              a step cannot be recorded; it runs eagerly instead
+│   └── ReplayFailed                a recorded kernel met bad input; the eager step says which
 └── EngineError
     ├── GenerateError               one request failed inside the engine; others go on (HTTP 500)
     └── EngineDead                  the engine stopped; nothing more can be served (HTTP 500)
@@ -127,6 +130,18 @@ class QueueFull(HeadraceError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class GraphError(HeadraceError):
+    """Base of what goes wrong with captured steps; the engine handles these itself."""
+
+
+class CaptureRefused(GraphError):
+    """A step does what cannot be recorded; the message names the operation."""
+
+
+class ReplayFailed(GraphError):
+    """A recorded kernel reported an error; run eagerly, the step raises what is the matter."""
 
 
 class EngineError(HeadraceError):

@@ -20,16 +20,19 @@ depend, bit for bit, on the number, order or content of other rows.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from headrace_core import plugins
 from headrace_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from headrace_core.graph import StepGraph, StepGraphFactory
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,34 @@ class ActivationOp(Protocol):
 class ActivationAndMulOp(Protocol):
     def __call__(self, x: Tensor, kind: str) -> Tensor:
         """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]."""
+        ...
+
+
+class AddOp(Protocol):
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x + y``, both [T, H] and of one dtype."""
+        ...
+
+
+class ScaleOp(Protocol):
+    def __call__(self, x: Tensor, factor: float) -> Tensor:
+        """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""
+        ...
+
+
+class ToFloat32Op(Protocol):
+    def __call__(self, x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
+        """x [T, V] as float32; with ``soft_cap`` t > 0, ``t * tanh(x / t)``. May be x itself."""
+        ...
+
+
+class TopKSoftmaxOp(Protocol):
+    def __call__(self, x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """The k likeliest experts of each row, by a softmax over all: x [T, E] -> weights [T, k]
+        float32, ids [T, k] int64, likeliest first; of equal scores, the lower id.
+
+        ``renormalise`` divides a row's weights by their sum. 1 <= k <= E.
+        """
         ...
 
 
@@ -242,6 +273,10 @@ class OpTable:
     layer_norm: LayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    add: AddOp
+    scale: ScaleOp
+    to_float32: ToFloat32Op
+    topk_softmax: TopKSoftmaxOp
     rotary: RotaryOp
     cache_write: CacheWriteOp
     rotary_cache_write: RotaryCacheWriteOp
@@ -253,9 +288,12 @@ class OpTable:
     """Which provider each op came from."""
     row_invariant: bool = False
     """True if every bound implementation is; then greedy output does not depend on batching."""
+    step_graph: StepGraphFactory | None = None
+    """Makes a graph that records steps of these ops; None if no provider can."""
 
 
-OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in ("providers", "row_invariant"))
+_NOT_OPS = ("providers", "row_invariant", "step_graph")
+OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in _NOT_OPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +331,16 @@ class KernelProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class CapturesSteps(Protocol):
+    """A kernel provider whose calls can be recorded (:mod:`headrace_core.graph`)."""
+
+    def step_graph(self, operations: Mapping[str, Any]) -> StepGraph:
+        """An empty graph for steps of these operations, the result of one call of
+        :meth:`KernelProvider.operations`."""
+        ...
+
+
 def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> OpTable:
     """Choose an implementation for every op from the installed providers.
 
@@ -326,7 +374,13 @@ def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> Op
     used = set(origin.values())
     invariant = all(p.row_invariant(need) for p, _ in candidates if p.name in used)
     logger.info("kernels for %s %s: %s", need.device, need.dtype, _summary(origin))
-    return OpTable(**table, providers=origin, row_invariant=invariant)
+    graphs = [
+        functools.partial(provider.step_graph, operations)
+        for provider, operations in candidates
+        if provider.name in used and isinstance(provider, CapturesSteps)
+    ]
+    step_graph = graphs[0] if graphs else None
+    return OpTable(**table, providers=origin, row_invariant=invariant, step_graph=step_graph)
 
 
 def _willing_providers(

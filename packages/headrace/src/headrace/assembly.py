@@ -20,6 +20,7 @@ from headrace_core.attention import AttentionBackend, AttentionNeed, choose_back
 from headrace_core.config import EngineConfig, resolve
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.graph import capture_sizes
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
     from headrace_engine.engine import Engine
+    from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.intake.intake import Intake
     from headrace_engine.startup import StartupTimeline
 
@@ -230,16 +232,38 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
         import torch  # noqa: F401 - timed here, so that no other phase hides it
 
         from headrace_engine.core import EngineCore
-        from headrace_engine.execution.worker import ModelWorker
-    config, info, platform, fit_context = resolved
-    scheduler = config.scheduler
-    assert scheduler.max_num_batched_tokens is not None
-    assert scheduler.max_num_seqs is not None
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    config = resolved.config
+    executor_class = plugins.load(
+        "headrace.executors", config.parallel.distributed_executor_backend
+    )
+    return EngineCore.build(
+        config,
+        max_model_len=resolved.info.max_model_len,
+        executor=executor_class(worker_factory(resolved)),
+        timeline=timeline,
+        fit_context=resolved.fit_context,
+    )
+
+
+def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
+    """Makes the worker of the resolved model, which loads it when asked to."""
+    from headrace_engine.execution.capture import Capture
+    from headrace_engine.execution.worker import ModelWorker
+
+    config, info, platform, _ = resolved
+    tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    assert tokens is not None
+    assert seqs is not None
+    sizes = capture_sizes(
+        config.graph.cudagraph_capture_sizes,
+        config.graph.max_cudagraph_capture_size,
+        max_num_batched_tokens=tokens,
+    )
 
     def make_worker() -> ModelWorker:
+        ops = functools.cache(functools.partial(bind_model_ops, resolved))
         return ModelWorker(
-            lambda: build_model(resolved),
+            lambda: build_model(resolved, ops()),
             device=platform.device,
             dtype=info.dtype,
             vocab_size=info.vocab_size,
@@ -249,27 +273,16 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             num_threads=config.device.num_threads,
+            capture=Capture(
+                lambda: ops().step_graph, sizes, enforce_eager=config.graph.enforce_eager
+            ),
         )
 
-    executor_class = plugins.load(
-        "headrace.executors", config.parallel.distributed_executor_backend
-    )
-    return EngineCore.build(
-        config,
-        max_model_len=info.max_model_len,
-        executor=executor_class(make_worker),
-        timeline=timeline,
-        fit_context=fit_context,
-    )
+    return make_worker
 
 
-def build_model(resolved: Resolved) -> CausalLM:
-    """Bind ops, choose quantization and attention, build the model and read its weights."""
-    from headrace.progress import progress_bars
-    from headrace_core.parallel import SingleProcess
-    from headrace_models.loader import load_model
-    from headrace_models.quantization import quant_method
-
+def bind_model_ops(resolved: Resolved) -> OpTable:
+    """The ops that the model will call."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
     ops = bind_ops(need, choose=config.device.kernels)
@@ -278,6 +291,17 @@ def build_model(resolved: Resolved) -> CausalLM:
             "these kernels do not promise that outputs are independent of batching; "
             "`headrace collect-env` says why the native ones are not used"
         )
+    return ops
+
+
+def build_model(resolved: Resolved, ops: OpTable) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights."""
+    from headrace.progress import progress_bars
+    from headrace_core.parallel import SingleProcess
+    from headrace_models.loader import load_model
+    from headrace_models.quantization import quant_method
+
+    config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     context = BuildContext(
         config=info.config,

@@ -20,6 +20,7 @@ SECTIONS: Mapping[str, str] = {
     "device": "DeviceConfig",
     "load": "LoadConfig",
     "attention": "AttentionConfig",
+    "graph": "GraphConfig",
     "observability": "ObservabilityConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""

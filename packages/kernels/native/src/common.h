@@ -20,8 +20,13 @@ enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 =
 // stop it before it begins.
 enum Status : int32_t { OK = 0, BAD_INDEX = 1, BAD_LENGTHS = 2 };
 
-// One kernel of one instruction set; signatures are in library.py.
-struct Entry { const char* name; void* function; };
+// One argument of a recorded call, see packed.h.
+union Word { int64_t integer; const void* pointer; double real; };
+using PackedFunction = int32_t (*)(const Word*);
+
+// One kernel of one instruction set, plain (signatures are in library.py) and with its arguments
+// in words.
+struct Entry { const char* name; void* function; PackedFunction packed; };
 
 // --- pool.cpp ---------------------------------------------------------------------------------
 

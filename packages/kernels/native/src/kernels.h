@@ -5,14 +5,17 @@
 #include "vec.h"
 
 #include "rowwise.h"
+#include "elementwise.h"
+#include "routing.h"
 #include "rotary_cache.h"
 #include "linear.h"
 #include "moe.h"
 #include "attention.h"
+#include "packed.h"
 
 namespace headrace::HR_ISA {
 
-#define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name)}
+#define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name), &Uniform<&name>::call}
 extern const Entry entries[];
 const Entry entries[] = {
     HR_ENTRY(embedding),
@@ -21,6 +24,10 @@ const Entry entries[] = {
     HR_ENTRY(layer_norm),
     HR_ENTRY(activation),
     HR_ENTRY(activation_and_mul),
+    HR_ENTRY(add),
+    HR_ENTRY(scale),
+    HR_ENTRY(to_float32),
+    HR_ENTRY(topk_softmax),
     HR_ENTRY(rotary),
     HR_ENTRY(cache_write),
     HR_ENTRY(rotary_cache_write),
@@ -32,7 +39,7 @@ const Entry entries[] = {
     HR_ENTRY(int8_linear),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
-    {nullptr, nullptr},
+    {nullptr, nullptr, nullptr},
 };
 #undef HR_ENTRY
 

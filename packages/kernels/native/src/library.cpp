@@ -64,12 +64,15 @@ HR_EXPORT const char* hr_level(int32_t i) {
   return nullptr;
 }
 
-// Address of a kernel, nullptr if the level or the kernel is not there.
-HR_EXPORT void* hr_kernel(const char* level_name, const char* kernel) {
+// Address of a kernel, nullptr if the level or the kernel is not there; with `packed` of its form
+// that takes words (packed.h).
+HR_EXPORT void* hr_kernel(const char* level_name, const char* kernel, int32_t packed) {
   for (const headrace::Level& level : headrace::LEVELS) {
     if (std::strcmp(level.name, level_name) != 0 || !level.runs_here()) continue;
     for (const headrace::Entry* e = level.entries; e->name != nullptr; ++e) {
-      if (std::strcmp(e->name, kernel) == 0) return e->function;
+      if (std::strcmp(e->name, kernel) == 0) {
+        return packed ? reinterpret_cast<void*>(e->packed) : e->function;
+      }
     }
   }
   return nullptr;

@@ -12,15 +12,18 @@ claim row invariance.
 from headrace_core.reference.activations import activation, activation_and_mul
 from headrace_core.reference.attention import paged_attention
 from headrace_core.reference.cache import cache_write, rotary_cache_write
+from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import int8_linear, linear
 from headrace_core.reference.moe import moe
 from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
 from headrace_core.reference.rotary import rotary
+from headrace_core.reference.routing import topk_softmax
 
 __all__ = [
     "activation",
     "activation_and_mul",
+    "add",
     "add_rms_norm",
     "cache_write",
     "embedding",
@@ -32,4 +35,7 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_cache_write",
+    "scale",
+    "to_float32",
+    "topk_softmax",
 ]

@@ -46,6 +46,23 @@ def activation_and_mul(x: Tensor, kind: str) -> Tensor:
     return _like(x, *x.shape[:-1], x.shape[-1] // 2)
 
 
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return _like(x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return _like(x)
+
+
+def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
+    return torch.empty(x.shape, dtype=torch.float32, device=x.device)
+
+
+def topk_softmax(x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+    weights = torch.empty((x.shape[0], k), dtype=torch.float32, device=x.device)
+    return weights, torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
+
+
 def rotary(
     query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool
 ) -> None:

@@ -352,6 +352,53 @@ class OpConformance:
         out = op("activation_and_mul")(x, "silu")
         self.check(out, call_wide(reference.activation_and_mul, x, "silu"), dtype)
 
+    @pytest.mark.parametrize("width", [*WIDTHS, 5000])
+    def test_add_and_scale(self, op: Callable[[str], Any], dtype: str, width: int) -> None:
+        for rows in ROWS:
+            x, y = self.rand(rows, width, dtype=dtype), self.rand(rows, width, dtype=dtype, seed=1)
+            assert bits_equal(op("add")(x, y), x + y)
+            scaled = (x.float() * 5.65625).to(x.dtype)
+            assert bits_equal(op("scale")(x, 5.65625), scaled)
+
+    def test_add_and_scale_of_slices(self, op: Callable[[str], Any], dtype: str) -> None:
+        x, y = self.rand(5, 100, dtype=dtype)[:, 6:86], self.rand(10, 80, dtype=dtype)[::2]
+        assert bits_equal(op("add")(x, y), x + y)
+        assert bits_equal(op("scale")(x, 2.0), x * 2)
+
+    @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+    def test_to_float32(self, op: Callable[[str], Any], dtype: str, soft_cap: float) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x = self.rand(rows, width, dtype=dtype) * 40
+            out = op("to_float32")(x, soft_cap=soft_cap)
+            self.check(out, call_wide(reference.to_float32, x, soft_cap=soft_cap), "float32")
+            if not soft_cap:
+                assert bits_equal(out, x.float())
+
+    @pytest.mark.parametrize("renormalise", [False, True])
+    @pytest.mark.parametrize(("experts", "k"), [(1, 1), (4, 2), (8, 8), (60, 4), (128, 8)])
+    def test_topk_softmax(
+        self, op: Callable[[str], Any], dtype: str, experts: int, k: int, renormalise: bool
+    ) -> None:
+        for rows in ROWS:
+            x = self.rand(rows, experts, dtype=dtype) * 4
+            weights, ids = op("topk_softmax")(x, k, renormalise=renormalise)
+            expected, chosen = call_wide(reference.topk_softmax, x, k, renormalise=renormalise)
+            self.check(weights, expected, "float32")
+            assert torch.equal(ids.cpu(), chosen)
+
+    def test_topk_softmax_of_equal_scores(self, op: Callable[[str], Any], dtype: str) -> None:
+        x = torch.zeros(2, 9, dtype=getattr(torch, dtype), device=self.device)
+        x[1, 7] = 1
+        _, ids = op("topk_softmax")(x, 3, renormalise=True)
+        assert ids.tolist() == [[0, 1, 2], [7, 0, 1]]
+
+    def test_topk_softmax_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        run = invariant_op("topk_softmax")
+        x = self.rand(70, 60, dtype=dtype)
+        self.check_rows(x, lambda rows: run(rows, 4, renormalise=False)[0], "topk_softmax")
+
     def test_rowwise_ops_are_row_invariant(
         self, invariant_op: Callable[[str], Any], dtype: str
     ) -> None:
@@ -363,6 +410,8 @@ class OpConformance:
             ("activation_and_mul", ("silu",)),
             ("activation", ("gelu",)),
             ("activation", ("gelu_tanh",)),
+            ("scale", (0.3,)),
+            ("to_float32", ()),
         ]:
             run = invariant_op(name)
             self.check_rows(x, lambda rows, run=run, rest=arguments: run(rows, *rest), name)  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from headrace_core.attention import AttentionBackend
 from headrace_core.batch import ForwardBatch
+from headrace_core.errors import ReplayFailed
+from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.execution.inputs import PromptRows, StepInputs, prepare_inputs
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
+
+logger = logging.getLogger(__name__)
 
 _PROMPT_LOGITS = 1 << 24
 """Most logits (float32: 64 MiB) that prompt log-probabilities are computed from at once."""
@@ -53,6 +58,8 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.sampler = sampler
+        self.graph: StepGraph | None = None
+        """Runs the steps that fit it; None: all run eagerly."""
         self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
 
     @torch.inference_mode()
@@ -71,7 +78,8 @@ class ModelRunner:
         seconds = 0.0
         if inputs.batch is not None:
             hidden, logits, seconds = self._forward(inputs)
-            self._collect_prompt_logprobs(inputs, hidden, results)
+            if hidden is not None:
+                self._collect_prompt_logprobs(inputs, hidden, results)
             self.requests.num_computed_tokens[inputs.rows] += inputs.num_new_tokens
             if logits is not None:
                 self._sample(inputs, logits, results)
@@ -93,19 +101,41 @@ class ModelRunner:
         )
         return dataclasses.replace(batch, attention=metadata)
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None, float]:
-        """Hidden states of the wanted rows, the sampled requests' logits, seconds for both."""
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """A whole step but for sampling (:data:`headrace_core.graph.Step`)."""
+        return self.model.compute_logits(self.model.forward(self.with_metadata(batch)))
+
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor | None, Tensor | None, float]:
+        """Hidden states of the wanted rows if prompt rows are among them, the sampled requests'
+        logits if there are any, seconds for both."""
         assert inputs.batch is not None
         start = time.perf_counter()
-        hidden = self.model.forward(self.with_metadata(inputs.batch))
-        num_sampled = len(inputs.sampled)
-        logits = None
-        if num_sampled:
-            rows = hidden if num_sampled == hidden.shape[0] else hidden[:num_sampled]
-            logits = self.model.compute_logits(rows)
+        hidden, logits = None, self._replay(inputs, inputs.batch)
+        if logits is None:
+            hidden, logits = self._run_eagerly(inputs, inputs.batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return hidden, logits, time.perf_counter() - start
+        sampled = logits if len(inputs.sampled) else None
+        return hidden if inputs.prompt_rows else None, sampled, time.perf_counter() - start
+
+    def _replay(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor | None:
+        """The sampled requests' logits by a captured step; None if the step must run eagerly."""
+        num_sampled = len(inputs.sampled)
+        if self.graph is None or inputs.prompt_rows or not self.graph.fits(batch, num_sampled):
+            return None
+        try:
+            return self.graph.replay(batch, num_sampled)
+        except ReplayFailed as error:
+            logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
+            return None
+
+    def _run_eagerly(self, inputs: StepInputs, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        hidden = self.model.forward(self.with_metadata(batch))
+        num_sampled = len(inputs.sampled)
+        if not num_sampled:
+            return hidden, None
+        rows = hidden if num_sampled == hidden.shape[0] else hidden[:num_sampled]
+        return hidden, self.model.compute_logits(rows)
 
     def _sample(
         self, inputs: StepInputs, logits: Tensor, results: Mapping[str, RequestStepResult]

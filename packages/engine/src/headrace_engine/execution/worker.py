@@ -14,6 +14,7 @@ from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.model import AttentionLayer, CausalLM
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.cache import bind_cache, group_backends
+from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.sampler import Sampler
@@ -36,6 +37,7 @@ class ModelWorker:
         logprobs_mode: see :class:`~headrace_engine.sampling.Sampler`.
         seed: of requests that bring none.
         num_threads: CPU threads that torch uses in this process; 0 leaves its setting.
+        capture: how steps are captured; None: all run eagerly.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ModelWorker:
         logprobs_mode: str = "raw_logprobs",
         seed: int = 0,
         num_threads: int = 0,
+        capture: Capture | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -62,6 +65,7 @@ class ModelWorker:
         self._sampler = Sampler(logprobs_mode=logprobs_mode)
         self._seed = seed
         self._num_threads = num_threads
+        self._capture = capture
         self._meter: MemoryMeter = memory_meter(self._device)
         self._available = 0
         self._weights = 0
@@ -108,7 +112,18 @@ class ModelWorker:
         with self._meter.peak() as peak:
             self._run_dummy(self._max_num_batched_tokens, self._max_num_seqs)
         logits = 4 * self._vocab_size * min(self._max_num_seqs, self._max_num_batched_tokens)
-        return MemoryProfile(self._weights, max(peak.bytes, logits), self._available)
+        activations = max(peak.bytes, logits)
+        activations += self._captured_bytes(activations, logits)
+        return MemoryProfile(self._weights, activations, self._available)
+
+    def _captured_bytes(self, activations: int, logits: int) -> int:
+        """What captured steps will hold besides: their share of the largest step's activations,
+        and logits, also in the activations' dtype, of as many rows as that share samples."""
+        if self._capture is None or not self._capture.largest:
+            return 0
+        share = self._capture.largest / self._max_num_batched_tokens
+        rows = min(1.0, self._capture.largest / self._max_num_seqs)
+        return int(share * activations + 2 * rows * logits)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
@@ -127,12 +142,22 @@ class ModelWorker:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a decode step of one and of many requests, and a prompt, writing to no block."""
+        """Run a decode step of one and of many requests, and a prompt, writing to no block; then
+        capture steps."""
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
         block_size = self._ready().block_size
         self._run_dummy(1, 1)
         self._run_dummy(min(seqs, tokens), seqs)
         self._run_dummy(min(block_size, tokens), 1)
+        if self._capture is not None:
+            runner = self._ready()
+            runner.graph = capture_steps(
+                self._capture,
+                runner.logits,
+                max_num_seqs=seqs,
+                num_groups=len(runner.backends),
+                device=self._device.type,
+            )
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
@@ -140,6 +165,8 @@ class ModelWorker:
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
+        if self._runner is not None and self._runner.graph is not None:
+            self._runner.graph.close()
         for layer in self._layers.values():
             if layer.kv_spec is not None:
                 layer.bind_cache(None, 0)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "layer_norm": (None, [_P] * 4 + [_L] * 5 + [_F] + [_I] * 2),
     "activation": (None, [_P] * 2 + [_L] + [_I] * 2),
     "activation_and_mul": (None, [_P] * 2 + [_L] * 3 + [_I] * 2),
+    "add": (None, [_P] * 3 + [_L] * 4 + [_I]),
+    "scale": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
+    "to_float32": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
+    "topk_softmax": (_I, [_P] * 3 + [_L] * 4 + [_I] * 2),
     "rotary": (_I, [_P] * 4 + [_L] * 11 + [_I] * 2),
     "cache_write": (_I, [_P] * 6 + [_L] * 7 + [_I]),
     "rotary_cache_write": (_I, [_P] * 11 + [_L] * 13 + [_F] * 2 + [_I] * 3),
@@ -50,18 +55,63 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
 }
 
 
+class Kernel:
+    """One kernel of one :class:`Library`, called like a function.
+
+    What a call does can be replaced (:meth:`Library.recording`), for this library's ops alone.
+    """
+
+    __slots__ = ("arguments", "name", "packed", "run")
+
+    def __init__(self, name: str, address: int, packed: int, result: Any, arguments: Any) -> None:
+        self.name = name
+        self.arguments: tuple[Any, ...] = tuple(arguments)
+        """ctypes of the arguments."""
+        self.packed = packed
+        """Address of the form that takes its arguments in words (native/src/packed.h)."""
+        self.run: Callable[..., Any] = ctypes.CFUNCTYPE(result, *arguments)(address)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.run(*arguments)
+
+
 class Library:
-    """The kernels of one instruction set, as attributes named like the ops."""
+    """The kernels of one instruction set, as attributes named like the ops.
+
+    Each set of ops has a library of its own, so that one engine's capture is not seen by another.
+    """
 
     def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
         self._handle = handle
+        self._kernels: list[Kernel] = []
         for name, (result, arguments) in _SIGNATURES.items():
-            address = handle.hr_kernel(isa.encode(), name.encode())
-            setattr(self, name, ctypes.CFUNCTYPE(result, *arguments)(address))
+            plain, packed = (handle.hr_kernel(isa.encode(), name.encode(), i) for i in (0, 1))
+            kernel = Kernel(name, plain, packed, result, arguments)
+            self._kernels.append(kernel)
+            setattr(self, name, kernel)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Kernel:
         raise AttributeError(f"the native library has no kernel {name!r}")
+
+    @contextmanager
+    def recording(self, record: Callable[[Kernel, tuple[Any, ...]], None]) -> Iterator[None]:
+        """While this lasts kernels of this library do not run: ``record`` gets their calls.
+
+        Every call is answered with 0, the status of success.
+        """
+        real = [kernel.run for kernel in self._kernels]
+        for kernel in self._kernels:
+            kernel.run = _recorder(kernel, record)
+        try:
+            yield
+        finally:
+            for kernel, run in zip(self._kernels, real):
+                kernel.run = run
+
+    def replay(self, *arguments: int) -> int:
+        """``hr_replay`` of native/src/replay.cpp: addresses and counts in its order."""
+        return int(self._handle.hr_replay(*arguments))
 
     def set_num_threads(self, count: int) -> None:
         """Size of the one pool that all kernels of this process share; results do not depend on it."""
@@ -126,10 +176,19 @@ def isa() -> str:
     return wanted
 
 
-@functools.cache
 def load(level: str) -> Library:
-    """The kernels of one of :func:`levels`."""
+    """The kernels of one of :func:`levels`, for one set of ops."""
     return Library(_handle(), level)
+
+
+def _recorder(
+    kernel: Kernel, record: Callable[[Kernel, tuple[Any, ...]], None]
+) -> Callable[..., int]:
+    def run(*arguments: Any) -> int:
+        record(kernel, arguments)
+        return 0
+
+    return run
 
 
 @functools.cache
@@ -145,7 +204,9 @@ def _handle() -> ctypes.CDLL:
     handle.hr_version.restype = ctypes.c_char_p
     handle.hr_level.restype, handle.hr_level.argtypes = ctypes.c_char_p, [_I]
     handle.hr_kernel.restype = ctypes.c_void_p
-    handle.hr_kernel.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    handle.hr_kernel.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _I]
+    handle.hr_replay.restype = _L
+    handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
     return handle

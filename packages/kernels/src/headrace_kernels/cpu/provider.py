@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_core.errors import ConfigError
+from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
 from headrace_kernels.cpu import library
 
@@ -47,6 +48,14 @@ class CPUProvider:
         kernels.set_num_threads(need.num_threads or torch.get_num_threads())
         logger.info("native CPU kernels: %s, %d threads", kernels.isa, kernels.num_threads())
         return native_ops(kernels)
+
+    def step_graph(self, operations: Mapping[str, Any]) -> StepGraph:
+        """See :meth:`headrace_core.ops.CapturesSteps.step_graph`."""
+        from headrace_kernels.cpu.graph import NativeStepGraph
+        from headrace_kernels.cpu.ops import NativeOps
+
+        assert isinstance(operations, NativeOps), "operations are those of this provider"
+        return NativeStepGraph(operations.library)
 
     def row_invariant(self, need: KernelNeed) -> bool:
         return True

@@ -39,6 +39,12 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     weight_rules: ClassVar[Sequence[WeightRule]] = GEMMA_RULES
     ties_embeddings: ClassVar[bool] = True
 
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        super().__init__(context, prefix)
+        # Rounded to the activations' dtype first, as the model was trained.
+        dtype: torch.dtype = getattr(torch, context.dtype)
+        self.embed_scale = float(torch.tensor(self.hidden_size() ** 0.5, dtype=dtype))
+
     def head_dim(self) -> int:
         return self.settings.head_dim(default=256)
 
@@ -51,9 +57,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         return self.make_norm(context, f"{prefix}model.norm")
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
-        embedded = self.embed(batch.input_ids)
-        # Rounded to the activations' dtype first, as the model was trained.
-        return embedded * torch.tensor(self.hidden_size() ** 0.5, dtype=embedded.dtype)
+        return self.context.ops.scale(self.embed(batch.input_ids), self.embed_scale)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return SandwichBlock(

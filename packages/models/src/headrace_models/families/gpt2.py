@@ -76,7 +76,8 @@ class GPT2LMHeadModel(Decoder):
         self.positions = Embedding(context, name, num_positions, self.hidden_size())
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
-        return self.embed(batch.input_ids) + self.positions(batch.positions)
+        positions = self.positions(batch.positions)
+        return self.context.ops.add(self.embed(batch.input_ids), positions)
 
     def make_norm(self, context: BuildContext, name: str) -> LayerNorm:
         eps = self.settings.number("layer_norm_epsilon", 1e-5)

@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-import torch
-
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding
@@ -109,14 +107,11 @@ class Decoder(Layer, ABC):
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
-            x = x.index_select(0, batch.logits_rows)
-            residual = None if residual is None else residual.index_select(0, batch.logits_rows)
+            rows, select = batch.logits_rows, self.context.ops.embedding
+            x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        logits = self.head(hidden).float()
-        if self.logits_cap is None:
-            return logits
-        return torch.tanh(logits / self.logits_cap) * self.logits_cap
+        return self.context.ops.to_float32(self.head(hidden), soft_cap=self.logits_cap or 0.0)

@@ -48,6 +48,7 @@ class SparseMoE(MLPLayer):
             raise UnsupportedModel(
                 f"config.json: num_experts_per_tok = {top_k}: must be at most {num_experts} experts"
             )
+        self.ops = context.ops
         self.communicator = context.communicator
         self.top_k = top_k
         self.renormalise = renormalise
@@ -63,10 +64,8 @@ class SparseMoE(MLPLayer):
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        probabilities = torch.softmax(self.router(x).float(), dim=-1)  # [T, E]
-        weights, ids = torch.topk(probabilities, self.top_k, dim=-1)  # [T, k]
-        if self.renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        scores = self.router(x)  # [T, E]
+        weights, ids = self.ops.topk_softmax(scores, self.top_k, renormalise=self.renormalise)
         out = self.experts(x, weights, ids)
         return self.communicator.all_reduce(out) if self.communicator.world_size > 1 else out
 

@@ -65,5 +65,5 @@ class LayerNorm(WeightLayer):
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``(norm(x + residual), x + residual)``."""
-        total = x if residual is None else x + residual
+        total = x if residual is None else self.ops.add(x, residual)
         return self(total), total

@@ -3,31 +3,49 @@
 Each class is one op, bound to the kernels of one instruction set. A call checks what memory safety
 needs and nothing else: a decode step makes hundreds of calls, so every microsecond here counts.
 Layouts that a kernel cannot read in place are made contiguous first.
+
+:mod:`headrace_kernels.cpu.graph` says how an op must be written so that steps that call it can be
+captured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention
+from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.linear import Int8Linear, Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
+from headrace_kernels.cpu.ops.routing import TopKSoftmax
 
 
-def native_ops(library: Library) -> dict[str, Any]:
-    """Op name -> implementation, all ops."""
-    return {
+class NativeOps(dict[str, Any]):
+    """Op name -> implementation, and the library that all of them call."""
+
+    def __init__(self, library: Library, operations: Mapping[str, Any]) -> None:
+        super().__init__(operations)
+        self.library = library
+
+
+def native_ops(library: Library) -> NativeOps:
+    """Op name -> implementation, all ops. The library must be of no other ops."""
+    operations = {
         "embedding": Embedding(library),
         "rms_norm": RMSNorm(library),
         "add_rms_norm": AddRMSNorm(library),
         "layer_norm": LayerNorm(library),
         "activation": Activation(library),
         "activation_and_mul": ActivationAndMul(library),
+        "add": Add(library),
+        "scale": Scale(library),
+        "to_float32": ToFloat32(library),
+        "topk_softmax": TopKSoftmax(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),
@@ -36,3 +54,4 @@ def native_ops(library: Library) -> dict[str, Any]:
         "int8_linear": Int8Linear(library),
         "moe": MoE(library),
     }
+    return NativeOps(library, operations)

@@ -1,0 +1,124 @@
+"""The captured step: record a forward pass once, replay it without Python.
+
+A decode step is hundreds of kernel calls, each a few microseconds of Python. A :class:`StepGraph`
+runs a step once while it records what the step does, and from then on does the same to other
+inputs in one call. Native kernels on a CPU record their calls; CUDA graphs fit the same contract.
+
+Letters: T tokens in this step, B requests in it, R rows with logits, V vocabulary.
+
+What an implementation may rely on:
+
+- A step's work depends on its batch's *shapes* and on the tensors' content as read by kernels;
+  no Python reads content. What breaks that (a host copy, an operation of torch that is no recorded
+  kernel) must be found while capturing and refused with its name.
+- Weights and cache stay where they are from capture to :meth:`StepGraph.close`.
+- One thread uses a graph, the one that runs the steps.
+
+What it must do: give the bits that the eager step gives. How is its affair: a CPU patches the
+addresses and row counts of its recorded calls, so one recording serves every size up to a bucket's;
+a GPU copies inputs into static buffers and pads to the bucket.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+
+Step = Callable[["ForwardBatch"], "Tensor"]
+"""A whole step but for sampling: batch (without attention metadata) -> logits [R, V] float32.
+
+It prepares attention metadata, runs the model and computes logits, with ``logits_rows`` given.
+"""
+
+DEFAULT_CAPTURE_SIZES = (16, 64, 256)
+"""Tokens. Larger steps spend so long in kernels that the calls between them do not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNeed:
+    """What steps to capture."""
+
+    capture_sizes: tuple[int, ...]
+    """Buckets: most tokens of a step, ascending."""
+    max_num_seqs: int
+    num_groups: int
+    """Cache groups."""
+    device: str = "cpu"
+
+
+class StepGraph(ABC):
+    """Recorded steps of one model with its cache bound."""
+
+    @property
+    @abstractmethod
+    def buckets(self) -> tuple[int, ...]:
+        """Most tokens of a step, by recording, ascending; empty before :meth:`capture`."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory held for intermediate results of all buckets together."""
+
+    @property
+    @abstractmethod
+    def num_calls(self) -> int:
+        """Kernel calls of one replayed step."""
+
+    @abstractmethod
+    def capture(self, step: Step, need: GraphNeed) -> None:
+        """Record the step for every bucket. Nothing is sampled, no cache slot changes.
+
+        Raises:
+            CaptureRefused: the step does what cannot be recorded; says what. Nothing is held then.
+        """
+
+    @abstractmethod
+    def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
+        """Whether :meth:`replay` can take the batch: its size, and that it has nothing that was
+        not recorded."""
+
+    @abstractmethod
+    def replay(self, batch: ForwardBatch, num_logits: int | None = None) -> Tensor:
+        """Run the step on a batch that fits.
+
+        Args:
+            batch: attention metadata is not needed.
+            num_logits: compute only the first of ``logits_rows``; 0 = no logits are wanted.
+
+        Returns:
+            logits [R, V] float32, which the next replay overwrites; the caller may change them.
+
+        Raises:
+            ReplayFailed: a kernel met bad input (a slot beyond the cache, say). The step may be
+                run again eagerly, which raises the error with its details.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is held. Idempotent."""
+
+
+StepGraphFactory = Callable[[], StepGraph]
+"""Makes an empty graph for the ops that it came with."""
+
+
+def capture_sizes(
+    wanted: tuple[int, ...], maximum: int | None, *, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """The buckets: those wanted, else the default ones, that are of use.
+
+    Args:
+        wanted: the user's list, empty = default.
+        maximum: the user's limit, None = none.
+        max_num_batched_tokens: most tokens of any step; larger buckets are cut down to it.
+    """
+    limit = max_num_batched_tokens if maximum is None else min(maximum, max_num_batched_tokens)
+    sizes = sorted({min(size, limit) for size in wanted or DEFAULT_CAPTURE_SIZES})
+    return tuple(size for size in sizes if size > 0)

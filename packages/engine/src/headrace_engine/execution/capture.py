@@ -1,0 +1,57 @@
+"""Whether and how a worker's steps are captured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_core.errors import CaptureRefused
+from headrace_core.graph import GraphNeed, Step, StepGraph, StepGraphFactory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What is to be captured, and with what."""
+
+    factory: Callable[[], StepGraphFactory | None]
+    """Asked once the model is built; None if its kernels cannot be recorded."""
+    sizes: tuple[int, ...]
+    """See :attr:`headrace_core.graph.GraphNeed.capture_sizes`."""
+    enforce_eager: bool = False
+
+    @property
+    def largest(self) -> int:
+        """Tokens of the largest captured step; 0 if none is wanted."""
+        return 0 if self.enforce_eager or not self.sizes else self.sizes[-1]
+
+
+def capture_steps(
+    capture: Capture, step: Step, *, max_num_seqs: int, num_groups: int, device: str
+) -> StepGraph | None:
+    """A graph of the step, or None if it is to run eagerly; logs which, in one line."""
+    if not capture.largest:
+        logger.info("steps run eagerly: enforce_eager")
+        return None
+    factory = capture.factory()
+    if factory is None:
+        logger.info("steps run eagerly: the kernels in use cannot be recorded")
+        return None
+    graph = factory()
+    start = time.perf_counter()
+    try:
+        graph.capture(step, GraphNeed(capture.sizes, max_num_seqs, num_groups, device))
+    except CaptureRefused as error:
+        logger.info("steps run eagerly: %s", error)
+        return None
+    logger.info(
+        "captured steps of up to %s tokens: %d kernel calls, %.3f s, %.1f MiB",
+        ", ".join(map(str, graph.buckets)),
+        graph.num_calls,
+        time.perf_counter() - start,
+        graph.num_bytes / 2**20,
+    )
+    return graph

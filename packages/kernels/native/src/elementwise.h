@@ -1,0 +1,64 @@
+// Sums, multiples and widening of rows, element by element. Strides are in elements.
+
+namespace headrace::HR_ISA {
+namespace {
+
+// f(row, first, many) over pieces of all rows.
+template <class F> inline void over_pieces(int64_t rows, int64_t n, const F& f) {
+  const int64_t grain = 4096, pieces = ceil_div(n, grain);  // a multiple of W: one tail a row
+  parallel(rows * pieces, rows * n / 4, [&](int64_t i) {
+    const int64_t at = i % pieces * grain;
+    f(i / pieces, at, min_of(grain, n - at));
+  });
+}
+
+// out [rows, n] = x + y
+void add(void* out, const void* x, const void* y, int64_t rows, int64_t n, int64_t x_stride,
+         int64_t y_stride, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+      const T* a = static_cast<const T*>(x) + row * x_stride + at;
+      const T* b = static_cast<const T*>(y) + row * y_stride + at;
+      T* to = static_cast<T*>(out) + row * n + at;
+      for (int64_t j = 0; j < many; j += W) {
+        st_upto(to + j, vadd(ld_upto(a + j, many - j), ld_upto(b + j, many - j)), many - j);
+      }
+    });
+  });
+}
+
+// out [rows, n] = x * factor
+void scale(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, float factor,
+           int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+      const T* from = static_cast<const T*>(x) + row * stride + at;
+      T* to = static_cast<T*>(out) + row * n + at;
+      for (int64_t j = 0; j < many; j += W) {
+        st_upto(to + j, vmul(ld_upto(from + j, many - j), vset(factor)), many - j);
+      }
+    });
+  });
+}
+
+// out [rows, n] = x, or soft_cap * tanh(x / soft_cap) if soft_cap > 0
+void to_float32(float* out, const void* x, int64_t rows, int64_t n, int64_t stride, float soft_cap,
+           int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+      const T* from = static_cast<const T*>(x) + row * stride + at;
+      float* to = out + row * n + at;
+      for (int64_t j = 0; j < many; j += W) {
+        vf v = ld_upto(from + j, many - j);
+        if (soft_cap > 0) v = vmul(vtanh(vdiv(v, vset(soft_cap))), vset(soft_cap));
+        st_upto(to + j, v, many - j);
+      }
+    });
+  });
+}
+
+}  // namespace
+}  // namespace headrace::HR_ISA

@@ -1,0 +1,181 @@
+"""Captured steps of the native kernels on every instruction set, and what a capture refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace_core.errors import CaptureRefused
+from headrace_core.graph import GraphNeed
+from headrace_core.ops import KernelNeed, KernelProvider, bind_ops
+from headrace_core.testing.graph import (
+    NUM_GROUPS,
+    SmallModel,
+    StepGraphConformance,
+    make_batch,
+)
+from headrace_core.testing.ops import bits_equal
+from headrace_kernels.cpu import library
+from headrace_kernels.cpu.graph import NativeStepGraph
+from headrace_kernels.cpu.graph_program import place_blocks
+from headrace_kernels.cpu.ops import native_ops
+from headrace_kernels.cpu.provider import CPUProvider
+
+if library.path() is None:
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+NEED = GraphNeed((16,), max_num_seqs=8, num_groups=NUM_GROUPS)
+
+
+class AtLevel(CPUProvider):
+    """The provider as it is on a machine whose best instruction set is ``level``."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+
+    def operations(self, need: KernelNeed) -> Mapping[str, Any]:
+        kernels = library.load(self.level)
+        kernels.set_num_threads(2)
+        return native_ops(kernels)
+
+
+class TestNative(StepGraphConformance):
+    @pytest.fixture(params=library.ISA_LEVELS)
+    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
+        if request.param not in library.levels():
+            pytest.skip(f"this machine has no {request.param}")
+        return AtLevel(request.param)
+
+
+def make() -> tuple[SmallModel, NativeStepGraph, library.Library]:
+    kernels = library.load(library.isa())
+    model = SmallModel(native_ops(kernels), "bfloat16")
+    return model, NativeStepGraph(kernels), kernels
+
+
+@pytest.fixture(scope="module")
+def captured() -> tuple[SmallModel, NativeStepGraph]:
+    model, graph, _ = make()
+    graph.capture(model, GraphNeed((3, 16, 40), max_num_seqs=12, num_groups=NUM_GROUPS))
+    return model, graph
+
+
+REQUESTS = st.tuples(st.integers(1, 12), st.integers(0, 8)).map(lambda r: (r[0], r[0] + r[1]))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(lengths=st.lists(REQUESTS, min_size=1, max_size=12), seed=st.integers(0, 99), data=st.data())
+def test_any_batch_replays_to_the_same_bits(captured, lengths, seed, data):
+    model, graph = captured
+    batch = make_batch(lengths, seed=seed)
+    rows = data.draw(st.permutations(range(batch.num_tokens)))[: data.draw(st.integers(1, 12))]
+    batch = dataclasses.replace(batch, logits_rows=torch.tensor(rows))
+    if batch.num_tokens > 40:
+        assert not graph.fits(batch)
+    elif graph.fits(batch):
+        StepGraphConformance().check_same(model, graph, batch)
+    else:
+        assert len(rows) > min(12, *(size for size in graph.buckets if size >= batch.num_tokens))
+
+
+def test_inputs_are_read_where_they_are(captured):
+    """Tables may be slices of wider ones; nothing of an earlier step is remembered."""
+    model, graph = captured
+    batch = make_batch([(2, 9), (1, 30)])
+    expected = model(batch).clone()
+    groups = []
+    for group in batch.groups:
+        wide = torch.full((2, 50), 99, dtype=torch.int32)
+        wide[:, : group.block_table.shape[1]] = group.block_table
+        groups.append(dataclasses.replace(group, block_table=wide[:, : group.block_table.shape[1]]))
+    moved = dataclasses.replace(
+        batch, groups=tuple(groups), input_ids=batch.input_ids.clone(), seq_lens=batch.seq_lens + 0
+    )
+    assert bits_equal(graph.replay(moved), expected)
+
+
+def test_the_largest_bucket_bounds_the_memory(captured):
+    _, graph = captured
+    small = NativeStepGraph(make()[2])
+    assert small.num_bytes == 0
+    assert graph.num_bytes < 2 * sum(40 * 4 * width for width in (32, 96, 64, 48, 40))
+
+
+def test_blocks_that_live_at_once_do_not_overlap(captured):
+    _, graph = captured
+    offsets, total = place_blocks(graph._program, {0: 40, 1: 12, 2: 12})
+    sizes = [t.offset + t.factor * {0: 40, 1: 12, 2: 12}[t.value] for t in graph._program.sizes]
+    living: set[int] = set()
+    for block, num_bytes in graph._program.events:
+        if num_bytes < 0:
+            living.remove(block)
+            continue
+        for other in living:
+            assert (
+                offsets[block] + sizes[block] <= offsets[other]
+                or offsets[other] + sizes[other] <= offsets[block]
+            )
+        assert offsets[block] + sizes[block] <= total
+        living.add(block)
+    assert sum(sizes) > total, "memory is reused"
+
+
+def _branches(model, batch):
+    if batch.num_tokens == 1:
+        model.ops["activation"](model.embed, "silu")
+    return model(batch)
+
+
+def _rounds_up(model, batch, kernels):
+    x = torch.empty(64, 8)
+    kernels.scale(x.data_ptr(), x.data_ptr(), -(-batch.num_tokens // 64), 8, 8, 1.0, 0)
+    return model(batch)
+
+
+def _allocates_by_context(model, batch, kernels):
+    x = torch.empty(batch.max_seqlen_k, 8)
+    kernels.scale(x.data_ptr(), x.data_ptr(), 1, 8, 8, 1.0, 0)
+    return model(batch)
+
+
+def _last_row(model, batch, kernels):
+    x = torch.empty(batch.num_tokens, 8)
+    kernels.scale(x.data_ptr(), x[-1].data_ptr(), 1, 8, 8, 1.0, 0)
+    return model(batch)
+
+
+def _fraction(model, batch, kernels):
+    x = torch.empty(4, 8)
+    kernels.scale(x.data_ptr(), x.data_ptr(), 1, 8, 8, 1.0 / batch.num_tokens, 0)
+    return model(batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model, batch, kernels: _branches(model, batch), "activation or embedding"),
+        (_rounds_up, "argument 2 of scale is"),
+        (_allocates_by_context, "grows with what has no limit"),
+        (_last_row, "argument 1 of scale begins at a row"),
+        (_fraction, "argument 5 of scale is a fraction"),
+        (lambda model, batch, kernels: 1 / 0, "ZeroDivisionError"),
+    ],
+    ids=["branch", "rounded", "unbounded", "last-row", "fraction", "exception"],
+)
+def test_arguments_that_do_not_follow_from_sizes_are_refused(change, message):
+    model, graph, kernels = make()
+    with pytest.raises(CaptureRefused, match=message):
+        graph.capture(lambda batch: change(model, batch, kernels), NEED)
+
+
+def test_bound_ops_bring_their_graph():
+    table = bind_ops(KernelNeed("cpu", "float32"))
+    assert table.step_graph is not None
+    assert isinstance(table.step_graph(), NativeStepGraph)
+    assert bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}).step_graph is None
