@@ -22,6 +22,7 @@ from headrace_core.kv import (
 from headrace_core.model import WeightRule
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.reference.attention import attend
+from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
@@ -188,6 +189,7 @@ class Harness:
         groups = self._groups(model)
         self.worker = ModelWorker(
             lambda: model,
+            ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
             device="cpu",
             dtype="float32",
             vocab_size=VOCAB,

@@ -238,8 +238,10 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
 
     def make_worker() -> ModelWorker:
+        ops = choose_ops(resolved)
         return ModelWorker(
-            lambda: build_model(resolved),
+            lambda: build_model(resolved, ops),
+            ops=ops,
             device=platform.device,
             dtype=info.dtype,
             vocab_size=info.vocab_size,
@@ -263,13 +265,8 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     )
 
 
-def build_model(resolved: Resolved) -> CausalLM:
-    """Bind ops, choose quantization and attention, build the model and read its weights."""
-    from headrace.progress import progress_bars
-    from headrace_core.parallel import SingleProcess
-    from headrace_models.loader import load_model
-    from headrace_models.quantization import quant_method
-
+def choose_ops(resolved: Resolved) -> OpTable:
+    """The best installed implementation of every op, for this device and dtype."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
     ops = bind_ops(need, choose=config.device.kernels)
@@ -278,6 +275,17 @@ def build_model(resolved: Resolved) -> CausalLM:
             "these kernels do not promise that outputs are independent of batching; "
             "`headrace collect-env` says why the native ones are not used"
         )
+    return ops
+
+
+def build_model(resolved: Resolved, ops: OpTable) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights."""
+    from headrace.progress import progress_bars
+    from headrace_core.parallel import SingleProcess
+    from headrace_models.loader import load_model
+    from headrace_models.quantization import quant_method
+
+    config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     context = BuildContext(
         config=info.config,

@@ -9,6 +9,7 @@
 #include "linear.h"
 #include "moe.h"
 #include "attention.h"
+#include "sampling.h"
 
 namespace headrace::HR_ISA {
 
@@ -32,6 +33,8 @@ const Entry entries[] = {
     HR_ENTRY(int8_linear),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
+    HR_ENTRY(sample),
+    HR_ENTRY(top_logprobs),
     {nullptr, nullptr},
 };
 #undef HR_ENTRY

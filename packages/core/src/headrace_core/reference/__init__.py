@@ -14,9 +14,11 @@ from headrace_core.reference.attention import paged_attention
 from headrace_core.reference.cache import cache_write, rotary_cache_write
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import int8_linear, linear
+from headrace_core.reference.logprobs import top_logprobs
 from headrace_core.reference.moe import moe
 from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
 from headrace_core.reference.rotary import rotary
+from headrace_core.reference.sampling import sample
 
 __all__ = [
     "activation",
@@ -32,4 +34,6 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_cache_write",
+    "sample",
+    "top_logprobs",
 ]

@@ -17,6 +17,7 @@ from headrace_kernels.cpu.ops.linear import Int8Linear, Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
+from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
 def native_ops(library: Library) -> dict[str, Any]:
@@ -35,4 +36,6 @@ def native_ops(library: Library) -> dict[str, Any]:
         "linear": Linear(library),
         "int8_linear": Int8Linear(library),
         "moe": MoE(library),
+        "sample": Sample(library),
+        "top_logprobs": TopLogprobsKernel(library),
     }
