@@ -188,6 +188,7 @@ class Harness:
         groups = self._groups(model)
         self.worker = ModelWorker(
             lambda: model,
+            ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
             device="cpu",
             dtype="float32",
             vocab_size=VOCAB,

@@ -12,6 +12,7 @@ import torch
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
+from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep
 from headrace_engine.execution import ModelWorker
@@ -19,6 +20,7 @@ from headrace_engine.execution import ModelWorker
 
 def make_worker(model: Any, **changes: Any) -> ModelWorker:
     settings: dict[str, Any] = {
+        "ops": bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
         "device": "cpu",
         "dtype": "float32",
         "vocab_size": 37,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace_core.reference import sample, top_logprobs
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest
 from headrace_engine.execution.requests import RequestTable
@@ -62,7 +63,7 @@ def choose(
 ) -> SamplerOutput:
     batch = batch_of(rows, logits.shape[1], seed)
     with torch.inference_mode():
-        return Sampler(logprobs_mode=mode)(logits.clone(), batch)
+        return Sampler(sample, top_logprobs, logprobs_mode=mode)(logits.clone(), batch)
 
 
 def greedy(**params: Any) -> SamplingParams:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace_core.reference import sample
+from headrace_core.reference.sampling import draw
 from headrace_core.sampling import SamplingParams
-from headrace_engine.sampling.draw import draw
 from headrace_engine.sampling.noise import request_key, uniforms
-from headrace_engine.sampling.sampler import filter_logits
 
 DRAWS = 40_000
 VOCAB = 24
@@ -32,16 +32,16 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, float]:
 def draws_for(logits: Tensor, seed: int, **params: Any) -> Tensor:
     """[V] counts of DRAWS tokens chosen at positions 0, 1, ..."""
     p = SamplingParams(seed=seed, **params)
-    filtered = filter_logits(
-        logits[None].clone(),
-        np.array([p.temperature], np.float32),
-        np.array([p.min_p]),
-        np.array([p.top_k]),
-        np.array([p.top_p]),
-    )
     key = request_key(seed, engine_seed=0, request_id="")
     noise = uniforms(np.full(DRAWS, key, np.uint64), np.arange(DRAWS))
-    tokens = draw(filtered.expand(DRAWS, -1), torch.from_numpy(noise))
+    tokens, _ = sample(
+        logits.expand(DRAWS, -1),
+        torch.full((DRAWS,), p.temperature),
+        torch.full((DRAWS,), p.min_p),
+        torch.full((DRAWS,), p.top_k),
+        torch.full((DRAWS,), p.top_p, dtype=torch.float64),
+        torch.from_numpy(noise),
+    )
     return torch.bincount(tokens, minlength=len(logits)).double()
 
 

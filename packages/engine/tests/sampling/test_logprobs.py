@@ -2,16 +2,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace_core.reference import top_logprobs
 from headrace_engine.sampling.logprobs import describe
 
 
+def entries_of(values: Any, chosen: Any, wanted: Any) -> Any:
+    arguments = torch.tensor(values, dtype=torch.float32), torch.tensor(chosen), np.array(wanted)
+    return describe(top_logprobs, *arguments, "raw_logits")
+
+
 def one(values: list[float], chosen: int, wanted: int) -> Any:
-    (entry,) = describe(torch.tensor([values]), torch.tensor([chosen]), [wanted])
+    (entry,) = entries_of([values], [chosen], [wanted])
     return entry
 
 
@@ -54,8 +61,7 @@ def test_chosen_first_then_by_rank(
 def test_equal_values_go_by_token_id_in_any_batch(
     rows: list[tuple[list[int], int, int]],
 ) -> None:
-    values = torch.tensor([row for row, _, _ in rows], dtype=torch.float32)
-    entries = list(describe(values, torch.tensor([c for _, c, _ in rows]), [n for _, _, n in rows]))
+    entries = entries_of(*map(list, zip(*rows)))
     for (row, chosen, wanted), entry in zip(rows, entries):
         order = sorted(range(9), key=lambda i: (-row[i], i))
         best = order if wanted < 0 else order[:wanted]
@@ -79,7 +85,8 @@ def test_raw_values_are_taken_before_any_processing(kit: Any) -> None:
     rows = [kit.Row(kit.greedy(logprobs=1, logit_bias={0: 9.0}))]
     raw = kit.choose(logits, rows).logprobs[0]
     assert raw.token_ids == [0, 2]
-    assert raw.logprobs == logits.log_softmax(-1)[0, [0, 2]].tolist()
+    expected = logits.double().log_softmax(-1)[0, [0, 2]]
+    assert raw.logprobs == pytest.approx(expected.tolist(), rel=1e-6)
     assert raw.ranks == [3, 1]
     cooked = kit.choose(logits, rows, mode="processed_logits").logprobs[0]
     assert cooked.logprobs == [10.0]

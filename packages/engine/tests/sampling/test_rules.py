@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace_core.reference import sample, top_logprobs
 from headrace_core.sampling import SamplingParams
 from headrace_engine.sampling.counts import TokenCounts
 from headrace_engine.sampling.masks import completions
@@ -94,7 +95,7 @@ def test_rules_see_the_tokens_that_the_worker_appended(kit: Any) -> None:
     chosen = []
     for _ in range(4):
         logits = torch.tensor([LOGITS])
-        output = Sampler()(logits, table.sampling.batch(rows, table))
+        output = Sampler(sample, top_logprobs)(logits, table.sampling.batch(rows, table))
         table.append_tokens(rows, output.token_ids)
         chosen.append(int(output.token_ids[0]))
     # 2 (3.0); then 2 has 1.0 and 1 would complete a bad word: 0 ties with 2 at 1.0, lower id wins;

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from headrace_core.errors import ConfigError
+from headrace_core.reference import sample, top_logprobs
 from headrace_core.sampling import SamplingParams
 from headrace_engine.sampling import Sampler
 
@@ -51,4 +52,4 @@ def test_logits_of_minus_infinity_are_impossible_not_wrong(kit: Any) -> None:
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'best'.*raw_logprobs"):
-        Sampler(logprobs_mode="best")
+        Sampler(sample, top_logprobs, logprobs_mode="best")

@@ -261,9 +261,10 @@ def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
     )
 
     def make_worker() -> ModelWorker:
-        ops = functools.cache(functools.partial(bind_model_ops, resolved))
+        ops = choose_ops(resolved)
         return ModelWorker(
-            lambda: build_model(resolved, ops()),
+            lambda: build_model(resolved, ops),
+            ops=ops,
             device=platform.device,
             dtype=info.dtype,
             vocab_size=info.vocab_size,
@@ -274,15 +275,15 @@ def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
             seed=config.model.seed,
             num_threads=config.device.num_threads,
             capture=Capture(
-                lambda: ops().step_graph, sizes, enforce_eager=config.graph.enforce_eager
+                lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),
         )
 
     return make_worker
 
 
-def bind_model_ops(resolved: Resolved) -> OpTable:
-    """The ops that the model will call."""
+def choose_ops(resolved: Resolved) -> OpTable:
+    """The best installed implementation of every op, for this device and dtype."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
     ops = bind_ops(need, choose=config.device.kernels)

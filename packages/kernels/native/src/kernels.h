@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "moe.h"
 #include "attention.h"
+#include "sampling.h"
 #include "packed.h"
 
 namespace headrace::HR_ISA {
@@ -39,6 +40,8 @@ const Entry entries[] = {
     HR_ENTRY(int8_linear),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
+    HR_ENTRY(sample),
+    HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr},
 };
 #undef HR_ENTRY

@@ -14,7 +14,8 @@ from headrace_kernels.cpu.memory import HUGE_PAGE, packed_buffer
 @pytest.mark.parametrize("num_bytes", [0, 1, 4096, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 17])
 def test_a_buffer_has_the_bytes_asked_for_and_takes_writes(num_bytes: int) -> None:
     buffer = packed_buffer(num_bytes)
-    assert buffer.dtype is torch.uint8 and buffer.shape == (num_bytes,)
+    assert buffer.dtype is torch.uint8
+    assert buffer.shape == (num_bytes,)
     buffer.fill_(7)
     assert int(buffer.long().sum()) == 7 * num_bytes
 

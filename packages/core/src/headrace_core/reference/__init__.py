@@ -15,10 +15,12 @@ from headrace_core.reference.cache import cache_write, rotary_cache_write
 from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import int8_linear, linear
+from headrace_core.reference.logprobs import top_logprobs
 from headrace_core.reference.moe import moe
 from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
 from headrace_core.reference.rotary import rotary
 from headrace_core.reference.routing import topk_softmax
+from headrace_core.reference.sampling import sample
 
 __all__ = [
     "activation",
@@ -35,7 +37,9 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_cache_write",
+    "sample",
     "scale",
     "to_float32",
+    "top_logprobs",
     "topk_softmax",
 ]

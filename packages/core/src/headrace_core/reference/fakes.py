@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace_core.ops import PackedLinear
+from headrace_core.ops import PackedLinear, TopLogprobs
 from headrace_core.reference.linear import Int8Linear, Linear
 from headrace_core.reference.moe import MoE
 
@@ -81,6 +81,25 @@ def rotary_cache_write(*args: Any, **options: Any) -> None:
 
 def paged_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, *settings: Tensor, keep_filtered: bool = False
+) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return (
+        torch.empty(rows, dtype=torch.int64, device=logits.device),
+        torch.empty(rows, dtype=torch.float32, device=logits.device),
+    )
+
+
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, counts: Tensor, *, normalize: bool
+) -> TopLogprobs:
+    """As wide as it can be, since the counts are not read."""
+    shape = (logits.shape[0], logits.shape[1] + 1)
+    ids, ranks = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
+    return TopLogprobs(ids, torch.empty(shape), ranks, torch.empty(shape[0], dtype=torch.int64))
 
 
 class _FakeLinear(Linear):

@@ -12,6 +12,7 @@ from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.model import AttentionLayer, CausalLM
+from headrace_core.ops import OpTable
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.cache import bind_cache, group_backends
 from headrace_engine.execution.capture import Capture, capture_steps
@@ -28,6 +29,7 @@ class ModelWorker:
 
     Args:
         build_model: builds and loads the model; called once, by :meth:`load`.
+        ops: whose ``sample`` and ``top_logprobs`` choose and describe tokens.
         device: ``cpu``, ``cuda`` or ``cuda:1``.
         dtype: the activations' dtype; for messages.
         vocab_size: width of the logits.
@@ -44,6 +46,7 @@ class ModelWorker:
         self,
         build_model: Callable[[], CausalLM],
         *,
+        ops: OpTable,
         device: str,
         dtype: str,
         vocab_size: int,
@@ -62,7 +65,7 @@ class ModelWorker:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._sampler = Sampler(logprobs_mode=logprobs_mode)
+        self._sampler = Sampler(ops.sample, ops.top_logprobs, logprobs_mode=logprobs_mode)
         self._seed = seed
         self._num_threads = num_threads
         self._capture = capture

@@ -5,15 +5,16 @@
 3. logit bias                         6. temperature, min_p, top_k and top_p
                                       7. draw by the request's own random number
 
-Everything is float32 on the logits' device, touches only rows that ask for it, and gives a row the
-same bits in any batch (on the CPU; see :mod:`headrace_engine.sampling.filters`).
+Steps 1 to 4 change single logits, in float32, of the rows that ask for it. The rest is the op
+:class:`~headrace_core.ops.SampleOp`, which reads logits in any dtype and gives a row the same bits
+in any batch if the kernels are row-invariant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,9 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.ops import SampleOp, TopLogprobsOp
 from headrace_core.step import TokenLogprobs
-from headrace_engine.sampling.draw import draw
-from headrace_engine.sampling.filters import apply_min_p, apply_temperature, apply_top_k_top_p
-from headrace_engine.sampling.logprobs import MODES, describe, values_for
+from headrace_engine.sampling.logprobs import MODES, describe
 from headrace_engine.sampling.masks import (
     apply_allowed_tokens,
     apply_bad_words,
@@ -37,10 +37,6 @@ from headrace_engine.sampling.state import NOT_WANTED, SamplingBatch, is_greedy
 
 Rows = npt.NDArray[np.int64]
 
-_AT_ONCE = 1 << 18
-"""Logits that are filtered and drawn from at once: intermediates stay in the cache (CPU) and in
-a few megabytes (everywhere)."""
-
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
@@ -48,16 +44,25 @@ class SamplerOutput:
 
     token_ids: npt.NDArray[np.int64]
     """[R]; meaningless for rows in ``errors``."""
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     """By row, for those that asked."""
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: Mapping[int, str] = field(default_factory=dict)
     """By row: why no token could be chosen."""
 
 
+class _Choice(NamedTuple):
+    token_ids: Tensor
+    """[R] int64."""
+    largest: Tensor
+    """[R] float32; the largest logit."""
+
+
 class Sampler:
-    """Chooses tokens. Holds no request state.
+    """Chooses tokens. Holds no request state. One thread only.
 
     Args:
+        sample: chooses a token from processed logits.
+        top_logprobs: describes it and the best ones.
         logprobs_mode: ``raw_logprobs``, ``raw_logits`` (before any processing),
             ``processed_logprobs`` or ``processed_logits`` (after all of it).
 
@@ -65,66 +70,89 @@ class Sampler:
         ConfigError: another mode.
     """
 
-    def __init__(self, *, logprobs_mode: str = "raw_logprobs") -> None:
+    def __init__(
+        self,
+        sample: SampleOp,
+        top_logprobs: TopLogprobsOp,
+        *,
+        logprobs_mode: str = "raw_logprobs",
+    ) -> None:
         if logprobs_mode not in MODES:
             raise ConfigError(
                 f"model.logprobs_mode = {logprobs_mode!r}: must be one of {list(MODES)}",
                 field="model.logprobs_mode",
             )
         self.logprobs_mode = logprobs_mode
+        self._sample = sample
+        self._top_logprobs = top_logprobs
+        self._room: Tensor | None = None
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         """Choose one token per row.
 
         Args:
-            logits: [R, V] float32; changed.
+            logits: [R, V], any floating dtype; changed.
             batch: the rows' settings.
         """
         asked = np.flatnonzero(batch.num_logprobs != NOT_WANTED)
-        raw = self.logprobs_mode.startswith("raw")
-        values = (
-            values_for(self.logprobs_mode, _rows(logits, asked)) if raw and asked.size else None
-        )
+        if not asked.size:
+            choice = self._choose(logits, batch, keep_filtered=False)
+            return _output(choice, {})
+        if self.logprobs_mode.startswith("raw"):
+            values = _rows(logits, asked)
+            if values is logits and _changes(logits, batch):
+                values = logits.clone()
+            choice = self._choose(logits, batch, keep_filtered=False)
+        else:
+            logits = logits.float()
+            choice = self._choose(logits, batch, keep_filtered=True)
+            values = _rows(logits, asked)
+        chosen = _rows(choice.token_ids, asked)
+        wanted = batch.num_logprobs[asked]
+        entries = describe(self._top_logprobs, values, chosen, wanted, self.logprobs_mode)
+        return _output(choice, dict(zip(asked.tolist(), entries)))
 
-        if batch.rules:
-            apply_allowed_tokens(logits, batch)
-            apply_bad_words(logits, batch)
-            apply_min_tokens(logits, batch)
-            apply_logit_bias(logits, batch)
-            apply_penalties(logits, batch)
+    def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:
+        if not batch.rules or _changes(logits, batch):
+            _apply_rules(logits, batch)
+            return self._draw(logits, batch, keep_filtered)
+        # Half precision has no room for small biases: rows with rules go on in float32.
+        rows = np.array([r for r, _, _ in batch.rules], np.int64)
+        settings = batch.select(rows)
+        part = self._widened(logits, rows)
+        _apply_rules(part, settings)
+        ruled = self._draw(part, settings, keep_filtered=False)
+        if len(rows) == logits.shape[0]:
+            return ruled
+        temperature = batch.temperature.copy()
+        temperature[rows] = 0.0  # the least work: what these rows get is replaced
+        choice = self._draw(logits, replace(batch, temperature=temperature), keep_filtered=False)
+        index = torch.from_numpy(rows).to(logits.device)
+        choice.token_ids[index], choice.largest[index] = ruled
+        return choice
 
-        token_ids = logits.argmax(dim=-1)  # of a row that holds a NaN, its place
-        largest = logits.gather(1, token_ids[:, None]).squeeze(1)
-        errors = _unusable(logits, largest)
-        random = np.flatnonzero(~is_greedy(batch.temperature))
-        if random.size:
-            token_ids = self._draw(logits, token_ids, random, batch)
+    def _widened(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Those rows as float32 [n, V], in memory that the next call overwrites: to ask the system
+        for tens of megabytes in every step takes longer than to choose the tokens."""
+        shape = (len(rows), logits.shape[1])
+        room = self._room
+        if room is None or room.shape[0] < shape[0] or room.shape[1] != shape[1]:
+            room = self._room = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        part = room[: shape[0]]
+        if shape[0] == logits.shape[0]:
+            return part.copy_(logits)
+        for i, row in enumerate(rows.tolist()):
+            part[i].copy_(logits[row])
+        return part
 
-        if not raw and asked.size:
-            values = values_for(self.logprobs_mode, _rows(logits, asked))
-        logprobs = {} if values is None else _describe(values, token_ids, asked, batch)
-        return SamplerOutput(token_ids.cpu().numpy(), logprobs, errors)
-
-    def _draw(self, logits: Tensor, token_ids: Tensor, rows: Rows, batch: SamplingBatch) -> Tensor:
-        """Replace the random rows' tokens; in processed modes their logits too."""
-        noise = torch.from_numpy(uniforms(batch.keys[rows], batch.num_output_tokens[rows]))
-        noise = noise.to(logits.device)
-        token_ids = token_ids.clone()
-        size = max(1, _AT_ONCE // logits.shape[1])
-        for first in range(0, len(rows), size):
-            part = rows[first : first + size]
-            index = torch.from_numpy(part).to(logits.device)
-            filtered = filter_logits(
-                logits[index],
-                batch.temperature[part],
-                batch.min_p[part],
-                batch.top_k[part],
-                batch.top_p[part],
-            )
-            token_ids[index] = draw(filtered, noise[first : first + size])
-            if self.logprobs_mode.startswith("processed"):
-                logits[index] = filtered
-        return token_ids
+    def _draw(self, logits: Tensor, batch: SamplingBatch, keep_filtered: bool) -> _Choice:
+        if is_greedy(batch.temperature).all():
+            uniform = np.zeros(len(batch.temperature))
+        else:
+            uniform = uniforms(batch.keys, batch.num_output_tokens)
+        settings = (batch.temperature, batch.min_p, batch.top_k, batch.top_p, uniform)
+        tensors = [torch.from_numpy(column) for column in settings]
+        return _Choice(*self._sample(logits, *tensors, keep_filtered=keep_filtered))
 
     def prompt_logprobs(
         self, logits: Tensor, targets: npt.NDArray[Any], wanted: int
@@ -132,70 +160,46 @@ class Sampler:
         """Entries for prompt tokens: raw values in every mode, as nothing was sampled.
 
         Args:
-            logits: [n, V] float32.
+            logits: [n, V], any floating dtype.
             targets: [n]; the prompt token after each row.
             wanted: how many best tokens; -1 = all.
         """
-        values = values_for(self.logprobs_mode, logits)
         chosen = torch.from_numpy(np.ascontiguousarray(targets, np.int64)).to(logits.device)
-        return list(describe(values, chosen, [wanted] * len(targets)))
+        counts = np.full(len(targets), wanted, np.int64)
+        return describe(self._top_logprobs, logits, chosen, counts, self.logprobs_mode)
 
 
-def filter_logits(
-    logits: Tensor,
-    temperature: npt.NDArray[np.float32],
-    min_p: npt.NDArray[np.float64],
-    top_k: Rows,
-    top_p: npt.NDArray[np.float64],
-) -> Tensor:
-    """Temperature, min_p, top_k, top_p, in that order: logits [R, V], which are changed."""
-    device = logits.device
-    apply_temperature(logits, torch.from_numpy(temperature).to(device))
-    some = np.flatnonzero(min_p > 0)
-    if some.size:
-        part = torch.from_numpy(min_p[some].astype(np.float32)).to(device)
-        logits = _put(logits, some, apply_min_p(_rows(logits, some), part))
-    some = np.flatnonzero((top_k > 0) | (top_p < 1))
-    if some.size:
-        part = apply_top_k_top_p(_rows(logits, some), top_k[some], top_p[some])
-        logits = _put(logits, some, part)
-    return logits
+def _changes(logits: Tensor, batch: SamplingBatch) -> bool:
+    """Whether rules are applied to the logits themselves."""
+    return bool(batch.rules) and logits.dtype == torch.float32
 
 
-def _rows(logits: Tensor, rows: Rows) -> Tensor:
+def _apply_rules(logits: Tensor, batch: SamplingBatch) -> None:
+    apply_allowed_tokens(logits, batch)
+    apply_bad_words(logits, batch)
+    apply_min_tokens(logits, batch)
+    apply_logit_bias(logits, batch)
+    apply_penalties(logits, batch)
+
+
+def _rows(values: Tensor, rows: Rows) -> Tensor:
     """Those rows: the tensor itself if they are all, else a copy."""
-    if len(rows) == logits.shape[0]:
-        return logits
-    return logits[torch.from_numpy(rows).to(logits.device)]
+    if len(rows) == values.shape[0]:
+        return values
+    return values[torch.from_numpy(rows).to(values.device)]
 
 
-def _put(logits: Tensor, rows: Rows, part: Tensor) -> Tensor:
-    """The logits with those rows replaced."""
-    if len(rows) == logits.shape[0]:
-        return part
-    logits[torch.from_numpy(rows).to(logits.device)] = part
-    return logits
+def _output(choice: _Choice, logprobs: Mapping[int, TokenLogprobs]) -> SamplerOutput:
+    largest = choice.largest.cpu().numpy()
+    return SamplerOutput(choice.token_ids.cpu().numpy(), logprobs, _unusable(largest))
 
 
-def _unusable(logits: Tensor, largest: Tensor) -> dict[int, str]:
-    """Rows from which nothing can be chosen. They are set to 0, so that nothing trips."""
-    finite = torch.isfinite(largest)
-    if bool(finite.all()):
-        return {}
-    errors = {}
-    for r in (~finite).nonzero().squeeze(1).tolist():
-        value = float(largest[r])
-        if value == -torch.inf:
+def _unusable(largest: npt.NDArray[np.float32]) -> dict[int, str]:
+    """Rows from which nothing can be chosen."""
+    errors: dict[int, str] = {}
+    for r in np.flatnonzero(~np.isfinite(largest)).tolist():
+        if largest[r] == -np.inf:
             errors[r] = "no token is possible: the request's constraints exclude all of them"
         else:
-            errors[r] = f"the model's logits are not finite ({value})"
-        logits[r] = 0.0
+            errors[r] = f"the model's logits are not finite ({float(largest[r])})"
     return errors
-
-
-def _describe(
-    values: Tensor, token_ids: Tensor, rows: Rows, batch: SamplingBatch
-) -> dict[int, TokenLogprobs]:
-    chosen = token_ids[torch.from_numpy(rows).to(token_ids.device)]
-    entries: Iterable[TokenLogprobs] = describe(values, chosen, batch.num_logprobs[rows].tolist())
-    return dict(zip(rows.tolist(), entries))

@@ -76,7 +76,7 @@ class SamplingBatch:
     top_p: npt.NDArray[np.float64]
     top_k: Ints
     """0 = all."""
-    min_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
     keys: npt.NDArray[np.uint64]
     num_logprobs: Ints
     """-1 = whole vocabulary, :data:`NOT_WANTED` = none."""
@@ -84,6 +84,19 @@ class SamplingBatch:
     """Index of the token that is being chosen, within its request's output."""
     rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
+
+    def select(self, rows: Ints) -> SamplingBatch:
+        """Of ``rows``, which must hold all that have rules and ascend."""
+        return SamplingBatch(
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            keys=self.keys[rows],
+            num_logprobs=self.num_logprobs[rows],
+            num_output_tokens=self.num_output_tokens[rows],
+            rules=[(i, rules, output) for i, (_, rules, output) in enumerate(self.rules)],
+        )
 
 
 class SamplingTable:
@@ -101,7 +114,7 @@ class SamplingTable:
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_p = np.ones(num_rows, np.float64)
         self.top_k = np.zeros(num_rows, np.int64)
-        self.min_p = np.zeros(num_rows, np.float64)
+        self.min_p = np.zeros(num_rows, np.float32)
         self.keys = np.zeros(num_rows, np.uint64)
         self.num_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
@@ -225,7 +238,7 @@ def warm_up_batch(num_rows: int) -> SamplingBatch:
         temperature=np.ones(num_rows, np.float32),
         top_p=np.full(num_rows, 0.9),
         top_k=np.zeros(num_rows, np.int64),
-        min_p=np.full(num_rows, 0.01),
+        min_p=np.full(num_rows, 0.01, np.float32),
         keys=np.zeros(num_rows, np.uint64),
         num_logprobs=np.full(num_rows, NOT_WANTED, np.int64),
         num_output_tokens=np.zeros(num_rows, np.int64),

@@ -52,6 +52,8 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "int8_linear": (None, [_P] * 5 + [_L] * 4 + [_I]),
     "moe": (_I, [_P] * 6 + [_L] * 6 + [_I] * 2),
     "paged_attention": (_I, [_P] * 9 + [_L] * 10 + [_F] * 2 + [_I]),
+    "sample": (None, [_P] * 8 + [_L] * 3 + [_F] + [_I] * 2),
+    "top_logprobs": (_I, [_P] * 7 + [_L] * 4 + [_I] * 2),
 }
 
 

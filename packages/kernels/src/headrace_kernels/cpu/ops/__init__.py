@@ -23,6 +23,7 @@ from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
 from headrace_kernels.cpu.ops.routing import TopKSoftmax
+from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
 class NativeOps(dict[str, Any]):
@@ -53,5 +54,7 @@ def native_ops(library: Library) -> NativeOps:
         "linear": Linear(library),
         "int8_linear": Int8Linear(library),
         "moe": MoE(library),
+        "sample": Sample(library),
+        "top_logprobs": TopLogprobsKernel(library),
     }
     return NativeOps(library, operations)

@@ -29,7 +29,8 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
     """Drop tokens less likely than ``min_p`` [R] float32 times the likeliest. logits are [R, V]."""
-    least = logits.amax(dim=-1) + torch.log(min_p)
+    # Rounded once, so that every implementation has the same bound.
+    least = logits.amax(dim=-1) + min_p.double().log().to(logits.dtype)
     return only(logits >= least[:, None], logits)
 
 

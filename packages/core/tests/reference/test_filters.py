@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace_engine.sampling.filters import apply_top_k_top_p, first_largest
+from headrace_core.reference.filters import apply_top_k_top_p, first_largest
 
 
 def by_definition(logits: list[float], top_k: int, top_p: float) -> set[int]:
