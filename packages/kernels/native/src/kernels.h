@@ -7,6 +7,7 @@
 #include "rowwise.h"
 #include "rotary_cache.h"
 #include "linear.h"
+#include "quant_linear.h"
 #include "moe.h"
 #include "attention.h"
 
@@ -30,6 +31,9 @@ const Entry entries[] = {
     HR_ENTRY(int8_packed_bytes),
     HR_ENTRY(int8_pack),
     HR_ENTRY(int8_linear),
+    HR_ENTRY(quant_linear_packed_bytes),
+    HR_ENTRY(quant_linear_pack),
+    HR_ENTRY(quant_linear),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     {nullptr, nullptr},

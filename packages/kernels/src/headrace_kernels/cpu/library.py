@@ -45,6 +45,9 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "int8_packed_bytes": (_L, [_L] * 2),
     "int8_pack": (None, [_P] * 2 + [_L] * 3),
     "int8_linear": (None, [_P] * 5 + [_L] * 4 + [_I]),
+    "quant_linear_packed_bytes": (_L, [_L] * 3 + [_I] * 3),
+    "quant_linear_pack": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),
+    "quant_linear": (None, [_P] * 4 + [_L] * 5 + [_I] * 5),
     "moe": (_I, [_P] * 6 + [_L] * 6 + [_I] * 2),
     "paged_attention": (_I, [_P] * 9 + [_L] * 10 + [_F] * 2 + [_I]),
 }
