@@ -290,14 +290,18 @@ inline vf scales_at(const uint8_t* header, int32_t dtype, int v) {
                       : ld(reinterpret_cast<const bf16*>(header) + v * W);
 }
 
+// Accumulators stay in registers only if every loop over them is unrolled before the compiler
+// decides where arrays live.
+#define HR_UNROLL _Pragma("GCC unroll 8")
+
 template <int BITS, int V> inline void load_codes(const uint8_t* step, int v0, Codes* codes) {
   if constexpr (BITS == 8) {
-    for (int v = 0; v < V; ++v) codes[v] = codes_of(raw_codes(step + (v0 + v) * VECTOR_BYTES));
+    HR_UNROLL for (int v = 0; v < V; ++v) codes[v] = codes_of(raw_codes(step + (v0 + v) * VECTOR_BYTES));
   } else if constexpr (V == 1) {
     const auto raw = raw_codes(step + v0 / 2 * VECTOR_BYTES);
     codes[0] = codes_of(v0 % 2 ? high_halves(raw) : low_halves(raw));
   } else {
-    for (int v = 0; v < V; v += 2) {
+    HR_UNROLL for (int v = 0; v < V; v += 2) {
       const auto raw = raw_codes(step + (v0 + v) / 2 * VECTOR_BYTES);
       codes[v] = codes_of(low_halves(raw));
       codes[v + 1] = codes_of(high_halves(raw));
@@ -311,13 +315,6 @@ inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t line_
   return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-line_sum));
 }
 
-// A group ends: its limbs joined, scaled and added to the running sum.
-template <int LIMBS> inline void fold_group(const vi* limb, int64_t apart, vf scale, float* real, bool first) {
-  vf y = to_floats(limb[0]);
-  for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(limb[j * apart]));
-  st(real, first ? vmul(y, scale) : vfma(y, scale, ld(real)));
-}
-
 enum Fetch { FETCH_NONE, FETCH_LINE, FETCH_STEP };  // how much a step of 4 inputs prefetches
 
 // R lines (rows times limbs) by V vectors of features.
@@ -326,6 +323,7 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
   const Layout& l = *w.layout;
   constexpr int64_t STEP_BYTES = int64_t(QV) * VECTOR_BYTES * BITS / 8;
   const int64_t group_steps = l.group_steps(), group_bytes = l.group_bytes(), steps = l.steps();
+  const int64_t line = w.line;
   const uint8_t* next = w.next;
   for (int64_t s = begin, stop; s < end; s = stop) {
     const int64_t g = s / group_steps, start = g * group_steps, finish = min_of(start + group_steps, steps);
@@ -333,16 +331,20 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
     const uint8_t* header = w.panel + g * group_bytes;
     const uint8_t* step = header + l.header_bytes() + (s - start) * STEP_BYTES;
     vi sum[R][V];
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) {
-        sum[r][v] = s == start ? first_sum(l, header, v0 + v, w.line_sums[r * w.groups + g])
-                               : ild(w.sums.whole + r * QPANEL + (v0 + v) * W);
+    if (s == start) {
+      HR_UNROLL for (int r = 0; r < R; ++r) {
+        const int32_t line_sum = w.line_sums[r * w.groups + g];
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum);
+      }
+    } else {
+      HR_UNROLL for (int r = 0; r < R; ++r) {
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = ild(w.sums.whole + r * QPANEL + (v0 + v) * W);
       }
     }
     const int8_t* bytes = w.lines + 4 * s;
     for (int64_t i = s; i < stop; ++i, step += STEP_BYTES, bytes += 4) {
       if constexpr (FETCH == FETCH_STEP) {
-        for (int64_t b = 0; b < STEP_BYTES; b += 64) prefetch(next + b);
+        HR_UNROLL for (int64_t b = 0; b < STEP_BYTES; b += 64) prefetch(next + b);
         next += STEP_BYTES;
       } else if constexpr (FETCH == FETCH_LINE) {
         prefetch(next);
@@ -350,21 +352,27 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
       }
       Codes codes[V];
       load_codes<BITS, V>(step, v0, codes);
-      for (int r = 0; r < R; ++r) {
+      HR_UNROLL for (int r = 0; r < R; ++r) {
         int32_t four;
-        __builtin_memcpy(&four, bytes + r * w.line, 4);
+        __builtin_memcpy(&four, bytes + r * line, 4);
         const Bytes limbs = bytes_of(four);
-        for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], codes[v], limbs);
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], codes[v], limbs);
       }
     }
-    for (int v = 0; v < V; ++v) {
-      if (stop < finish) {
-        for (int r = 0; r < R; ++r) ist(w.sums.whole + r * QPANEL + (v0 + v) * W, sum[r][v]);
-        continue;
+    if (stop < finish) {
+      HR_UNROLL for (int r = 0; r < R; ++r) {
+        HR_UNROLL for (int v = 0; v < V; ++v) ist(w.sums.whole + r * QPANEL + (v0 + v) * W, sum[r][v]);
       }
+      continue;
+    }
+    // The group ends: limbs are joined, scaled and added to the running sum.
+    HR_UNROLL for (int v = 0; v < V; ++v) {
       const vf scale = scales_at(header, l.scale_dtype, v0 + v);
-      for (int r = 0; r < R / LIMBS; ++r) {
-        fold_group<LIMBS>(&sum[r * LIMBS][v], V, scale, w.sums.real + r * QPANEL + (v0 + v) * W, g == 0);
+      HR_UNROLL for (int r = 0; r < R; r += LIMBS) {
+        vf y = to_floats(sum[r][v]);
+        HR_UNROLL for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(sum[r + j][v]));
+        float* real = w.sums.real + r / LIMBS * QPANEL + (v0 + v) * W;
+        st(real, g == 0 ? vmul(y, scale) : vfma(y, scale, ld(real)));
       }
     }
   }
@@ -479,6 +487,8 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
     }
   });
 }
+
+#undef HR_UNROLL
 
 }  // namespace quant
 
