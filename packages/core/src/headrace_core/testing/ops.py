@@ -497,7 +497,9 @@ class OpConformance:
         values[1] = 127
         values[2, ::2] = 127
         scales = torch.full((3, 1), 1 / inputs, device=self.device)
-        packed = linear.pack(QuantizedWeight(values.to(self.device), scales), dtype, activations="int8")
+        packed = linear.pack(
+            QuantizedWeight(values.to(self.device), scales), dtype, activations="int8"
+        )
         x = torch.ones(2, inputs, dtype=getattr(torch, dtype), device=self.device)
         x[1, 1::2] = -1
         self.check(linear(x, packed), x.cpu().double() @ values.double().T / inputs, dtype)

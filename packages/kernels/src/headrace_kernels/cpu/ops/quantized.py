@@ -11,7 +11,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear, QuantizedWeight
 from headrace_kernels.cpu.library import DTYPES, Library
-from headrace_kernels.cpu.ops.arguments import CODES, NAMES, describe, matrix, mismatch, vector
+from headrace_kernels.cpu.ops.arguments import CODES, NAMES, matrix, mismatch, vector
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
 """Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
