@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,8 +17,14 @@ WEIGHTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def config(form: str) -> dict[str, Any]:
-    """As llm-compressor writes it for W8A16."""
+ACTIVATIONS: dict[str, Any] = {
+    "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "group_size": None,
+    "block_structure": None, "dynamic": True, "actorder": None, "observer": None,
+}  # fmt: skip
+
+
+def config(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it."""
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -28,29 +34,32 @@ def config(form: str) -> dict[str, Any]:
         "kv_cache_scheme": None,
         "config_groups": {
             "group_0": {
-                "targets": ["Linear"], "weights": WEIGHTS, "input_activations": None,
-                "output_activations": None,
+                "targets": ["Linear"], "weights": {**WEIGHTS, **weights},
+                "input_activations": activations, "output_activations": None,
             }
         },
     }  # fmt: skip
 
 
-def integers_and_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    scales = (weight.abs().max(dim=1, keepdim=True).values / 127).bfloat16().float()
-    scales[scales == 0] = 1.0
-    return torch.clamp(torch.round(weight / scales), -128, 127).to(torch.int8), scales
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Packed by arithmetic, word by word, from the format's description."""
+    per_word = 32 // bits
+    packed = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
+    for place in range(per_word):
+        packed |= (codes[:, place::per_word].long() + 2 ** (bits - 1)) << (bits * place)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
 
 
 REFUSED: dict[str, Any] = {
     "kv_cache_scheme": {"num_bits": 8},
     "quantization_status": "frozen",
     "config_groups": {},
-    "config_groups.group_0.input_activations": {"num_bits": 8},
-    "config_groups.group_0.weights.num_bits": 4,
+    "config_groups.group_0.output_activations": {"num_bits": 8},
+    "config_groups.group_0.weights.num_bits": 3,
     "config_groups.group_0.weights.type": "float",
-    "config_groups.group_0.weights.symmetric": False,
-    "config_groups.group_0.weights.strategy": "group",
+    "config_groups.group_0.weights.strategy": "tensor",
     "config_groups.group_0.weights.actorder": "group",
+    "config_groups.group_0.weights.dynamic": True,
     "config_groups.group_0.format": "marlin-24",
     "ignore": "lm_head",
 }
@@ -61,33 +70,103 @@ class TestIntQuantized(QuantConformance):
     name = "compressed-tensors"
     config = config("int-quantized")
     ignores = "lm_head"
-    refused = REFUSED
+    refused: ClassVar = {
+        **REFUSED,
+        "config_groups.group_0.weights.num_bits": 4,
+        "config_groups.group_0.weights.symmetric": False,
+        "config_groups.group_0.weights.strategy": "group",
+        "config_groups.group_0.weights.group_size": 128,
+    }
 
     def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        integers, scales = integers_and_scales(weight)
+        scales = weight.abs().max(dim=1, keepdim=True).values / 127
+        scales[scales == 0] = 1.0
+        integers = torch.clamp(torch.round(weight / scales), -128, 127).to(torch.int8)
         return {"weight": integers, "weight_scale": scales}, integers.float() * scales
 
 
-@pytest.mark.spec("QUANT-CT")
-class TestPackQuantized(QuantConformance):
+@pytest.mark.spec("QUANT-INT8")
+class TestInt8Activations(TestIntQuantized):
+    config = config("int-quantized", ACTIVATIONS)
+    int8_activations = True
+    refused: ClassVar = {
+        f"config_groups.group_0.input_activations.{key}": value
+        for key, value in {
+            "num_bits": 4, "type": "float", "symmetric": False, "strategy": "tensor",
+            "dynamic": False,
+        }.items()
+    }  # fmt: skip
+
+
+class PackQuantized(QuantConformance):
     name = "compressed-tensors"
-    config = config("pack-quantized")
     ignores = "lm_head"
-    refused = REFUSED
+    bits: ClassVar[int]
+    group_size: ClassVar[int | None] = None
+    has_zeros: ClassVar[bool] = False
+    refused: ClassVar = {
+        **REFUSED,
+        "config_groups.group_0.input_activations": {"num_bits": 8},
+    }
 
     def make_tensors(self, spec: LinearSpec, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Packed by arithmetic, word by word, from the format's description."""
-        integers, scales = integers_and_scales(weight)
-        words = torch.zeros(weight.shape[0], weight.shape[1] // 4, dtype=torch.int64)
-        for place in range(4):
-            words |= (integers[:, place::4].long() + 128) << (8 * place)
-        words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-        tensors = {"weight_packed": words, "weight_scale": scales}
-        return tensors, integers.float() * scales
+        size = self.group_size or weight.shape[1]
+        groups = weight.view(weight.shape[0], -1, size)
+        low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        zeros = torch.zeros(groups.shape[:2])
+        if self.has_zeros:
+            least, most = groups.amin(2), groups.amax(2)
+            scales = ((most - least) / (high - low)).bfloat16().float().clamp(min=1e-6)
+            zeros = (low - least / scales).round().clamp(low, high)
+        else:
+            scales = (groups.abs().amax(2) / high).bfloat16().float().clamp(min=1e-6)
+        codes = (groups / scales[..., None] + zeros[..., None]).round().clamp(low, high)
+        meant = ((codes - zeros[..., None]) * scales[..., None]).view(weight.shape)
+        tensors = {"weight_packed": words(codes.view(weight.shape), self.bits)}
+        tensors["weight_scale"] = scales
+        if self.has_zeros:
+            tensors["weight_zero_point"] = words(zeros.T.contiguous(), self.bits).T
+        return tensors, meant
 
     def test_odd_input_size_is_refused(self) -> None:
         spec = LinearSpec("m.o", 30, (8,), "float32")
         with pytest.raises(ConfigError, match=r"m\.o.*30"):
+            self.method().for_layer(spec).create(spec)
+
+
+@pytest.mark.spec("QUANT-CT")
+class TestW8A16(PackQuantized):
+    bits = 8
+    config = config("pack-quantized")
+
+
+@pytest.mark.spec("QUANT-INT4")
+class TestW4A16(PackQuantized):
+    bits, group_size = 4, 32
+    in_features = 96
+    config = config("pack-quantized", num_bits=4, strategy="group", group_size=32)
+    refused: ClassVar = {
+        **PackQuantized.refused,
+        "config_groups.group_0.weights.group_size": 33,
+    }
+
+
+@pytest.mark.spec("QUANT-INT4")
+class TestW4A16Channel(PackQuantized):
+    bits = 4
+    in_features = 40
+    config = config("pack-quantized", num_bits=4, actorder="weight")
+
+
+@pytest.mark.spec("QUANT-INT4")
+class TestW4A16ZeroPoints(PackQuantized):
+    bits, group_size, has_zeros = 4, 32, True
+    in_features, out_parts = 64, (24, 16)
+    config = config("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False)
+
+    def test_parts_that_end_within_a_word_are_refused(self) -> None:
+        spec = LinearSpec("m.o", 64, (12, 4), "float32")
+        with pytest.raises(ConfigError, match=r"m\.o.*out_features = 12"):
             self.method().for_layer(spec).create(spec)
 
 

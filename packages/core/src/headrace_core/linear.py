@@ -55,6 +55,8 @@ class TensorSpec:
     in_dim: int | None = None
     """Dimension along the input features (for sharding by input), None if there is none."""
     required: bool = True
+    any_float: bool = False
+    """The checkpoint's may be of any floating dtype, and is converted to ``dtype``."""
 
 
 class LinearMethod(ABC):

@@ -234,15 +234,68 @@ class LinearOp(Protocol):
         ...
 
 
-class Int8LinearOp(Protocol):
-    """Weight-only int8: activations stay in their dtype."""
+QUANT_ACTIVATIONS = ("int8", "float")
+"""How activations enter :class:`QuantLinearOp`."""
 
-    def pack(self, weight: Tensor, scales: Tensor, dtype: str) -> PackedLinear:
-        """weight [N, K] int8, scales [N] float32; real weight: ``weight * scales[:, None]``."""
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integers that stand for a real weight: ``(values - zero_points) * scales``.
+
+    Raises:
+        ConfigError: a shape, dtype or number of bits that contradicts the others.
+    """
+
+    values: Tensor
+    """[N, K] int8, within [-2^(bits - 1), 2^(bits - 1) - 1]."""
+    scales: Tensor
+    """[N, groups] float32: one for every ``group_size`` inputs, the last group may be shorter."""
+    zero_points: Tensor | None = None
+    """[N, groups] int8, in the values' range; None: zeros."""
+    bits: int = 8
+    """4 or 8."""
+    group_size: int | None = None
+    """None: one group, a scale per output."""
+
+    def __post_init__(self) -> None:
+        rows, inputs = self.values.shape
+        size = max(1, inputs) if self.group_size is None else self.group_size
+        if self.bits not in (4, 8) or size < 1:
+            raise ConfigError(
+                f"quantized weight: bits = {self.bits!r}, group_size = {self.group_size!r}: bits "
+                "must be 4 or 8, and a group has inputs"
+            )
+        expected = (rows, max(1, -(-inputs // size)))
+        for name, tensor, dtype in (
+            ("scales", self.scales, "torch.float32"),
+            ("zero_points", self.zero_points, "torch.int8"),
+        ):
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != expected or str(tensor.dtype) != dtype:
+                raise ConfigError(
+                    f"quantized weight: {name} are {tensor.dtype} {list(tensor.shape)}; they must "
+                    f"be {dtype} {list(expected)}"
+                )
+        if str(self.values.dtype) != "torch.int8":
+            raise ConfigError(f"quantized weight: values are {self.values.dtype}, must be int8")
+
+
+class QuantLinearOp(Protocol):
+    """Integer weights, with activations in int8 or in their own dtype."""
+
+    def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        """Done once, at load. ``dtype`` is x's; ``activations`` of :data:`QUANT_ACTIVATIONS`."""
         ...
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        """``(x @ weight.T) * scales + bias``: x [T, K] -> [T, N]."""
+        """``x @ weight.T + bias``: x [T, K] -> [T, N].
+
+        With ``activations="int8"`` a row x_t enters as ``round(x_t / s_t) * s_t``, s_t being its
+        largest magnitude / 127 in float32, ties to even; integers are summed exactly. With
+        ``"float"`` rows enter as they are, or in fixed point of at least 16 bits (22 if x is
+        float32) over the row's largest magnitude.
+        """
         ...
 
 
@@ -343,7 +396,7 @@ class OpTable:
     rotary_cache_write: RotaryCacheWriteOp
     paged_attention: PagedAttentionOp
     linear: LinearOp
-    int8_linear: Int8LinearOp
+    quant_linear: QuantLinearOp
     moe: MoEOp
     sample: SampleOp
     top_logprobs: TopLogprobsOp

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headrace_core import reference
-from headrace_core.ops import OP_NAMES, KernelNeed
+from headrace_core.ops import OP_NAMES, KernelNeed, QuantizedWeight
 from headrace_core.reference import fakes
 from headrace_core.reference.provider import PROVIDER
 from headrace_core.testing.ops import paged_case, rand
@@ -55,8 +55,9 @@ def test_packed_ops():
     x, weight = rand(5, 16), rand(24, 16)
     for module in (fakes, reference):
         assert module.linear(x, module.linear.pack(weight)).shape == (5, 24)
-        packed = module.int8_linear.pack(weight.to(torch.int8), rand(24), "float32")
-        assert module.int8_linear(x, packed).shape == (5, 24)
+        integers = QuantizedWeight(weight.to(torch.int8), rand(24, 1))
+        packed = module.quant_linear.pack(integers, "float32", activations="int8")
+        assert module.quant_linear(x, packed).shape == (5, 24)
         packed = module.moe.pack(rand(3, 8, 16), rand(3, 16, 4))
         routing = torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64)
         assert module.moe(x, packed, *routing, "silu").shape == (5, 16)

@@ -9,6 +9,7 @@ import torch
 
 from headrace_core import reference
 from headrace_core.errors import ConfigError
+from headrace_core.ops import QuantizedWeight
 
 
 def test_rms_norm():
@@ -80,11 +81,38 @@ def test_cache_write_skips_negative_slots():
     assert caches[1].flatten().tolist() == [12.0, -1.0, -1.0, 10.0]
 
 
-def test_int8_linear_scales_output_features():
-    weight = torch.tensor([[1, -2], [3, 4]], dtype=torch.int8)
-    packed = reference.int8_linear.pack(weight, torch.tensor([0.5, 2.0]), "float32")
-    out = reference.int8_linear(torch.tensor([[1.0, 1.0]]), packed, torch.tensor([0.0, 1.0]))
-    assert out.tolist() == [[-0.5, 15.0]]
+def test_quant_linear_scales_groups_of_inputs():
+    values = torch.tensor([[1, -2, 5], [3, 4, 7]], dtype=torch.int8)
+    scales, zeros = torch.tensor([[0.5, 2.0], [1.0, 10.0]]), torch.tensor([[0, 1], [2, 0]])
+    weight = QuantizedWeight(values, scales, zeros.to(torch.int8), group_size=2)
+    packed = reference.quant_linear.pack(weight, "float32", activations="float")
+    bias = torch.tensor([0.0, 1.0])
+    # (1 - 2) * 0.5 + (5 - 1) * 2; (1 + 2) * 1 + 7 * 10 + 1
+    assert reference.quant_linear(torch.ones(1, 3), packed, bias).tolist() == [[7.5, 74.0]]
+
+
+def test_quant_linear_rounds_activations_to_int8():
+    weight = QuantizedWeight(torch.eye(3, dtype=torch.int8), torch.ones(3, 1))
+    packed = reference.quant_linear.pack(weight, "float32", activations="int8")
+    x = torch.tensor([[127.0, 0.5, -1.5], [0.0, 0.0, 0.0]])  # ties go to even
+    assert reference.quant_linear(x, packed).tolist() == [[127.0, 0.0, -2.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 3}, "bits = 3"),
+        ({"group_size": 0}, "group_size = 0"),
+        ({"scales": torch.ones(2)}, r"scales are torch.float32 \[2\].*\[2, 1\]"),
+        ({"scales": torch.ones(2, 1).double()}, "scales are torch.float64"),
+        ({"zero_points": torch.ones(2, 1)}, "zero_points are torch.float32"),
+        ({"values": torch.ones(2, 3)}, "values are torch.float32"),
+    ],
+)
+def test_quantized_weight_checks_itself(change, message):
+    good = {"values": torch.ones(2, 3, dtype=torch.int8), "scales": torch.ones(2, 1)}
+    with pytest.raises(ConfigError, match=message):
+        QuantizedWeight(**{**good, **change})
 
 
 def test_moe_sums_the_chosen_experts_by_weight():

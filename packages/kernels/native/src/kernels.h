@@ -9,6 +9,7 @@
 #include "routing.h"
 #include "rotary_cache.h"
 #include "linear.h"
+#include "quant_linear.h"
 #include "moe.h"
 #include "attention.h"
 #include "sampling.h"
@@ -35,9 +36,9 @@ const Entry entries[] = {
     HR_ENTRY(linear_packed_bytes),
     HR_ENTRY(linear_pack),
     HR_ENTRY(linear),
-    HR_ENTRY(int8_packed_bytes),
-    HR_ENTRY(int8_pack),
-    HR_ENTRY(int8_linear),
+    HR_ENTRY(quant_linear_packed_bytes),
+    HR_ENTRY(quant_linear_pack),
+    HR_ENTRY(quant_linear),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     HR_ENTRY(sample),

@@ -35,7 +35,11 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 #ifdef HR_AVX512BF16
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+// Every machine so far that multiplies bfloat16 pairs multiplies bytes too; one that did not would
+// get the level below.
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 #endif
 

@@ -14,7 +14,7 @@
 // share of the next piece meanwhile, so that reading and multiplying overlap; a task takes
 // neighbouring panels, as what comes next is then known.
 //
-// Arithmetic by weight type: float32, float16 and int8 weights, and bfloat16 ones without the pair
+// Arithmetic by weight type: float32 and float16 weights, and bfloat16 ones without the pair
 // instruction, are widened in registers and go through float32 multiply-add; with it, bfloat16 uses
 // vdpbf16ps for every number of rows.
 
@@ -240,19 +240,18 @@ inline Rows<A> readable(const T* x, int64_t rows, int64_t K, int64_t stride, Scr
   }
 }
 
-// out[n] = sums[n] * scales[n] + bias[n]
+// out[n] = sums[n] + bias[n]
 template <class T>
-inline void finish_row(T* out, const float* sums, const float* scales, const T* bias, int64_t n) {
+inline void finish_row(T* out, const float* sums, const T* bias, int64_t n) {
   for (int64_t j = 0; j < n; j += W) {
     vf y = ld(sums + j);
-    if (scales != nullptr) y = vmul(y, ld_upto(scales + j, n - j));
     if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
     st_upto(out + j, y, n - j);
   }
 }
 
 template <class T, class WT>
-inline void run_linear(T* out, const T* x, const WT* weight, const float* scales, const T* bias,
+inline void run_linear(T* out, const T* x, const WT* weight, const T* bias,
                        int64_t rows, int64_t N, int64_t K, int64_t stride) {
   using A = typename Meeting<WT>::A;
   if (rows == 0) return;
@@ -268,8 +267,8 @@ inline void run_linear(T* out, const T* x, const WT* weight, const float* scales
       panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums);
       const int64_t at = p * PANEL;
       for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + (begin + r) * N + at, sums + r * PANEL, scales == nullptr ? nullptr : scales + at,
-                   bias == nullptr ? nullptr : bias + at, packed.features(p));
+        finish_row(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
+                   packed.features(p));
       }
     }
   });
@@ -295,22 +294,7 @@ void linear(void* out, const void* x, const void* packed, const void* bias, int6
             int64_t K, int64_t stride, int32_t dtype) {
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed), nullptr,
-               static_cast<const T*>(bias), rows, N, K, stride);
-  });
-}
-
-int64_t int8_packed_bytes(int64_t N, int64_t K) { return Packed<int8_t>::elements(N, K); }
-
-void int8_pack(void* out, const void* weight, int64_t N, int64_t K, int64_t stride) {
-  pack_weight(static_cast<int8_t*>(out), static_cast<const int8_t*>(weight), N, K, stride);
-}
-
-void int8_linear(void* out, const void* x, const void* packed, const float* scales, const void* bias,
-                 int64_t rows, int64_t N, int64_t K, int64_t stride, int32_t dtype) {
-  with_dtype(dtype, [&](auto* t) {
-    using T = typename pointee<decltype(t)>::type;
-    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const int8_t*>(packed), scales,
+    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
                static_cast<const T*>(bias), rows, N, K, stride);
   });
 }

@@ -52,7 +52,7 @@ inline void experts_product(T* out, const Rows<A>& x, const WT* weights, const S
       const int64_t many = min_of(ROWS_PIECE, sorted.begin[i + 1] - begin);
       panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums);
       for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + int64_t(sorted.order[begin + r]) * N + p * PANEL, sums + r * PANEL, nullptr,
+        finish_row(out + int64_t(sorted.order[begin + r]) * N + p * PANEL, sums + r * PANEL,
                    static_cast<const T*>(nullptr), packed.features(p));
       }
     }

@@ -245,7 +245,7 @@ def _check_tensor(
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
         )
-    accepted = DTYPES if slot.dtype is None else (slot.dtype,)
+    accepted = DTYPES if slot.dtype is None or slot.any_float else (slot.dtype,)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in accepted:
         raise WeightsError(

@@ -1,87 +1,89 @@
-"""``compressed-tensors``: the container that llm-compressor writes; here its weight-only int8.
+"""``compressed-tensors``: the container that llm-compressor writes; here its integers.
 
-Served: integer weights of 8 bits, symmetric, one scale per output, activations untouched, in the
-formats ``int-quantized`` (``weight`` int8 [N, K]) and ``pack-quantized`` (``weight_packed`` int32
-[N, K/4]: value + 128, four to a word, lowest byte first), each with ``weight_scale`` [N, 1].
+- ``int-quantized``: ``weight`` int8 [N, K], ``weight_scale`` [N, 1]; activations untouched (W8A16)
+  or in int8 with a scale per token that is found at run time (W8A8).
+- ``pack-quantized``: 4 or 8 bits in words, a scale per output or per group of inputs, with or
+  without zero points; activations untouched (W4A16, W8A16).
+
 Everything else that the container can say is refused by key and value.
 Source: github.com/vllm-project/compressed-tensors (documentation of the formats).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
-from headrace_core.ops import OpTable, PackedLinear
+from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
+from headrace_core.ops import OpTable
 from headrace_quant.ignoring import is_ignored, matches, module_names
-from headrace_quant.int8 import Int8Weight, checked_scales
+from headrace_quant.integers import PackedWords, StoredInt8, WordFormat
 from headrace_quant.none import PlainWeight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LINEAR_CLASS = "Linear"
 
+_DEFAULTS: Mapping[str, object] = {"type": "int", "symmetric": True, "dynamic": False}
 
-class PackedInt8Weight(LinearMethod):
-    """``pack-quantized`` with 8 bits."""
+_COMMON: Mapping[str, tuple[object, ...]] = {
+    "type": ("int",),
+    "block_structure": (None,),
+    "dynamic": (False,),
+    "actorder": (None, False, "weight", "static"),
+}
+"""Key of a group's ``weights`` -> values that are served, in both formats. Keys not listed do not
+change the numbers (observers, dtypes of scales). An ``actorder`` other than ``group`` is how the
+weights were found, and leaves no trace in them."""
 
-    def __init__(self, ops: OpTable) -> None:
-        self.ops = ops
-
-    def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
-        if spec.in_features % 4:
-            raise ConfigError(
-                f"layer {spec.name!r}: in_features = {spec.in_features}: format 'pack-quantized' "
-                "is served for multiples of 4 only"
-            )
-        return {
-            "weight_packed": TensorSpec(
-                (spec.out_features, spec.in_features // 4), "int32", in_dim=1
-            ),
-            "weight_scale": TensorSpec((spec.out_features, 1), None),
-        }
-
-    def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        words = tensors["weight_packed"].contiguous()
-        weight = (words.view(torch.uint8).to(torch.int16) - 128).to(torch.int8)
-        scales = checked_scales(spec, tensors["weight_scale"])
-        return self.ops.int8_linear.pack(weight, scales, spec.dtype)
-
-    def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.ops.int8_linear(x, state, bias)
-
-
-_FORMATS: Mapping[str, Callable[[OpTable], LinearMethod]] = {
-    "int-quantized": Int8Weight,
-    "pack-quantized": PackedInt8Weight,
+_WEIGHTS: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    "int-quantized": {
+        **_COMMON,
+        "num_bits": (8,),
+        "symmetric": (True,),
+        "strategy": ("channel",),
+        "group_size": (None, -1),
+    },
+    "pack-quantized": {
+        **_COMMON,
+        "num_bits": (4, 8),
+        "symmetric": (True, False),
+        "strategy": ("channel", "group"),
+    },
 }
 
-_WEIGHT_RULES: Mapping[str, tuple[object, ...]] = {
+_ACTIVATIONS: Mapping[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("int",),
     "symmetric": (True,),
-    "strategy": ("channel",),
-    "group_size": (None,),
+    "strategy": ("token",),
+    "group_size": (None, -1),
     "block_structure": (None,),
-    "dynamic": (False,),
+    "dynamic": (True,),
     "actorder": (None, False),
 }
-"""Key of a group's ``weights`` -> values that are served. Keys not listed do not change the
-numbers (observers, dtypes of scales)."""
+"""The same of ``input_activations``."""
 
-_WEIGHT_DEFAULTS: Mapping[str, object] = {"type": "int", "symmetric": True, "dynamic": False}
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the layers of a group are stored and multiplied."""
+
+    activations: str
+    words: WordFormat | None
+    """None: ``int-quantized``."""
+
+    def method(self, ops: OpTable) -> LinearMethod:
+        if self.words is None:
+            return StoredInt8(ops, activations=self.activations)
+        return PackedWords(ops, self.words, activations=self.activations)
 
 
 class CompressedTensors(QuantMethod):
     """See the module's docstring.
 
     Args:
-        groups: (targets, format) in the checkpoint's order.
+        groups: (targets, scheme) in the checkpoint's order.
         ignore: names or patterns of layers that stay plain.
     """
 
@@ -90,7 +92,7 @@ class CompressedTensors(QuantMethod):
     def __init__(
         self,
         ops: OpTable,
-        groups: tuple[tuple[tuple[str, ...], str], ...],
+        groups: tuple[tuple[tuple[str, ...], Scheme], ...],
         ignore: tuple[str, ...],
     ) -> None:
         self.ops = ops
@@ -127,21 +129,21 @@ class CompressedTensors(QuantMethod):
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         if is_ignored(spec, self.ignore):
             return PlainWeight(self.ops)
-        chosen = {self._format_of(name) for name in module_names(spec)}
+        chosen = {self._scheme_of(name) for name in module_names(spec)}
         if len(chosen) > 1:
             raise ConfigError(
                 f"quantization_config: the parts {', '.join(module_names(spec))} of one layer are "
                 f"stored differently: {chosen}; they must be alike"
             )
-        (form,) = chosen
-        return PlainWeight(self.ops) if form is None else _FORMATS[form](self.ops)
+        (scheme,) = chosen
+        return PlainWeight(self.ops) if scheme is None else scheme.method(self.ops)
 
-    def _format_of(self, name: str) -> str | None:
+    def _scheme_of(self, name: str) -> Scheme | None:
         """By the most specific target: the name, then a pattern, then the class."""
         for is_meant in (_is_named, _is_matched, _is_of_class):
-            for targets, form in self.groups:
+            for targets, scheme in self.groups:
                 if any(is_meant(target, name) for target in targets):
-                    return form
+                    return scheme
         return None
 
 
@@ -157,24 +159,45 @@ def _is_of_class(target: str, name: str) -> bool:
     return target == LINEAR_CLASS  # only linear layers are asked for
 
 
-def _group(name: str, group: object, default_format: object) -> tuple[tuple[str, ...], str]:
+def _group(name: str, group: object, default_format: object) -> tuple[tuple[str, ...], Scheme]:
     path = f"config_groups.{name}"
     if not isinstance(group, Mapping):
         raise _refusal(path, group, "an object")
-    for key in ("input_activations", "output_activations"):
-        if group.get(key):
-            raise _refusal(f"{path}.{key}", group[key], "null: only weights are quantized here")
-    weights = group.get("weights")
-    if not isinstance(weights, Mapping):
-        raise _refusal(f"{path}.weights", weights, "an object")
-    for key, served in _WEIGHT_RULES.items():
-        value = weights.get(key, _WEIGHT_DEFAULTS.get(key))
-        if value not in served:
-            raise _refusal(f"{path}.weights.{key}", value, " or ".join(map(repr, served)))
     form = group.get("format") or default_format
-    if form not in _FORMATS:
-        raise _refusal(f"{path}.format", form, " or ".join(map(repr, _FORMATS)))
-    return tuple(_names(f"{path}.targets", group.get("targets") or [])), str(form)
+    if form not in _WEIGHTS:
+        raise _refusal(f"{path}.format", form, " or ".join(map(repr, _WEIGHTS)))
+    if group.get("output_activations"):
+        raise _refusal(f"{path}.output_activations", group["output_activations"], "null")
+    inputs = group.get("input_activations")
+    if inputs and form == "pack-quantized":
+        raise _refusal(f"{path}.input_activations", inputs, "null in format 'pack-quantized'")
+    if inputs:
+        _check(f"{path}.input_activations", inputs, _ACTIVATIONS)
+    weights = _check(f"{path}.weights", group.get("weights"), _WEIGHTS[form])
+    words = _words(f"{path}.weights", weights) if form == "pack-quantized" else None
+    targets = tuple(_names(f"{path}.targets", group.get("targets") or []))
+    return targets, Scheme("int8" if inputs else "float", words)
+
+
+def _check(path: str, found: object, rules: Mapping[str, tuple[object, ...]]) -> Mapping[str, Any]:
+    """The arguments object at ``path``, if all that it says is served."""
+    if not isinstance(found, Mapping):
+        raise _refusal(path, found, "an object")
+    for key, served in rules.items():
+        value = found.get(key, _DEFAULTS.get(key))
+        if not any(value == one and type(value) is type(one) for one in served):
+            raise _refusal(f"{path}.{key}", value, " or ".join(map(repr, served)))
+    return found
+
+
+def _words(path: str, weights: Mapping[str, Any]) -> WordFormat:
+    size, by_group = weights.get("group_size"), weights["strategy"] == "group"
+    if by_group and not (type(size) is int and size > 0 and size % 8 == 0):
+        raise _refusal(f"{path}.group_size", size, "a multiple of 8 with strategy 'group'")
+    if not by_group and size not in (None, -1):
+        raise _refusal(f"{path}.group_size", size, "null with strategy 'channel'")
+    has_zeros = not weights.get("symmetric", True)
+    return WordFormat(weights["num_bits"], size if by_group else None, has_zeros)
 
 
 def _names(key: str, value: object) -> list[str]:

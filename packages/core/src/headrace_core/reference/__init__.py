@@ -14,10 +14,11 @@ from headrace_core.reference.attention import paged_attention
 from headrace_core.reference.cache import cache_write, rotary_cache_write
 from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
-from headrace_core.reference.linear import int8_linear, linear
+from headrace_core.reference.linear import linear
 from headrace_core.reference.logprobs import top_logprobs
 from headrace_core.reference.moe import moe
 from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
+from headrace_core.reference.quantized import quant_linear
 from headrace_core.reference.rotary import rotary
 from headrace_core.reference.routing import topk_softmax
 from headrace_core.reference.sampling import sample
@@ -29,11 +30,11 @@ __all__ = [
     "add_rms_norm",
     "cache_write",
     "embedding",
-    "int8_linear",
     "layer_norm",
     "linear",
     "moe",
     "paged_attention",
+    "quant_linear",
     "rms_norm",
     "rotary",
     "rotary_cache_write",

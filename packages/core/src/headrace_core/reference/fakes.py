@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear, TopLogprobs
-from headrace_core.reference.linear import Int8Linear, Linear
+from headrace_core.reference.linear import Linear
 from headrace_core.reference.moe import MoE
+from headrace_core.reference.quantized import QuantLinear
 
 
 def _like(x: Tensor, *shape: int) -> Tensor:
@@ -107,7 +108,7 @@ class _FakeLinear(Linear):
         return _like(x, x.shape[0], packed.out_features)
 
 
-class _FakeInt8Linear(Int8Linear):
+class _FakeQuantLinear(QuantLinear):
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return _like(x, x.shape[0], packed.out_features)
 
@@ -120,5 +121,5 @@ class _FakeMoE(MoE):
 
 
 linear = _FakeLinear()
-int8_linear = _FakeInt8Linear()
+quant_linear = _FakeQuantLinear()
 moe = _FakeMoE()

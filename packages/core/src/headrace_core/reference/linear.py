@@ -1,4 +1,4 @@
-"""Linear layers: plain, and with int8 weights."""
+"""Linear layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear
-from headrace_core.reference.dtypes import widened
 
 
 class Linear:
@@ -25,31 +24,9 @@ class Linear:
         return F.linear(x, packed.data, bias)
 
 
-class Int8Linear:
-    """See :class:`headrace_core.ops.Int8LinearOp`. Packing keeps weight and scales as they are."""
-
-    def pack(self, weight: Tensor, scales: Tensor, dtype: str) -> PackedLinear:
-        return PackedLinear(
-            in_features=weight.shape[1],
-            out_features=weight.shape[0],
-            dtype=dtype,
-            data=(weight, scales),
-            num_bytes=weight.numel() + scales.numel() * scales.element_size(),
-        )
-
-    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        weight, scales = packed.data
-        wide = widened(x)
-        out: Tensor = (wide @ weight.to(wide.dtype).T) * scales
-        if bias is not None:
-            out = out + bias.to(wide.dtype)
-        return out.to(x.dtype)
-
-
 def dtype_name(x: Tensor) -> str:
     """``bfloat16`` for torch.bfloat16, and so on."""
     return str(x.dtype).removeprefix("torch.")
 
 
 linear = Linear()
-int8_linear = Int8Linear()

@@ -18,6 +18,7 @@ with NaN.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -27,7 +28,15 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
-from headrace_core.ops import ACTIVATIONS, HeadNorm, KernelNeed, KernelProvider
+from headrace_core.ops import (
+    ACTIVATIONS,
+    QUANT_ACTIVATIONS,
+    HeadNorm,
+    KernelNeed,
+    KernelProvider,
+    QuantizedWeight,
+)
+from headrace_core.reference.quantized import dequantized, quantize_rows
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 """Absolute and relative, against float64 (ATTN-REF)."""
@@ -466,33 +475,125 @@ class OpConformance:
         x, bias = self.rand(110, inputs, dtype=dtype), self.rand(features, dtype=dtype)
         self.check_rows(x, lambda rows: linear(rows, packed, bias), "linear")
 
-    @pytest.mark.parametrize(("features", "inputs"), SHAPES)
-    @pytest.mark.parametrize("biased", [False, True])
-    def test_int8_linear(
-        self, op: Callable[[str], Any], dtype: str, features: int, inputs: int, biased: bool
-    ) -> None:
-        linear = op("int8_linear")
-        weight = (self.rand(features, inputs) * 40).round().clamp(-128, 127).to(torch.int8)
-        scales = (self.rand(features).abs() + 0.1) / 40 * inputs**-0.5
-        bias = self.rand(features, dtype=dtype) if biased else None
-        packed = linear.pack(weight, scales, dtype)
-        assert (packed.in_features, packed.out_features) == (inputs, features)
-        for rows in (0, 1, 2, 7, 33):
-            x = self.rand(rows, inputs, dtype=dtype)
-            expected = (x.cpu().double() @ weight.cpu().double().T) * scales.cpu().double()
-            if bias is not None:
-                expected = expected + bias.cpu().double()
-            self.check(linear(x, packed, bias), expected, dtype)
+    QUANTIZED: ClassVar = [
+        (8, None, False),
+        (8, 32, False),
+        (8, None, True),
+        (4, None, False),
+        (4, 32, False),
+        (4, 32, True),
+        (4, 128, True),
+        (4, 1024, False),
+    ]
+    """(bits, group size, zero points)."""
 
-    def test_int8_linear_is_row_invariant(
-        self, invariant_op: Callable[[str], Any], dtype: str
-    ) -> None:
-        linear = invariant_op("int8_linear")
-        weight = (self.rand(130, 513) * 40).round().clamp(-128, 127).to(torch.int8)
-        packed = linear.pack(weight, self.rand(130).abs(), dtype)
-        self.check_rows(
-            self.rand(110, 513, dtype=dtype), lambda rows: linear(rows, packed), "int8_linear"
+    def quantized(
+        self, features: int, inputs: int, bits: int, group_size: int | None, has_zeros: bool
+    ) -> QuantizedWeight:
+        """Every code there is, the extremes too; scales that no 16-bit float holds."""
+        low, high = -(2 ** (bits - 1)), 2 ** (bits - 1)
+        generator = torch.Generator().manual_seed(features + inputs + bits)
+        groups = max(1, -(-inputs // (group_size or inputs)))
+
+        def integers(*shape: int) -> Tensor:
+            drawn = torch.randint(low, high, shape, generator=generator)
+            return drawn.to(torch.int8).to(self.device)
+
+        scales = (rand(features, groups).abs() + 0.1) / high * inputs**-0.5
+        return QuantizedWeight(
+            integers(features, inputs),
+            scales.to(self.device),
+            integers(features, groups) if has_zeros else None,
+            bits=bits,
+            group_size=group_size,
         )
+
+    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+    def test_quant_linear(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        activations: str,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+    ) -> None:
+        linear = op("quant_linear")
+        for features, inputs in self.SHAPES:
+            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            real = dequantized(weight, torch.float64).cpu()
+            packed = linear.pack(weight, dtype, activations=activations)
+            assert (packed.in_features, packed.out_features) == (inputs, features)
+            assert packed.dtype == dtype
+            for rows, biased in ((0, False), (1, True), (2, False), (7, True), (33, False)):
+                x = self.rand(rows, inputs, dtype=dtype)
+                bias = self.rand(features, dtype=dtype) if biased else None
+                entered = x.cpu().double()
+                if activations == "int8" and rows:
+                    codes, steps = quantize_rows(x.cpu())
+                    entered = codes.double() * steps.double()
+                expected = entered @ real.T
+                if bias is not None:
+                    expected = expected + bias.cpu().double()
+                self.check(linear(x, packed, bias), expected, dtype)
+
+    def test_quant_linear_sums_integers_exactly(self, op: Callable[[str], Any], dtype: str) -> None:
+        """The largest sums that there are, which no shortcut in 16 bits survives."""
+        linear = op("quant_linear")
+        inputs = 4096
+        values = torch.full((3, inputs), -128, dtype=torch.int8)
+        values[1] = 127
+        values[2, ::2] = 127
+        scales = torch.full((3, 1), 1 / inputs, device=self.device)
+        packed = linear.pack(
+            QuantizedWeight(values.to(self.device), scales), dtype, activations="int8"
+        )
+        x = torch.ones(2, inputs, dtype=getattr(torch, dtype), device=self.device)
+        x[1, 1::2] = -1
+        self.check(linear(x, packed), x.cpu().double() @ values.double().T / inputs, dtype)
+
+    def test_quant_linear_of_odd_rows(self, op: Callable[[str], Any], dtype: str) -> None:
+        """Rows of zeros give the bias, rows with no number in them give none, others do not mind."""
+        linear = op("quant_linear")
+        weight = self.quantized(20, 70, 4, 32, True)
+        for activations in QUANT_ACTIVATIONS:
+            packed = linear.pack(weight, dtype, activations=activations)
+            x, bias = self.rand(5, 70, dtype=dtype), self.rand(20, dtype=dtype)
+            before = linear(x, packed, bias)
+            x[1] = 0
+            x[2, 3], x[4, 69] = torch.nan, torch.inf
+            out = linear(x, packed, bias)
+            assert torch.equal(out[1], bias)
+            assert not out[[2, 4]].isfinite().any()
+            torch.testing.assert_close(out[[0, 3]], before[[0, 3]])
+
+    def test_quant_linear_of_strided_rows(self, op: Callable[[str], Any], dtype: str) -> None:
+        linear = op("quant_linear")
+        weight = self.quantized(40, 64, 8, None, False)
+        x = self.rand(9, 100, dtype=dtype)[::2, 20:84]
+        expected = x.cpu().double() @ dequantized(weight, torch.float64).cpu().T
+        packed = linear.pack(weight, dtype, activations="float")
+        self.check(linear(x, packed), expected, dtype)
+
+    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+    def test_quant_linear_is_row_invariant(
+        self,
+        invariant_op: Callable[[str], Any],
+        dtype: str,
+        activations: str,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+    ) -> None:
+        linear = invariant_op("quant_linear")
+        for features, inputs in [(130, 513), (33, 2100)]:
+            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            packed = linear.pack(weight, dtype, activations=activations)
+            x, bias = self.rand(110, inputs, dtype=dtype), self.rand(features, dtype=dtype)
+            run = functools.partial(linear, packed=packed, bias=bias)
+            self.check_rows(x, run, "quant_linear")
 
     @pytest.mark.parametrize(
         ("experts", "top_k", "hidden", "intermediate"),

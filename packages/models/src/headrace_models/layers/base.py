@@ -75,6 +75,8 @@ class Slot:
     in_dim: int | None = None
     in_shard: Shard = WHOLE
     required: bool = True
+    any_float: bool = False
+    """Any floating dtype is taken, and converted to ``dtype``."""
 
     @property
     def num_parts(self) -> int:
@@ -139,4 +141,5 @@ def slot_of(
         in_dim=spec.in_dim,
         in_shard=in_shard if spec.in_dim is not None else WHOLE,
         required=spec.required,
+        any_float=spec.any_float,
     )

@@ -71,7 +71,9 @@ class Decoder(Layer, ABC):
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
         self.head: Linear | TiedLinear
         if self.settings.flag("tie_word_embeddings", self.ties_embeddings):
-            self.head = TiedLinear(context, f"{prefix}lm_head", lambda: self.embed.weight)
+            self.head = TiedLinear(
+                context, f"{prefix}lm_head", (vocab, hidden), lambda: self.embed.weight
+            )
         else:
             self.head = Linear(context, f"{prefix}lm_head", hidden, [Part(vocab)])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.linear import LinearSpec
+from headrace_core.linear import LinearMethod, LinearSpec
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import WHOLE, Part, Shard, Slot, WeightLayer, slot_of
 
@@ -160,20 +160,40 @@ class PlainLinear(WeightLayer):
 
 
 class TiedLinear(WeightLayer):
-    """A layer whose weight is another layer's (the head that is the embedding)."""
+    """A layer whose weight is another layer's (the head that is the embedding).
 
-    def __init__(self, context: BuildContext, name: str, weight: Callable[[], Tensor]) -> None:
+    What it multiplies with is a copy, packed: by the quantization method, if that makes integers
+    of floating weights, else as it is.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        shape: tuple[int, int],
+        weight: Callable[[], Tensor],
+    ) -> None:
         self.name = name
-        self.ops = context.ops
         self.weight = weight
-        self.packed: PackedLinear | None = None
+        self.spec = LinearSpec(name, shape[1], (shape[0],), context.dtype)
+        self.method: LinearMethod = context.quant.for_layer(self.spec)
+        (suffix, tensor), *others = self.method.create(self.spec).items()
+        self.ops = context.ops
+        self.takes_floats = suffix == "weight" and tensor.dtype is None and not others
+        self.state: Any = None
 
     def slots(self) -> Mapping[str, Slot]:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.packed = self.ops.linear.pack(self.weight())
+        weight = self.weight()
+        if self.takes_floats:
+            self.state = self.method.finish(self.spec, {"weight": weight})
+        else:  # integers are stored for other layers; the embedding that this one is, is not
+            self.state = self.ops.linear.pack(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed)
+        assert self.state is not None, self.name
+        if self.takes_floats:
+            return self.method.apply(self.state, x)
+        return self.ops.linear(x, self.state)

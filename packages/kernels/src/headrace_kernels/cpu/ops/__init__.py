@@ -18,9 +18,10 @@ from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.linear import Int8Linear, Linear
+from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddRMSNorm, LayerNorm, RMSNorm
+from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
 from headrace_kernels.cpu.ops.routing import TopKSoftmax
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
@@ -52,7 +53,7 @@ def native_ops(library: Library) -> NativeOps:
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "linear": Linear(library),
-        "int8_linear": Int8Linear(library),
+        "quant_linear": QuantLinear(library),
         "moe": MoE(library),
         "sample": Sample(library),
         "top_logprobs": TopLogprobsKernel(library),

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
-from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
-    describe,
     dtype_code,
     matrix,
     mismatch,
@@ -48,47 +47,6 @@ class Linear:
         out = torch.empty(rows, out_features, dtype=dtype)
         self._kernel(
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows,
-            out_features, packed.in_features, stride, CODES[dtype],
-        )  # fmt: skip
-        return out
-
-
-class Int8Linear:
-    """See :class:`headrace_core.ops.Int8LinearOp`; ``data`` is (packed weight uint8, scales)."""
-
-    def __init__(self, library: Library) -> None:
-        self._library, self._kernel = library, library.int8_linear
-
-    def pack(self, weight: Tensor, scales: Tensor, dtype: str) -> PackedLinear:
-        if dtype not in DTYPES or weight.dtype != torch.int8:
-            raise ConfigError(
-                f"int8_linear: weight is {describe(weight)} for {dtype!r} activations; it must "
-                f"be int8, and activations one of {list(DTYPES)}"
-            )
-        weight, out_features, stride = matrix(weight)
-        in_features = weight.shape[1]
-        scales = vector(scales, torch.float32, out_features, "int8_linear: scales").clone()
-        num_bytes = self._library.int8_packed_bytes(out_features, in_features)
-        data = packed_buffer(num_bytes)
-        self._library.int8_pack(
-            data.data_ptr(), weight.data_ptr(), out_features, in_features, stride
-        )
-        num_bytes += 4 * out_features
-        return PackedLinear(in_features, out_features, dtype, (data, scales), num_bytes)
-
-    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        x, rows, stride = matrix(x)
-        dtype, out_features = x.dtype, packed.out_features
-        if x.shape[1] != packed.in_features or NAMES.get(dtype) != packed.dtype:
-            raise ConfigError(mismatch("int8_linear", x, packed))
-        data, scales = packed.data
-        bias_pointer = None
-        if bias is not None:
-            bias = vector(bias, dtype, out_features, "int8_linear: bias")
-            bias_pointer = bias.data_ptr()
-        out = torch.empty(rows, out_features, dtype=dtype)
-        self._kernel(
-            out.data_ptr(), x.data_ptr(), data.data_ptr(), scales.data_ptr(), bias_pointer, rows,
             out_features, packed.in_features, stride, CODES[dtype],
         )  # fmt: skip
         return out

@@ -1,0 +1,65 @@
+"""Linear layers with integer weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace_core.ops import PackedLinear, QuantizedWeight
+from headrace_core.reference.dtypes import widened
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Dynamic int8: x [T, K] -> (codes [T, K] float32 of integers in [-127, 127], steps [T, 1]).
+
+    A row's step is its largest magnitude / 127, in float32; codes are x / step to the nearest
+    integer, ties to even. A row of zeros has step 1.
+    """
+    x = x.float()
+    steps = x.abs().amax(dim=1, keepdim=True) / 127
+    steps = torch.where(steps == 0, torch.ones_like(steps), steps)
+    return (x / steps).round(), steps
+
+
+def dequantized(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The real weight [N, K]: ``(values - zero_points) * scales``, by group."""
+    in_features = weight.values.shape[1]
+    group_size = weight.group_size or max(1, in_features)
+
+    def spread(by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(group_size, dim=1)[:, :in_features].to(dtype)
+
+    values = weight.values.to(dtype)
+    if weight.zero_points is not None:
+        values = values - spread(weight.zero_points)
+    return values * spread(weight.scales)
+
+
+class QuantLinear:
+    """See :class:`headrace_core.ops.QuantLinearOp`. Packing keeps the weight as it is."""
+
+    def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        parts = [weight.values, weight.scales, weight.zero_points]
+        return PackedLinear(
+            in_features=weight.values.shape[1],
+            out_features=weight.values.shape[0],
+            dtype=dtype,
+            data=(weight, activations),
+            num_bytes=sum(x.numel() * x.element_size() for x in parts if x is not None),
+        )
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        weight, activations = packed.data
+        wide = widened(x)
+        real = dequantized(weight, wide.dtype)
+        if activations == "int8" and x.shape[1]:
+            codes, steps = quantize_rows(x)
+            out = codes.to(wide.dtype) @ real.T * steps.to(wide.dtype)
+        else:
+            out = wide @ real.T
+        if bias is not None:
+            out = out + bias.to(wide.dtype)
+        return out.to(x.dtype)
+
+
+quant_linear = QuantLinear()

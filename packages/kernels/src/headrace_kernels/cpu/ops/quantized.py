@@ -1,0 +1,115 @@
+"""Linear layers over packed integer weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import ConfigError
+from headrace_core.ops import PackedLinear, QuantizedWeight
+from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_kernels.cpu.memory import packed_buffer
+from headrace_kernels.cpu.ops.arguments import CODES, NAMES, matrix, mismatch, vector
+
+_LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
+"""Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
+
+_MAX_GROUP = 32768
+"""Inputs whose products a 32-bit sum holds for certain (255 * 127 * 66311 < 2^31); a longer group
+is cut in two of equal scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    data: Tensor
+    """uint8, the layout of native/src/quant_linear.h."""
+    group_size: int
+    bits: int
+    has_zeros: int
+    scale_dtype: int
+    limbs: int
+
+
+class QuantLinear:
+    """See :class:`headrace_core.ops.QuantLinearOp`; ``data`` is a :class:`_Packed`.
+
+    Activations are multiplied in fixed point over their row's largest magnitude: in 8 bits for
+    ``activations="int8"``, else in 16 for 16-bit floats (steps of 1/32639 of that magnitude) and
+    in 23 for float32.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._kernel = library, library.quant_linear
+
+    def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        if dtype not in DTYPES:
+            raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
+        weight = _cut_long_groups(weight)
+        values, out_features, stride = matrix(weight.values)
+        in_features = values.shape[1]
+        group = weight.group_size or max(4, in_features)
+        if group % 4 and group < in_features:
+            raise ConfigError(f"quant_linear: group_size {group} is not a multiple of 4")
+        scales, zeros = weight.scales.contiguous(), weight.zero_points
+        zeros = None if zeros is None else zeros.contiguous()
+        narrow = torch.equal(scales, scales.bfloat16().float())
+        scale_dtype = DTYPES["bfloat16" if narrow else "float32"]
+        num_bytes = self._library.quant_linear_packed_bytes(
+            out_features, in_features, group, weight.bits, zeros is not None, scale_dtype
+        )
+        data = packed_buffer(num_bytes)
+        self._library.quant_linear_pack(
+            data.data_ptr(), values.data_ptr(), scales.data_ptr(),
+            None if zeros is None else zeros.data_ptr(), out_features, in_features, stride, group,
+            weight.bits, scale_dtype,
+        )  # fmt: skip
+        limbs = 1 if activations == "int8" else _LIMBS[dtype]
+        packed = _Packed(data, group, weight.bits, zeros is not None, scale_dtype, limbs)
+        return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        x, rows, stride = matrix(x)
+        dtype, out_features = x.dtype, packed.out_features
+        if x.shape[1] != packed.in_features or NAMES.get(dtype) != packed.dtype:
+            raise ConfigError(mismatch("quant_linear", x, packed))
+        bias_pointer = None
+        if bias is not None:
+            bias = vector(bias, dtype, out_features, "quant_linear: bias")
+            bias_pointer = bias.data_ptr()
+        weight: _Packed = packed.data
+        out = torch.empty(rows, out_features, dtype=dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias_pointer, rows, out_features,
+            packed.in_features, stride, weight.group_size, weight.bits, weight.has_zeros,
+            weight.scale_dtype, weight.limbs, CODES[dtype],
+        )  # fmt: skip
+        return out
+
+
+def _cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:
+    in_features = weight.values.shape[1]
+    group = weight.group_size or in_features
+    if min(group, in_features) <= 2 * _MAX_GROUP:
+        return weight
+    if weight.group_size is not None and group % _MAX_GROUP:
+        raise ConfigError(
+            f"quant_linear: group_size {group} is over {2 * _MAX_GROUP} and no multiple of "
+            f"{_MAX_GROUP}"
+        )
+    count = -(-in_features // _MAX_GROUP)
+
+    def spread(x: Tensor) -> Tensor:
+        times = -(-min(group, in_features) // _MAX_GROUP)
+        return x.repeat_interleave(times, dim=1)[:, :count]
+
+    zeros = weight.zero_points
+    return QuantizedWeight(
+        weight.values,
+        spread(weight.scales),
+        None if zeros is None else spread(zeros),
+        bits=weight.bits,
+        group_size=_MAX_GROUP,
+    )

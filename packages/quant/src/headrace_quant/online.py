@@ -1,0 +1,107 @@
+"""``int8``, ``int8_weight_only``, ``int4``, ``int4_g32``: any checkpoint, rounded while it is loaded.
+
+- ``int8``: weights in int8, a scale per output; activations in int8, a scale per token.
+- ``int8_weight_only``: weights in int8, a scale per output; activations as they are.
+- ``int4``: weights in int4, a scale for every 128 inputs; activations as they are.
+- ``int4_g32``: the same with a scale for every 32 inputs.
+
+``lm_head`` is as with ``int8_weight_only`` in all of them.
+
+The embedding table stays as it is. A head that is tied to it is a copy made for the logits: the
+table's rows are looked up in one place and multiplied in the other, and a decode step reads all of
+the head but one row a token of the table.
+
+``int8`` and ``int8_weight_only`` also read checkpoints that hold integers already: ``weight`` int8
+[N, K] and ``weight_scale`` [N, 1] with ``{"quant_method": name}``, where the head is plain unless
+``ignore`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from headrace_core.errors import ConfigError
+from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
+from headrace_core.ops import OpTable
+from headrace_quant.ignoring import is_ignored
+from headrace_quant.integers import RoundedWeight, Rounding, StoredInt8
+from headrace_quant.none import PlainWeight
+from headrace_quant.rounding import round_groups, round_rows
+
+HEAD = "lm_head"
+
+
+class Online(QuantMethod):
+    """See the module's docstring.
+
+    Args:
+        stored: names, or patterns after ``re:``, of plain layers of a checkpoint that holds
+            integers; None: its weights are floats.
+    """
+
+    name: ClassVar[str]
+    rounding: ClassVar[Rounding]
+    activations: ClassVar[str] = "float"
+    may_be_stored: ClassVar[bool] = False
+
+    def __init__(self, ops: OpTable, *, stored: tuple[str, ...] | None = None) -> None:
+        self.ops = ops
+        self.stored = stored
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | None, ops: OpTable) -> Online:
+        if config is None:
+            return cls(ops)
+        if config.get("quant_method") != cls.name or not cls.may_be_stored:
+            raise ConfigError(
+                f"quantization_config: quant_method = {config.get('quant_method')!r}: {cls.name!r} "
+                f"reads {'its own' if cls.may_be_stored else 'no stored'} integers"
+            )
+        for key in config:
+            if key not in ("quant_method", "ignore"):
+                raise ConfigError(
+                    f"quantization_config: {key} = {config[key]!r}: {cls.name!r} takes only "
+                    "quant_method and ignore"
+                )
+        ignore = config.get("ignore", [HEAD])
+        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+            raise ConfigError(f"quantization_config: ignore = {ignore!r}: must be a list of names")
+        return cls(ops, stored=tuple(ignore))
+
+    @classmethod
+    def refuse(cls, need: QuantNeed) -> list[str]:
+        return []
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        if self.stored is not None:
+            if is_ignored(spec, self.stored):
+                return PlainWeight(self.ops)
+            return StoredInt8(self.ops, activations=self.activations)
+        if spec.name.rpartition(".")[2] == HEAD:
+            return RoundedWeight(self.ops, round_rows, activations="float")
+        return RoundedWeight(self.ops, type(self).rounding, activations=self.activations)
+
+
+class Int8(Online):
+    name: ClassVar[str] = "int8"
+    rounding = staticmethod(round_rows)
+    activations: ClassVar[str] = "int8"
+    may_be_stored: ClassVar[bool] = True
+
+
+class Int8WeightOnly(Online):
+    name: ClassVar[str] = "int8_weight_only"
+    rounding = staticmethod(round_rows)
+    may_be_stored: ClassVar[bool] = True
+
+
+class Int4(Online):
+    name: ClassVar[str] = "int4"
+    rounding = staticmethod(functools.partial(round_groups, group_size=128))
+
+
+class Int4Group32(Online):
+    name: ClassVar[str] = "int4_g32"
+    rounding = staticmethod(functools.partial(round_groups, group_size=32))

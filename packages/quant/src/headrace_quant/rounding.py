@@ -1,0 +1,76 @@
+"""From real weights to integers, while a checkpoint is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace_core.ops import QuantizedWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS_AT_ONCE = 1 << 20
+"""Weights rounded at a time: intermediate results stay small beside a layer, and in the caches."""
+
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Clipping a group's largest weights makes the steps of all others finer; each of these fractions
+of the full range is tried per group, and the one of least squared error is kept."""
+
+
+def round_rows(weight: Tensor) -> QuantizedWeight:
+    """weight [N, K] -> 8 bits, one scale per row: its largest magnitude maps to 127."""
+    values = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0], 1)
+    for rows in _pieces(weight):
+        wide = weight[rows].float()
+        largest = wide.abs().amax(dim=1, keepdim=True)
+        step = torch.where(largest == 0, 1.0, largest / 127)  # a row of zeros stays zeros
+        scales[rows] = step
+        values[rows] = (wide / step).round_().clamp_(-127, 127).to(torch.int8)
+    return QuantizedWeight(values, scales)
+
+
+def round_groups(weight: Tensor, group_size: int, *, bits: int = 4) -> QuantizedWeight:
+    """weight [N, K] -> symmetric codes and a scale per group of a row.
+
+    A group's weight of largest magnitude maps to the lowest code, which has no positive twin, so
+    a scale may be negative; see :data:`_SHRINKS` for its size. Scales are bfloat16 numbers.
+    """
+    num_rows, inputs = weight.shape
+    groups = -(-inputs // group_size)
+    values = torch.empty(num_rows, inputs, dtype=torch.int8)
+    scales = torch.empty(num_rows, groups)
+    for rows in _pieces(weight):
+        wide = weight[rows].float()
+        padded = torch.nn.functional.pad(wide, (0, groups * group_size - inputs))
+        codes, step = _best_codes(padded.view(-1, groups, group_size), bits)
+        values[rows] = codes.view(-1, groups * group_size)[:, :inputs]
+        scales[rows] = step
+    return QuantizedWeight(values, scales, bits=bits, group_size=group_size)
+
+
+def _best_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """weight [R, groups, G] -> codes int8 of that shape and scales [R, groups]."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    at = weight.abs().argmax(dim=2, keepdim=True)
+    widest = weight.gather(2, at) / low
+    best_error = torch.full(weight.shape[:2], torch.inf)
+    best_codes = torch.zeros(weight.shape, dtype=torch.int8)
+    best_scales = torch.ones(weight.shape[:2])
+    for shrink in _SHRINKS:
+        scale = (widest * shrink).bfloat16().float()
+        scale = torch.where(scale == 0, 1.0, scale)
+        codes = (weight / scale).round_().clamp_(low, high)
+        error = (codes * scale).sub_(weight).square_().sum(dim=2)
+        better = ~(error >= best_error)  # NaN stays, for the caller to see
+        best_error = torch.where(better, error, best_error)
+        best_scales = torch.where(better, scale[..., 0], best_scales)
+        best_codes = torch.where(better[..., None], codes.to(torch.int8), best_codes)
+    return best_codes, best_scales
+
+
+def _pieces(weight: Tensor) -> list[slice]:
+    size = max(1, _ROWS_AT_ONCE // max(1, weight.shape[1]))
+    return [slice(at, at + size) for at in range(0, weight.shape[0], size)]
