@@ -60,8 +60,8 @@ def compare(
 def rotate(calls: Sequence[Call]) -> Call:
     """A candidate that does the next of ``calls`` each time.
 
-    For work that meets its operands in memory, not in the caches, as a layer's weights in a decode step are: give
-    as many copies as exceed the last-level cache (:func:`copies_beyond_caches`).
+    For work that meets its operands in memory, not in the caches, as a layer's weights in a decode step
+    are: give as many copies as exceed the last-level cache (:func:`copies_beyond_caches`).
     """
     turns = itertools.cycle(calls)
     return lambda: next(turns)()
