@@ -207,8 +207,8 @@ class Comparison:
             self._measured(visit, workload, run, version=worker.version)
 
     def _memory(self, visit: Visit, worker: Worker, pid: int) -> None:
-        """After the workload that fills the cache most."""
-        if "mixed" not in visit.workloads:
+        """After the workload that fills the cache most; transformers has no cache to fill."""
+        if "mixed" not in visit.workloads and visit.engine != "transformers":
             worker.run("mixed", self._salt(visit.round, "memory"), self._scale)
         self._record({**visit.key("memory")._asdict(), "peak_mib": peak_memory_mib(pid),
                       "version": worker.version, "quick": self._args.quick})  # fmt: skip

@@ -129,7 +129,9 @@ class Completions(Streaming):
         choices = event.get("choices")
         if not choices:
             return Delta("", False, False)
-        return Delta(choices[0].get("text") or "", bool(choices[0].get("token_ids")), True)
+        # A token may be no text yet (part of a character); the event that only tells the end is no token.
+        has_token = bool(choices[0].get("token_ids")) or choices[0].get("finish_reason") is None
+        return Delta(choices[0].get("text") or "", has_token, True)
 
 
 class Chat(Streaming):
@@ -163,7 +165,10 @@ class Chat(Streaming):
         text = (
             delta.get("content") or delta.get("reasoning") or delta.get("reasoning_content") or ""
         )
-        has_token = bool(choices[0].get("token_ids")) or bool(delta.get("tool_calls"))
+        # The event that opens the message has a role, and comes before any token.
+        unseen = delta.get("content") == "" and "role" not in delta
+        unseen = unseen and choices[0].get("finish_reason") is None
+        has_token = bool(choices[0].get("token_ids") or delta.get("tool_calls")) or unseen
         return Delta(text, has_token, True)
 
 
