@@ -32,7 +32,29 @@ th, td {{ text-align: left; padding: .2rem 1.5rem .2rem 0; font-weight: 400;
   border-bottom: 1px solid {GRID} }}
 td {{ font-variant-numeric: tabular-nums }}
 """
+AXES = {
+    "output_throughput": "output tokens/s",
+    "total_token_throughput": "input and output tokens/s",
+    "request_throughput": "requests/s",
+    "user_tokens_per_s": "tokens/s that each user sees (1 / median TPOT)",
+    "median_ttft_ms": "median time to first token, ms",
+    "median_tpot_ms": "median time per output token, ms",
+    "median_e2el_ms": "median end-to-end latency, ms",
+    "avg_latency": "latency, s",
+}
+"""Key of a result -> what an axis is called."""
 SERIES = ("#2f6f9f", "#c8553d", "#4f9d69", "#8d6a9f", "#d69c2f", "#5f7f8f", "#a0522d", "#3d8f8f")
+PHASES = (
+    *SERIES,
+    "#9fc3de",
+    "#eab0a2",
+    "#a9d0b5",
+    "#cdbbd6",
+    "#f0d3a0",
+    "#b9c8cf",
+    "#d8b59c",
+    "#aad0d0",
+)
 
 
 def check(path: str) -> None:
@@ -65,14 +87,16 @@ def serving(outcomes: Sequence[Outcome], report: Mapping[str, Any], path: str) -
     """One run of ``bench serve``: how TTFT, TPOT and ITL are spread, and each request over time."""
     served = [outcome for outcome in outcomes if outcome.error is None]
     with _figure(path, _serving_title(report), report, size=(12, 8.4)) as figure:
-        places = figure.add_gridspec(2, 3, height_ratios=(1, 1.35), hspace=0.36, wspace=0.26)
+        places = figure.add_gridspec(3, 3, height_ratios=(1, 1.2, 0.5), hspace=0.5, wspace=0.26)
         for column, (name, title, colour) in enumerate(
             (("ttft", "Time to first token", WAIT), ("tpot", "Time per output token", WORK),
              ("itl", "Gap between tokens", GOOD))
         ):  # fmt: skip
             values = [1e3 * v for outcome in served for v in outcome.measures(name)]
             _distribution(figure.add_subplot(places[0, column]), title, values, colour)
-        _requests(figure.add_subplot(places[1, :]), served)
+        requests = figure.add_subplot(places[1, :])
+        _requests(requests, served)
+        _rate(figure.add_subplot(places[2, :], sharex=requests), served)
 
 
 def curves(
@@ -88,7 +112,7 @@ def curves(
 
     Args:
         series: a line by its name in the legend; "" has none.
-        x, y: names of the axes.
+        x, y: keys of the axes' figures.
         frontier: shade the points that no other beats on both axes (more of each is better).
     """
     figures = {point.label or name: f"{point.x:.4g}, {point.y:.4g}"
@@ -109,8 +133,8 @@ def curves(
             best = pareto([point for points in series.values() for point in points])
             axes.step([p.x for p in best], [p.y for p in best], where="pre", color=INK,
                       linestyle=":", linewidth=1.5, label="Pareto front")  # fmt: skip
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set_xlabel(AXES.get(x, x))
+        axes.set_ylabel(AXES.get(y, y))
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.margins(0.12)
@@ -144,7 +168,7 @@ def timelines(rows: Mapping[str, Mapping[str, float]], path: str, *, title: str)
             ]
             widths = [row.get(phase, 0.0) for row in rows.values()]
             axes.barh(list(rows), widths, left=lefts, label=phase, height=0.62,
-                      color=SERIES[index % len(SERIES)], edgecolor=PAPER)  # fmt: skip
+                      color=PHASES[index % len(PHASES)], edgecolor=PAPER)  # fmt: skip
         for name, row in rows.items():
             axes.text(
                 sum(row.values()), name, f"  {sum(row.values()):.2f} s", va="center", color=INK
@@ -233,26 +257,29 @@ def _distribution(
 
 
 def _requests(axes: Any, served: Sequence[Outcome]) -> None:
-    """A bar for each request: waiting for its first token, then writing; and the tokens of each second."""
+    """A bar for each request: waiting for its first token, then writing."""
     _bare(axes, axis="x")
-    axes.set_title("Each request: waiting for the first token, then writing", loc="left", fontsize=11,
-                   color=INK)  # fmt: skip
-    axes.set_xlabel("seconds since the start of the run")
-    axes.set_ylabel("request")
+    axes.set_title("Each request", loc="left", fontsize=11, color=INK)
     order = sorted(served, key=lambda outcome: outcome.started)
-    rows = range(len(order))
-    axes.barh(rows, [o.ttft for o in order], left=[o.started for o in order], height=1.0,
-              color=WAIT, label="until the first token")  # fmt: skip
+    rows = range(1, len(order) + 1)
+    axes.barh(rows, [o.ttft for o in order], left=[o.started for o in order], height=0.9,
+              color=WAIT, label="waiting for the first token")  # fmt: skip
     axes.barh(rows, [o.e2el - o.ttft for o in order], left=[o.started + o.ttft for o in order],
-              height=1.0, color=WORK, label="writing", alpha=0.85)  # fmt: skip
+              height=0.9, color=WORK, label="writing")  # fmt: skip
     axes.invert_yaxis()
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+
+
+def _rate(axes: Any, served: Sequence[Outcome]) -> None:
+    """Output tokens a second over the run."""
+    _bare(axes)
     times, rates = token_rate(served)
-    twin = axes.twinx()
-    twin.plot(times, rates, color=ACCENT, linewidth=2)
-    twin.set_ylabel("output tokens/s", color=ACCENT)
-    twin.set_ylim(bottom=0)
-    twin.spines[["top", "left"]].set_visible(False)
-    axes.legend(frameon=True, facecolor=PAPER, edgecolor=GRID, fontsize=9, loc="lower right")
+    axes.fill_between(times, rates, color=ACCENT, alpha=0.25, linewidth=0)
+    axes.plot(times, rates, color=ACCENT, linewidth=1.6)
+    axes.set_title("Output tokens/s", loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("seconds since the start of the run")
+    axes.set_ylim(bottom=0)
 
 
 def token_rate(served: Sequence[Outcome], num_bins: int = 60) -> tuple[list[float], list[float]]:

@@ -459,8 +459,13 @@ def _draw(
     model = (
         str(rows[0].get("model_id") or rows[0].get("model") or "").rstrip("/").rpartition("/")[2]
     )
-    plots.curves(series, path, title=f"{model}: {y} against {x}", x=x, y=y, frontier=frontier)
+    plots.curves(series, path, title=_title(model, x, y), x=x, y=y, frontier=frontier)
     results.say(f"picture: {path}")
+
+
+def _title(model: str, x: str, y: str) -> str:
+    shown = [plots.AXES.get(key, key).partition(" (")[0].partition(",")[0] for key in (y, x)]
+    return ": ".join([*([model] if model else []), " against ".join(shown)])
 
 
 def _combinations(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
