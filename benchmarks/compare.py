@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import peers
 import render
+from driven.workloads import OFFLINE, SERVING
 from peers import Absent, Peers
 from processes import (
     Failed,
@@ -32,7 +33,6 @@ from processes import (
     stop,
     wait_for_token,
 )
-from workloads import OFFLINE, SERVING
 
 HERE = Path(__file__).parent
 QUICK_SCALE = 0.125

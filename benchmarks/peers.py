@@ -19,7 +19,7 @@ from typing import Any
 
 from processes import Launch
 
-HERE = Path(__file__).parent
+DRIVEN = Path(__file__).parent / "driven"
 CACHE_GIB = 4
 """Key-value cache of every engine that has one."""
 MAX_MODEL_LEN = 4096
@@ -83,13 +83,13 @@ class Peers:
                          "kv_cache_memory_bytes": CACHE_GIB << 30} | _quantized(precision)  # fmt: skip
         if engine == "openvino":
             settings["cache_gib"] = CACHE_GIB
-        words = [self._python(engine), str(HERE / "worker.py"), engine, json.dumps(settings)]
+        words = [self._python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
         return Launch(words, self._environment(engine), _unset(engine))
 
     def client_worker(self, url: str, version: str) -> Launch:
         """``worker.py`` in front of a server that runs already."""
         settings = json.dumps({"url": url, "version": version})
-        return Launch([sys.executable, str(HERE / "worker.py"), "server", settings], {})
+        return Launch([sys.executable, str(DRIVEN / "worker.py"), "server", settings], {})
 
     def server(self, engine: str, model: str, precision: str, port: int) -> Launch:
         """The engine's server on 127.0.0.1.
@@ -180,7 +180,7 @@ def _serve_vllm(peers: Peers, path: str, port: str) -> list[str]:
 
 
 def _serve_openvino(peers: Peers, path: str, port: str) -> list[str]:
-    script = str(HERE / "openvino_server.py")
+    script = str(DRIVEN / "openvino_server.py")
     return [peers.program("openvino", "python"), script, path, port, str(CACHE_GIB)]
 
 
