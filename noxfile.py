@@ -187,7 +187,7 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
     _everything(session)
-    session.run("python", "benchmarks/run.py", *session.posargs)
+    session.run("python", "benchmarks/compare.py", *session.posargs)
 
 
 if __name__ == "__main__":

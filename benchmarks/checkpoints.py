@@ -34,6 +34,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": 32768, "rope_theta": 1000000.0,
     },
+    "llama1b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "max_position_embeddings": 32768, "rope_theta": 500000.0,
+    },
 }  # fmt: skip
 COMMON = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu", "eos_token_id": 2,

@@ -1,48 +1,119 @@
-"""What the machine gives right now, through torch: memory reads and matrix products.
+"""What the machine gives right now: ``python limits.py`` prints it as JSON.
 
-Plain loops reach less than the true memory limit (see docs/performance.md); the figure is a yardstick of
-the hour, not of the hardware.
+Reads are the best of many methods (``limits.c``: pages, streams, prefetching), since no single loop is what
+the memory can give; where there is no C compiler, torch's sum over a large array stands in, which is less.
+Arithmetic is the best of large matrix products through oneDNN, as torch brings it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
+import subprocess
+import tempfile
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+SOURCE = Path(__file__).with_name("limits.c")
+GEMMS = ((2048, 1024, 6144), (2048, 4096, 4096))
+"""Rows, depth, columns."""
 
 
 class Limits(NamedTuple):
     """Measured just now."""
 
     read_gb_s: float
-    """Best of several sums over an array far larger than the caches."""
+    """Best read rate, all cores."""
+    read_method: str
+    """How it was reached."""
     bf16_gflop_s: float
-    """Best large matrix product in bfloat16."""
     fp32_gflop_s: float
+    int8_gop_s: float
 
 
-def measure() -> Limits:
-    """A few seconds of work."""
-    array = torch.ones(64 << 20, dtype=torch.float32)  # 256 MiB
-    seconds = min(_timed(array.sum) for _ in range(7))
+def measure(*, quick: bool = False) -> Limits:
+    """Some ten seconds of work, one with ``quick``."""
+    rate, method = _reads(64 if quick else 256)
+    seconds = 0.1 if quick else 0.7
+    gemms = GEMMS[:1] if quick else GEMMS
     return Limits(
-        array.numel() * 4 / seconds / 1e9, _gemm(torch.bfloat16) / 1e9, _gemm(torch.float32) / 1e9
+        rate,
+        method,
+        max(_gemm(torch.bfloat16, shape, seconds) for shape in gemms) / 1e9,
+        max(_gemm(torch.float32, shape, seconds) for shape in gemms) / 1e9,
+        max(_int8(shape, seconds) for shape in gemms) / 1e9,
     )
 
 
-def _gemm(dtype: torch.dtype, size: int = 2048) -> float:
-    a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
-    seconds = min(_timed(lambda: a @ b) for _ in range(5))
-    return float(2 * size**3 / seconds)
+def _reads(mib: int) -> tuple[float, str]:
+    compiler = shutil.which("cc")
+    if compiler is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            program = str(Path(folder) / "limits")
+            flags = ["-O3", "-march=native", "-fopenmp", str(SOURCE), "-o", program]
+            with contextlib.suppress(subprocess.CalledProcessError):
+                subprocess.run([compiler, *flags], check=True, capture_output=True)
+                done = subprocess.run(
+                    [program, str(mib)], check=True, capture_output=True, text=True
+                )
+                best = max(map(json.loads, done.stdout.splitlines()), key=lambda m: m["gb_s"])
+                pages = "huge" if best["huge_pages"] else "small"
+                method = f"{pages} pages, {best['streams']} streams, prefetch {best['prefetch']}"
+                return best["gb_s"], method
+    array = torch.ones(64 << 20)  # 256 MiB
+    seconds = min(_timed(array.sum) for _ in range(7))
+    return array.numel() * 4 / seconds / 1e9, "torch.sum"
 
 
-def _timed(work: object) -> float:
+def _gemm(dtype: torch.dtype, shape: tuple[int, int, int], seconds: float) -> float:
+    """Operations a second, with the weight packed as a serving engine would have it."""
+    m, k, n = shape
+    inputs = torch.randn(m, k).to(dtype)
+    weight = torch.randn(n, k).to(dtype)
+    mkldnn: Any = torch.ops.mkldnn
+    with torch.inference_mode():
+        plain = _rate(lambda: torch.nn.functional.linear(inputs, weight), shape, seconds)
+        try:
+            packed = mkldnn._reorder_linear_weight(weight, m)
+            return max(plain, _rate(
+                lambda: mkldnn._linear_pointwise(inputs, packed, None, "none", [], ""), shape, seconds
+            ))  # fmt: skip
+        except (AttributeError, RuntimeError):  # a torch without oneDNN
+            return plain
+
+
+def _int8(shape: tuple[int, int, int], seconds: float) -> float:
+    m, k, n = shape
+    inputs = torch.randint(-100, 100, (m, k), dtype=torch.int8)
+    columns = torch.randint(-100, 100, (n, k), dtype=torch.int8).t()
+    rows = columns.contiguous()
+    return max(
+        _rate(lambda: torch._int_mm(inputs, columns), shape, seconds),
+        _rate(lambda: torch._int_mm(inputs, rows), shape, seconds),
+    )
+
+
+def _rate(work: Callable[[], object], shape: tuple[int, int, int], seconds: float) -> float:
+    work()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        best = min(best, _timed(work))
+    m, k, n = shape
+    return 2 * m * k * n / best
+
+
+def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
-    work()  # type: ignore[operator]
+    work()
     return time.perf_counter() - start
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure()._asdict()))
+    import sys
+
+    print(json.dumps(measure(quick="--quick" in sys.argv)._asdict()))

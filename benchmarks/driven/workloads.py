@@ -1,4 +1,4 @@
-"""Prompts and lengths. Standard library only: it runs in every engine's environment."""
+"""Prompts, lengths, and what times mean. Standard library only: it runs in every engine's environment."""
 
 from __future__ import annotations
 
@@ -16,19 +16,36 @@ class Request(NamedTuple):
     num_tokens: int
 
 
-def prompt(length: int, *seed: object, high: int = HIGH_ID) -> list[int]:
+class Serving(NamedTuple):
+    """A closed loop of random requests."""
+
+    concurrency: int
+    num_requests: int
+    input_len: int = 256
+    output_len: int = 128
+
+
+OFFLINE = ("decode", "prefill", "mixed", "prefix")
+SERVING = {
+    "serve1": Serving(1, 4),
+    "serve8": Serving(8, 24),
+    "serve32": Serving(32, 64),
+    "serve64": Serving(64, 256),
+}
+"""Workload -> its load."""
+
+
+def prompt(length: int, *seed: object) -> list[int]:
     """Random ids; equal seeds give equal prompts."""
     draw = random.Random(repr(seed))
-    return [draw.randrange(LOW_ID, high) for _ in range(length)]
+    return [draw.randrange(LOW_ID, HIGH_ID) for _ in range(length)]
 
 
-def requests_of(
-    workload: str, salt: int, *, high: int = HIGH_ID, scale: float = 1.0
-) -> list[list[Request]]:
-    """The batches of a workload; each batch is submitted at once and timed.
+def requests_of(workload: str, salt: int, *, scale: float = 1.0) -> list[list[Request]]:
+    """The batches of an offline workload; each batch is submitted at once and timed.
 
     Args:
-        salt: new in each run.
+        salt: new in each round, the same for all engines: no prefix cache answers.
         scale: shrinks lengths, for a quick look.
     """
 
@@ -36,7 +53,7 @@ def requests_of(
         return max(1, round(length * scale))
 
     def draw(length: float, *seed: object) -> list[int]:
-        return prompt(sized(length), workload, salt, *seed, high=high)
+        return prompt(sized(length), workload, salt, *seed)
 
     if workload == "decode":
         return [[Request(draw(128, 0), 1)], [Request(draw(128, 1), 1 + sized(128))]]
@@ -49,11 +66,11 @@ def requests_of(
     if workload == "prefix":
         shared = draw(1024, "shared")
         return [[Request(shared + draw(64, i), sized(32)) for i in range(32)]]
-    raise ValueError(f"no workload {workload!r}")
+    raise ValueError(f"no workload {workload!r}: must be one of {', '.join(OFFLINE)}")
 
 
-def figure(workload: str, seconds: list[float], batches: list[list[Request]]) -> dict[str, float]:
-    """What a workload's times mean; ``value`` is the headline, ``better`` its direction."""
+def figures(workload: str, seconds: list[float], batches: list[list[Request]]) -> dict[str, float]:
+    """What an offline workload's times mean."""
     if workload == "decode":
         tokens = batches[1][0].num_tokens - batches[0][0].num_tokens
         return {"ms_per_token": 1e3 * (seconds[1] - seconds[0]) / tokens}
@@ -62,15 +79,3 @@ def figure(workload: str, seconds: list[float], batches: list[list[Request]]) ->
         total = out + sum(len(r.prompt) for r in batches[0])
         return {"output_tok_s": out / seconds[0], "total_tok_s": total / seconds[0]}
     return {"seconds": seconds[0]}
-
-
-HEADLINE = {
-    "decode": ("ms_per_token", "ms a token", "lower"),
-    "prefill": ("seconds", "s", "lower"),
-    "mixed": ("output_tok_s", "output tokens/s", "higher"),
-    "prefix": ("seconds", "s", "lower"),
-    "serve1": ("output_tok_s", "output tokens/s", "higher"),
-    "serve8": ("output_tok_s", "output tokens/s", "higher"),
-    "serve32": ("output_tok_s", "output tokens/s", "higher"),
-}
-"""Workload -> key of its headline figure, unit, which direction is better."""

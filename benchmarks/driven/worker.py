@@ -1,7 +1,7 @@
-"""One engine behind lines of JSON: ``worker.py ENGINE MODEL DTYPE``.
+"""One engine behind lines of JSON: ``worker.py ENGINE SETTINGS``.
 
-A command is ``{"workload", "salt", "high", "scale"}``; the answer has the batches' seconds. Everything else
-that an engine prints goes to standard error.
+Settings are a JSON object for :mod:`engines`. A command is ``{"workload", "salt", "scale"}``; the answer has
+the figures. Everything that the engine prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def main() -> None:
     import engines
 
     begin = time.perf_counter()
-    engine = engines.make(*sys.argv[1:4])
-    engine.run([workloads.Request(workloads.prompt(16, "start", high=400), 2)])
-    print(json.dumps({"ready": time.perf_counter() - begin}), file=answers)
+    engine = engines.make(sys.argv[1], json.loads(sys.argv[2]))
+    engine.run([workloads.Request(workloads.prompt(16, "start"), 2)])
+    ready = {"ready": time.perf_counter() - begin, "version": engine.version}
+    print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         command = json.loads(line)
         batches = workloads.requests_of(**command)
@@ -33,7 +34,7 @@ def main() -> None:
             lengths = engine.run(batch)
             seconds.append(time.perf_counter() - start)
             wrong += sum(got != request.num_tokens for got, request in zip(lengths, batch))
-        figures = workloads.figure(command["workload"], seconds, batches)
+        figures = workloads.figures(command["workload"], seconds, batches)
         print(json.dumps({"figures": figures, "wrong_lengths": wrong}), file=answers)
 
 

@@ -1,0 +1,239 @@
+"""Who is compared: where each engine lives, which files it reads, how it is started at its best.
+
+An engine's *home* is a virtual environment, or for llama.cpp the folder of its programs. It is given as
+``--peer NAME=FOLDER`` or in ``HEADRACE_BENCH_<NAME>``. Checkpoints lie below one folder under the names of
+:data:`CHECKPOINTS`; what is not there is left out, and said.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from processes import Launch
+
+DRIVEN = Path(__file__).parent / "driven"
+CACHE_GIB = 4
+"""Key-value cache of every engine that has one."""
+MAX_MODEL_LEN = 4096
+
+CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
+    "headrace": {"bf16": "{model}", "int8": "{model}", "int4": "{model}"},
+    "vllm": {"bf16": "{model}", "int8": "{model}-w8a8", "int4": "{model}-w4a16"},
+    "openvino": {"bf16": "{model}-ov-fp16", "int8": "{model}-ov-int8", "int4": "{model}-ov-int4"},
+    "llamacpp": {
+        "bf16": "gguf/{model}-bf16.gguf",
+        "int8": "gguf/{model}-q8_0.gguf",
+        "int4": "gguf/{model}-q4_0.gguf",
+    },
+    "transformers": {"bf16": "{model}"},
+}
+"""Engine -> precision -> path below the models' folder. OpenVINO computes fp16 weights in bf16 by itself."""
+
+ENGINES = (*CHECKPOINTS, "llama-bench")
+
+
+class Absent(Exception):
+    """The engine, or its checkpoint, is not installed; the message says where it was looked for."""
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Homes of the engines, and the models' folder."""
+
+    homes: Mapping[str, Path]
+    models: Path
+    num_threads: int
+
+    def checkpoint(self, engine: str, model: str, precision: str) -> Path:
+        """The engine's files of a model.
+
+        Raises:
+            Absent: it has none of that precision.
+        """
+        names = CHECKPOINTS["llamacpp" if engine == "llama-bench" else engine]
+        if precision not in names:
+            raise Absent(f"{engine} has no {precision} here")
+        path = self.models / names[precision].format(model=model)
+        if not path.exists():
+            raise Absent(f"{path} is not there")
+        return path
+
+    def worker(self, engine: str, model: str, precision: str) -> Launch:
+        """The engine behind ``worker.py``.
+
+        Raises:
+            Absent: it, or its checkpoint, is not installed.
+        """
+        path = str(self.checkpoint(engine, model, precision))
+        settings: dict[str, Any] = {"model": path}
+        if engine in ("headrace", "vllm"):
+            settings |= {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
+        if engine in ("headrace", "vllm", "transformers"):
+            settings["dtype"] = "bfloat16"
+        if engine == "headrace":
+            settings |= {"skip_tokenizer_init": True, "use_tqdm_on_load": False,
+                         "kv_cache_memory_bytes": CACHE_GIB << 30} | _quantized(precision)  # fmt: skip
+        if engine == "openvino":
+            settings["cache_gib"] = CACHE_GIB
+        words = [self._python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
+        return Launch(words, self._environment(engine), _unset(engine))
+
+    def client_worker(self, url: str, version: str) -> Launch:
+        """``worker.py`` in front of a server that runs already."""
+        settings = json.dumps({"url": url, "version": version})
+        return Launch([sys.executable, str(DRIVEN / "worker.py"), "server", settings], {})
+
+    def server(self, engine: str, model: str, precision: str, port: int) -> Launch:
+        """The engine's server on 127.0.0.1.
+
+        Raises:
+            Absent: as :meth:`worker`; or it has no server.
+        """
+        if engine not in SERVERS:
+            raise Absent(f"{engine} has no server")
+        path = str(self.checkpoint(engine, model, precision))
+        words = SERVERS[engine](self, path, str(port))
+        if engine == "headrace":
+            words += [w for k, v in _quantized(precision).items() for w in (f"--{k}", v)]
+        return Launch(words, self._environment(engine), _unset(engine))
+
+    def llama_bench(self, model: str, precision: str, prompt: int, output: int) -> list[str]:
+        """llama.cpp's own benchmark, one repetition, as JSON."""
+        path = str(self.checkpoint("llama-bench", model, precision))
+        return [self.program("llamacpp", "llama-bench"), "-m", path, "-t", str(self.num_threads),
+                "-fa", "1", "-p", str(prompt), "-n", str(output), "-r", "1", "-o", "json"]  # fmt: skip
+
+    def version(self, engine: str) -> str:
+        """What a program without a worker says of itself."""
+        if engine not in ("llamacpp", "llama-bench"):
+            return ""
+        said = subprocess.run(
+            [self.program("llamacpp", "llama-server"), "--version"], capture_output=True, text=True
+        )
+        return next(
+            (line for line in (said.stderr + said.stdout).splitlines() if "version" in line), ""
+        )
+
+    def program(self, engine: str, name: str) -> str:
+        """A program in the engine's home, or in its ``bin``."""
+        home = self._home(engine)
+        for path in (home / "bin" / name, home / name):
+            if path.is_file():
+                return str(path)
+        raise Absent(f"no {name} below {home}")
+
+    def _home(self, engine: str) -> Path:
+        if engine not in self.homes:
+            variable = variable_of(engine)
+            raise Absent(f"{engine} is not installed (--peer {engine}=FOLDER or ${variable})")
+        return self.homes[engine]
+
+    def _python(self, engine: str) -> str:
+        return sys.executable if engine == "headrace" else self.program(engine, "python")
+
+    def _environment(self, engine: str) -> dict[str, str]:
+        """What each engine is best with, found by trying."""
+        common = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        if engine == "vllm":
+            # Its own default binds one thread only and keeps a core for the server.
+            return common | {
+                "VLLM_CPU_OMP_THREADS_BIND": f"0-{self.num_threads - 1}",
+                "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+                "THP_MEM_ALLOC_ENABLE": "1",
+                "LD_PRELOAD": ":".join(self._preloads()),
+            }
+        if engine == "openvino":
+            return common | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        if engine == "transformers":
+            return common | {"THP_MEM_ALLOC_ENABLE": "1"}
+        return common
+
+    def _preloads(self) -> list[str]:
+        found = []
+        name = ctypes.util.find_library("tcmalloc_minimal")
+        if name is not None:
+            found.append(name)
+        openmp = self._home("vllm") / "lib" / "libiomp5.so"
+        if openmp.is_file():
+            found.append(str(openmp))
+        return found
+
+
+def _serve_headrace(peers: Peers, path: str, port: str) -> list[str]:
+    return [sys.executable, "-m", "headrace", "serve", path, "--port", port, "--dtype", "bfloat16",
+            "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(CACHE_GIB << 30),
+            "--max-num-seqs", "64", "--disable-uvicorn-access-log"]  # fmt: skip
+
+
+def _serve_vllm(peers: Peers, path: str, port: str) -> list[str]:
+    return [peers.program("vllm", "vllm"), "serve", path, "--host", "127.0.0.1", "--port", port,
+            "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "64",
+            "--disable-uvicorn-access-log", "--no-enable-log-requests"]  # fmt: skip
+
+
+def _serve_openvino(peers: Peers, path: str, port: str) -> list[str]:
+    script = str(DRIVEN / "openvino_server.py")
+    return [peers.program("openvino", "python"), script, path, port, str(CACHE_GIB)]
+
+
+def _serve_llamacpp(peers: Peers, path: str, port: str) -> list[str]:
+    # One cache for all slots; smaller than all of them together need, it refuses requests.
+    threads = str(peers.num_threads)
+    return [peers.program("llamacpp", "llama-server"), "-m", path, "--host", "127.0.0.1", "--port", port,
+            "-np", "64", "-c", "65536", "--kv-unified", "-t", threads, "-fa", "on"]  # fmt: skip
+
+
+SERVERS: Mapping[str, Callable[[Peers, str, str], list[str]]] = {
+    "headrace": _serve_headrace,
+    "vllm": _serve_vllm,
+    "openvino": _serve_openvino,
+    "llamacpp": _serve_llamacpp,
+}
+
+
+def variable_of(engine: str) -> str:
+    """The environment variable that names an engine's home."""
+    return "HEADRACE_BENCH_" + engine.upper().replace("-", "_")
+
+
+def homes(words: list[str]) -> dict[str, Path]:
+    """Homes from ``NAME=FOLDER`` words and the environment; the words win.
+
+    Raises:
+        ValueError: a name that is no engine's, or a folder that is not there.
+    """
+    found = {
+        e: Path(os.environ[variable_of(e)]) for e in CHECKPOINTS if variable_of(e) in os.environ
+    }
+    for word in words:
+        name, _, folder = word.partition("=")
+        if name not in CHECKPOINTS or name == "headrace" or not folder:
+            known = ", ".join(e for e in CHECKPOINTS if e != "headrace")
+            raise ValueError(f"--peer {word!r}: must be NAME=FOLDER with a name of {known}")
+        found[name] = Path(folder)
+    for name, path in found.items():
+        if not path.is_dir():
+            raise ValueError(f"the home of {name}, {str(path)!r}, is no folder")
+    return found
+
+
+def client() -> list[str]:
+    """``headrace bench serve``, the client of all servers."""
+    return [sys.executable, "-m", "headrace", "bench", "serve"]
+
+
+def _quantized(precision: str) -> dict[str, str]:
+    return {} if precision == "bf16" else {"quantization": precision}
+
+
+def _unset(engine: str) -> tuple[str, ...]:
+    """Peers must see neither our sources nor our thread setting."""
+    return () if engine == "headrace" else ("PYTHONPATH", "OMP_NUM_THREADS")

@@ -1,0 +1,49 @@
+"""``headrace bench``: find the benchmark, import only its module, run it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+BENCHMARKS = {
+    "serve": "Load on a running server: throughput, TTFT, TPOT, ITL, end-to-end latency.",
+    "latency": "One batch, offline, again and again: how long it takes.",
+    "throughput": "Many requests, offline, at once: tokens a second.",
+    "startup": "Process start to first token, with and without caches, as a timeline.",
+    "sweep": "Any of these over a grid of settings, with resume, tables and plots.",
+}
+
+
+def main(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = words
+    if name not in BENCHMARKS:
+        near = difflib.get_close_matches(name, BENCHMARKS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"headrace bench: unknown benchmark {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        return 2
+    status: int = importlib.import_module(f"headrace.bench.{name}").main(rest)
+    return status
+
+
+def usage() -> str:
+    """The text of ``headrace bench --help``."""
+    width = max(map(len, BENCHMARKS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in BENCHMARKS.items()]
+    return "\n".join(
+        [
+            "usage: headrace bench <benchmark> [flags]     (headrace bench <benchmark> --help for its flags)",
+            "",
+            *lines,
+            "",
+            "Start here (the demo model, no download):",
+            "  headrace bench latency --num-iters 5           one batch of 8, offline",
+            "  headrace bench throughput --num-prompts 50     50 requests, offline",
+            "  headrace bench startup                         how long until the first token?",
+            "  headrace serve & headrace bench serve --num-prompts 50 --random-input-len 64",
+        ]
+    )

@@ -1,0 +1,101 @@
+"""``bench latency``, ``throughput`` and ``startup`` with the demo model."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from headrace.bench import latency, startup, throughput
+from headrace_core.errors import ConfigError
+
+pytest.importorskip("headrace_demo")
+SMALL = (
+    "--max-model-len",
+    "256",
+    "--kv-cache-memory-bytes",
+    "8M",
+    "--no-use-tqdm-on-load",
+    "--disable-tqdm",
+)
+
+
+@pytest.mark.spec("CLI-BENCH-LATENCY")
+def test_latency(tmp_path, capsys):
+    file = tmp_path / "l.json"
+    assert latency.main(["--num-iters", "3", "--num-iters-warmup", "1", "--batch-size", "2", "--input-len",
+                         "8", "--output-len", "4", "--output-json", str(file), *SMALL]) == 0  # fmt: skip
+    report = json.loads(file.read_text())
+    assert len(report["latencies"]) == 3
+    assert report["avg_latency"] == pytest.approx(statistics.fmean(report["latencies"]))
+    assert list(report["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+    assert report["percentiles"]["50"] == statistics.median(report["latencies"])
+    assert "P99, s" in capsys.readouterr().out
+
+
+def test_latency_leaves_prefix_caching_off_unless_asked():
+    assert latency.make_parser().parse_args([]).enable_prefix_caching is False
+    assert (
+        latency.make_parser().parse_args(["--enable-prefix-caching"]).enable_prefix_caching is True
+    )
+
+
+@pytest.mark.spec("CLI-BENCH-THROUGHPUT")
+def test_throughput_totals_are_those_of_the_dataset(tmp_path):
+    totals = []
+    for more in ((), ("--async-engine",)):
+        file = tmp_path / "t.json"
+        assert throughput.main(["--num-prompts", "5", "--input-len", "8", "--output-len", "3", "--prefix-len",
+                                "4", "--output-json", str(file), *SMALL, *more]) == 0  # fmt: skip
+        report = json.loads(file.read_text())
+        assert report["num_requests"] == 5
+        assert report["total_num_tokens"] == 5 * (4 + 8 + 3)
+        assert report["tokens_per_second"] * report["elapsed_time"] == pytest.approx(75)
+        totals.append((report["total_input_tokens"], report["total_output_tokens"]))
+    assert totals == [(60, 15), (60, 15)]
+
+
+def test_throughput_of_chats_counts_the_template(tmp_path):
+    file = tmp_path / "t.json"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "hello there"}\n')
+    throughput.main(["--backend", "headrace-chat", "--dataset-name", "custom", "--dataset-path", str(lines),
+                     "--num-prompts", "2", "--n", "2", "--output-len", "3", "--output-json", str(file),
+                     *SMALL])  # fmt: skip
+    report = json.loads(file.read_text())
+    assert report["total_output_tokens"] == 2 * 2 * 3
+    assert report["total_input_tokens"] > 4
+
+
+@pytest.mark.spec("CLI-BENCH-STARTUP")
+def test_startup_has_both_series_and_leaves_the_cache_alone(tmp_path, monkeypatch, capsys):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv(startup.CACHE_VARIABLE, str(cache))
+    file = tmp_path / "s.json"
+    assert startup.main(["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1",
+                         "--output-json", str(file), *SMALL]) == 0  # fmt: skip
+    report = json.loads(file.read_text())
+    for kind in ("cold", "warm"):
+        [total], [phases] = report[f"{kind}_startup_times"], report[f"{kind}_phases"]
+        assert total == pytest.approx(sum(phases.values()))
+        assert {"start Python", "load model", "first token"} <= set(phases)
+    assert not cache.exists()
+    assert "total, median" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "said"),
+    [
+        (latency.main, ("--num-iters", "0"), "--num-iters 0"),
+        (latency.main, ("--plot", "x.bmp"), "x.bmp"),
+        (throughput.main, ("--n", "0"), "--n 0"),
+        (throughput.main, ("--dataset-name", "custom", "--input-len", "3"), "--input-len"),
+        (throughput.main, ("--async-engine", "--backend", "hf"), "--async-engine"),
+        (startup.main, ("--num-iters-cold", "-1"), "--num-iters-cold -1"),
+        (startup.main, ("--num-iters-cold", "0", "--num-iters-warm", "0"), "nothing to measure"),
+    ],
+)
+def test_wrong_flags_are_named(main, words, said):
+    with pytest.raises(ConfigError, match=said):
+        main(list(words))
