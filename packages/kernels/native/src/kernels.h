@@ -6,7 +6,9 @@
 
 #include "rowwise.h"
 #include "rotary_cache.h"
+#include "packing.h"
 #include "linear.h"
+#include "packed_rows.h"
 #include "moe.h"
 #include "attention.h"
 
@@ -27,6 +29,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_packed_bytes),
     HR_ENTRY(linear_pack),
     HR_ENTRY(linear),
+    HR_ENTRY(linear_rows),
     HR_ENTRY(int8_packed_bytes),
     HR_ENTRY(int8_pack),
     HR_ENTRY(int8_linear),

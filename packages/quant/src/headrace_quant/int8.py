@@ -49,6 +49,8 @@ class Int8Weight(LinearMethod):
 class OnlineInt8Weight(Int8Weight):
     """``weight`` of any floating dtype, rounded to int8 when it has arrived."""
 
+    takes_views = True
+
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         return {"weight": TensorSpec((spec.out_features, spec.in_features), None, in_dim=1)}
 

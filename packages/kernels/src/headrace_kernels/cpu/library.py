@@ -42,6 +42,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "linear_packed_bytes": (_L, [_L] * 2 + [_I]),
     "linear_pack": (None, [_P] * 2 + [_L] * 3 + [_I]),
     "linear": (None, [_P] * 4 + [_L] * 4 + [_I]),
+    "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
     "int8_packed_bytes": (_L, [_L] * 2),
     "int8_pack": (None, [_P] * 2 + [_L] * 3),
     "int8_linear": (None, [_P] * 5 + [_L] * 4 + [_I]),

@@ -11,7 +11,7 @@ import torch
 
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
-from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import Linear, TiedLinear
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.settings import MAX_LAYERS, Settings
@@ -63,7 +63,10 @@ class Decoder(Layer, ABC):
         self.context = context
         self.settings = Settings(context.config)
         hidden, vocab = self.hidden_size(), self.settings.integer("vocab_size")
-        self.embed = Embedding(context, f"{prefix}{self.embedding_name}", vocab, hidden)
+        tied = self.settings.flag("tie_word_embeddings", self.ties_embeddings)
+        self.embed: Embedding | PackedEmbedding = (PackedEmbedding if tied else Embedding)(
+            context, f"{prefix}{self.embedding_name}", vocab, hidden
+        )
         self.prepare(context, prefix)
         self.layers = [
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
@@ -72,8 +75,8 @@ class Decoder(Layer, ABC):
         self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
         self.head: Linear | TiedLinear
-        if self.settings.flag("tie_word_embeddings", self.ties_embeddings):
-            self.head = TiedLinear(context, f"{prefix}lm_head", lambda: self.embed.weight)
+        if isinstance(self.embed, PackedEmbedding):
+            self.head = TiedLinear(context, f"{prefix}lm_head", self.embed.weight)
         else:
             self.head = Linear(context, f"{prefix}lm_head", hidden, [Part(vocab)])
 

@@ -72,6 +72,7 @@ class Linear(WeightLayer):
             part_names=part_names,
         )
         self.method = context.quant.for_layer(self.spec)
+        self.takes_views = self.method.takes_views
         self.state: Any = None
         self.bias: Tensor | None = None
 
@@ -89,6 +90,8 @@ class Linear(WeightLayer):
         bias = own.pop("bias", None)
         # Every rank of a row-parallel layer holds the whole bias; the sum may contain it once.
         self.bias = None if self.reduce and self.communicator.rank else bias
+        if self.bias is not None and self.takes_views:
+            self.bias = self.bias.clone()
         self.state = self.method.finish(self.spec, own)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -145,6 +148,7 @@ class PlainLinear(WeightLayer):
     ) -> None:
         self.name = name
         self.ops = context.ops
+        self.takes_views = context.ops.linear.pack_copies
         self.shape = (out_features, in_features)
         self.packed: PackedLinear | None = None
 
@@ -160,19 +164,25 @@ class PlainLinear(WeightLayer):
 
 
 class TiedLinear(WeightLayer):
-    """A layer whose weight is another layer's (the head that is the embedding)."""
+    """A layer whose weight is another layer's (the head that is the embedding).
 
-    def __init__(self, context: BuildContext, name: str, weight: Callable[[], Tensor]) -> None:
+    Args:
+        packed: gives the other layer's weight once that is loaded.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, packed: Callable[[], PackedLinear]
+    ) -> None:
         self.name = name
         self.ops = context.ops
-        self.weight = weight
+        self.shared = packed
         self.packed: PackedLinear | None = None
 
     def slots(self) -> Mapping[str, Slot]:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.packed = self.ops.linear.pack(self.weight())
+        self.packed = self.shared()
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.packed is not None, self.name

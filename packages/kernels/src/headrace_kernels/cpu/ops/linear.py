@@ -8,11 +8,13 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
     describe,
     dtype_code,
+    int64,
     matrix,
     mismatch,
     vector,
@@ -20,7 +22,13 @@ from headrace_kernels.cpu.ops.arguments import (
 
 
 class Linear:
-    """See :class:`headrace_core.ops.LinearOp`; ``data`` is the packed weight, uint8."""
+    """See :class:`headrace_core.ops.LinearOp`; ``data`` is the packed weight, uint8.
+
+    Raises:
+        IndexError: from :meth:`rows`, an id is outside [0, N).
+    """
+
+    pack_copies = True
 
     def __init__(self, library: Library) -> None:
         self._library, self._kernel = library, library.linear
@@ -29,7 +37,7 @@ class Linear:
         weight, out_features, stride = matrix(weight)
         in_features, code = weight.shape[1], dtype_code(weight.dtype)
         num_bytes = self._library.linear_packed_bytes(out_features, in_features, code)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = packed_buffer(num_bytes)
         self._library.linear_pack(
             data.data_ptr(), weight.data_ptr(), out_features, in_features, stride, code
         )
@@ -51,6 +59,19 @@ class Linear:
         )  # fmt: skip
         return out
 
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        ids = int64(ids)
+        rows = ids.shape[0]
+        dtype = getattr(torch, packed.dtype)
+        out = torch.empty(rows, packed.in_features, dtype=dtype)
+        status = self._library.linear_rows(
+            out.data_ptr(), ids.data_ptr(), packed.data.data_ptr(), rows, packed.out_features,
+            packed.in_features, CODES[dtype],
+        )  # fmt: skip
+        if status:
+            raise IndexError(f"embedding: an id is outside [0, {packed.out_features})")
+        return out
+
 
 class Int8Linear:
     """See :class:`headrace_core.ops.Int8LinearOp`; ``data`` is (packed weight uint8, scales)."""
@@ -68,7 +89,7 @@ class Int8Linear:
         in_features = weight.shape[1]
         scales = vector(scales, torch.float32, out_features, "int8_linear: scales").clone()
         num_bytes = self._library.int8_packed_bytes(out_features, in_features)
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = packed_buffer(num_bytes)
         self._library.int8_pack(
             data.data_ptr(), weight.data_ptr(), out_features, in_features, stride
         )
