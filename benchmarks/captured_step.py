@@ -25,6 +25,7 @@ from headrace_core.step import NewRequest, ScheduledStep
 from headrace_engine.execution.inputs import prepare_inputs
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
+from headrace_engine.startup import StartupTimeline
 
 
 def median_us(run: Callable[[], Any], count: int) -> float:
@@ -39,7 +40,7 @@ def median_us(run: Callable[[], Any], count: int) -> float:
 def make_worker(model: str, batch: int, context: int) -> ModelWorker:
     settings = {"model": model, "max_model_len": 2 * context, "skip_tokenizer_init": True}
     config = EngineArgs(use_tqdm_on_load=False, **settings).create_engine_config()
-    worker = worker_factory(resolve_engine(config))()
+    worker = worker_factory(resolve_engine(config), StartupTimeline())()
     worker.load()
     groups = plan_groups(worker.kv_specs())
     blocks = 2 * context // groups[0].spec.block_size * batch * len(groups) + 1

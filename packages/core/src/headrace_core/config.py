@@ -313,8 +313,8 @@ class ObservabilityConfig:
     log_stats: bool = option(True, "Count and log throughput, cache use and hit rate.")
     log_stats_interval: float = option(10.0, "Seconds between the engine's log lines.")
     heartbeat_limit: float = option(
-        5.0, "Seconds that one step may take before the engine counts as stuck and /health answers "
-        "503. Raise it for large models on slow processors.",
+        5.0, "Seconds that one step may take, at least, before the engine counts as stuck and "
+        "/health answers 503; four times what the largest step took at start, if that is more.",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -21,6 +21,8 @@ class MemoryProfile:
     """Peak of a step with ``max_num_batched_tokens`` tokens, beyond the weights."""
     available: int
     """Free before anything of this engine was loaded."""
+    step_seconds: float = 0.0
+    """About what such a step takes; 0 = not measured."""
 
 
 class Worker(Protocol):
@@ -35,7 +37,7 @@ class Worker(Protocol):
         ...
 
     def profile(self) -> MemoryProfile:
-        """Run the largest step without a cache and measure."""
+        """Measure the largest step without a cache, or smaller ones that tell what it takes."""
         ...
 
     def allocate_cache(self, config: KVCacheConfig) -> None:

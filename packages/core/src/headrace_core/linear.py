@@ -66,6 +66,10 @@ class LinearMethod(ABC):
     """True if the layer is one floating ``weight``, used as it is; then several layers (experts)
     may be run by one op."""
 
+    takes_views: bool = False
+    """True if :meth:`finish` keeps nothing of the tensors that it gets: they may then be views of
+    the checkpoint's file, or of memory that the next layer's tensors will use."""
+
     @abstractmethod
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         """Tensors by their name's suffix after the layer's (``weight``, ``weight_scale``)."""

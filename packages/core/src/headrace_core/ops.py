@@ -225,12 +225,22 @@ class PackedLinear:
 
 
 class LinearOp(Protocol):
+    pack_copies: bool
+    """Whether :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
+
     def pack(self, weight: Tensor) -> PackedLinear:
         """weight [N, K] in the activations' dtype. Done once, at load; may copy."""
         ...
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
+        ...
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        """Rows of the packed weight: ids [T] int64 within [0, N) -> [T, K], bit for bit.
+
+        What :class:`EmbeddingOp` does for a table that is also the head, and held once.
+        """
         ...
 
 

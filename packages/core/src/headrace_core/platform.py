@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 
@@ -79,12 +81,27 @@ class CudaPlatform:
 
 
 def detect() -> Platform:
-    """The platform of this machine: CUDA if torch sees a GPU, else the CPU."""
+    """The platform of this machine: CUDA if torch sees a GPU, else the CPU.
+
+    Torch is imported (a second) only if it was built for GPUs.
+    """
+    if _torch_is_for_cpus():
+        return CpuPlatform()
     try:
         import torch
     except ImportError:
         return CpuPlatform()
     return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()
+
+
+def _torch_is_for_cpus() -> bool:
+    """Whether the installed torch has its CPU library and none for GPUs, by its files."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    names = [path.name for path in (Path(spec.origin).parent / "lib").glob("*torch_*")]
+    has_cpu = any("torch_cpu" in name for name in names)
+    return has_cpu and not any("torch_cuda" in name or "torch_hip" in name for name in names)
 
 
 def _free_physical() -> int:

@@ -50,6 +50,7 @@ class EngineCore:
         memory_plan: str = "",
         block_size: int = 0,
         max_model_len: int = 0,
+        step_seconds: float = 0.0,
     ) -> None:
         """
         Args:
@@ -60,6 +61,7 @@ class EngineCore:
             memory_plan: where the memory went, for people.
             block_size: tokens per block, for the statistics.
             max_model_len: longest context that it serves; 0 = as configured.
+            step_seconds: about what the largest step takes; 0 = not measured.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -68,6 +70,7 @@ class EngineCore:
         self.memory_plan = memory_plan
         self.block_size = block_size
         self.max_model_len = max_model_len
+        self.step_seconds = step_seconds
 
     @classmethod
     def build(
@@ -158,6 +161,7 @@ class EngineCore:
             memory_plan=plan.describe(),
             block_size=plan.config.block_size,
             max_model_len=max_model_len,
+            step_seconds=profile.step_seconds,
         )
 
     @property

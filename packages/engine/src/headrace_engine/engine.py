@@ -39,6 +39,9 @@ SMALL_PROMPT = 2048
 """Characters up to which a prompt is tokenised on the event loop: well under a millisecond."""
 INTAKE_THREADS = 2
 """Threads for larger prompts. The tokenizer releases the interpreter's lock."""
+SLOW_STEP = 4.0
+"""A step may take this many times what the largest one took at start, before the engine counts as
+stuck: contexts are longer and machines busier than then."""
 CONTROL_TIMEOUT = 60.0
 """Longest wait for an answer to a control call (statistics, cache reset), in seconds."""
 MAX_RETRY_AFTER = 60.0
@@ -86,7 +89,8 @@ class Engine:
         intake: knows tokenizer and model.
         config: resolved; the scheduler's part is read.
         heartbeat_limit: seconds without a round of the loop after which the engine counts as stuck;
-            None: the configuration's.
+            None: the configuration's, or :data:`SLOW_STEP` times what the largest step takes if
+            that is more.
 
     Raises:
         HeadraceError: whatever kept the core from starting.
@@ -106,7 +110,6 @@ class Engine:
         self._intake = intake
         self._processor = OutputProcessor(intake.tokenizer, scheduler.stream_interval)
         self._max_queued = scheduler.max_queued_requests
-        self._heartbeat_limit = heartbeat_limit or config.observability.heartbeat_limit
         self._streams: dict[str, _Stream] = {}
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -114,6 +117,9 @@ class Engine:
         self._closing = False
         client.start(_WeakSink(self))
         intake.limit_context(client.max_model_len)
+        self._heartbeat_limit = heartbeat_limit or max(
+            config.observability.heartbeat_limit, SLOW_STEP * client.step_seconds
+        )
 
     @property
     def model(self) -> ServedModel:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -17,37 +20,56 @@ class Phase:
 
     name: str
     seconds: float
+    part_of: str | None = None
+    """The phase that it is a piece of, None if it stands for itself."""
 
 
 @dataclass(slots=True)
 class StartupTimeline:
-    """Phases of a start, in order. Not thread-safe: one start, one thread.
+    """Phases of a start, in order. Not thread-safe: one start, one thread at a time.
 
-    What no phase covers is shown as ``other``, so that a gap is seen instead of missed.
+    What no phase covers is shown as ``other``, so that a gap is seen instead of missed. A phase
+    inside another one is a piece of it and shown below it.
     """
 
     clock: Callable[[], float] = time.monotonic
     phases: list[Phase] = field(default_factory=list)
     started: float = field(init=False)
     wall: float | None = None
-    """Seconds from construction to :meth:`finish`; None before."""
+    """Seconds from the beginning to :meth:`finish`, or to the end of a later phase; None before."""
+    _open: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.started = self.clock()
+
+    @classmethod
+    def of_process(cls) -> StartupTimeline:
+        """A timeline that began with this process; what has passed is its phase ``start python``."""
+        timeline = cls()
+        age = process_age()
+        if age > 0:
+            timeline.started -= age
+            timeline.add("start python", age)
+        return timeline
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the body as one phase; recorded also if it raises."""
         begin = self.clock()
+        part_of = self._open[0] if self._open else None
+        self._open.append(name)
         logger.info("start: %s ...", name)
         try:
             yield
         finally:
-            self.phases.append(Phase(name, self.clock() - begin))
+            self._open.pop()
+            self.phases.append(Phase(name, self.clock() - begin, part_of))
+            if self.wall is not None:
+                self.wall = self.clock() - self.started
 
-    def add(self, name: str, seconds: float) -> None:
+    def add(self, name: str, seconds: float, part_of: str | None = None) -> None:
         """Record a phase that was timed elsewhere (another process, say)."""
-        self.phases.append(Phase(name, seconds))
+        self.phases.append(Phase(name, seconds, part_of))
 
     def finish(self) -> None:
         """Stop the clock. Further calls change nothing."""
@@ -56,11 +78,8 @@ class StartupTimeline:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase; equal names are summed."""
-        totals: dict[str, float] = {}
-        for phase in self.phases:
-            totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
-        return totals
+        """Seconds by phase, without pieces of phases; equal names are summed."""
+        return self._sums(None)
 
     @property
     def accounted(self) -> float:
@@ -69,10 +88,12 @@ class StartupTimeline:
         return min(1.0, sum(self.seconds.values()) / wall) if wall > 0 else 1.0
 
     def describe(self) -> str:
-        """A table: phase, seconds, share of the wall time."""
-        wall = self._wall()
-        rows = [*self.seconds.items()]
-        other = wall - sum(seconds for _, seconds in rows)
+        """A table: phase, seconds, share of the wall time; pieces of a phase below it."""
+        wall, rows = self._wall(), []
+        for name, seconds in self.seconds.items():
+            rows.append((name, seconds))
+            rows.extend(("  " + piece, spent) for piece, spent in self._sums(name).items())
+        other = wall - sum(self.seconds.values())
         if other > 0.0005:
             rows.append(("other", other))
         rows.append(("total", wall))
@@ -82,5 +103,47 @@ class StartupTimeline:
             for name, seconds in rows
         )
 
+    def _sums(self, part_of: str | None) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for phase in self.phases:
+            if phase.part_of == part_of:
+                totals[phase.name] = totals.get(phase.name, 0.0) + phase.seconds
+        return totals
+
     def _wall(self) -> float:
         return self.clock() - self.started if self.wall is None else self.wall
+
+
+def process_age() -> float:
+    """Seconds since this process began (proc(5), stat, starttime); 0.0 where that is not known."""
+    try:
+        # The second field is the program's name in parentheses, and may hold anything.
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        begin = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begin)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+
+
+@contextmanager
+def collector_paused(*, freeze: bool = False) -> Iterator[None]:
+    """Keep the cyclic garbage collector off while modules are imported and a model is built.
+
+    A start makes a few hundred thousand objects that all stay; the collector would walk through
+    them again and again (a tenth of the time of importing torch). Leaves the collector as it was
+    found; where it was off, nothing happens.
+
+    Args:
+        freeze: afterwards, keep the collector from ever looking at what exists by then
+            (``gc.freeze``), which shortens its pauses while serving. For programs of our own: a
+            caller's garbage would stay, too.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if freeze:
+                gc.freeze()
+            gc.enable()

@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import demo
@@ -122,31 +123,58 @@ class TemplateSettings(NamedTuple):
     trust_request_chat_template: bool = False
 
 
-def connect(config: EngineConfig, templates: TemplateSettings | None = None) -> Engine:
+@contextmanager
+def starting(*, whole_process: bool = False) -> Iterator[StartupTimeline]:
+    """The time of a start, with the garbage collector off meanwhile.
+
+    Args:
+        whole_process: this process starts for nothing else: the timeline begins with the process,
+            and the collector will never look at what the start made.
+    """
+    try:
+        from headrace_engine.startup import StartupTimeline, collector_paused
+    except ImportError as error:
+        raise _missing(error) from error
+    with collector_paused(freeze=whole_process):
+        yield StartupTimeline.of_process() if whole_process else StartupTimeline()
+
+
+def connect(
+    config: EngineConfig,
+    templates: TemplateSettings | None = None,
+    timeline: StartupTimeline | None = None,
+) -> Engine:
     """Start an engine and return the client that a server talks to.
+
+    Args:
+        timeline: of the start so far (:func:`starting`); None: it begins here.
 
     Raises:
         HeadraceError: whatever kept it from starting.
     """
-    front = front_end(config, templates)
+    if timeline is None:
+        with starting() as begun:
+            return connect(config, templates, begun)
+    front = front_end(config, templates, timeline)
     from headrace_engine.engine import Engine
 
     return Engine(front.client, front.intake, front.config)
 
 
-def front_end(config: EngineConfig, templates: TemplateSettings | None = None) -> FrontEnd:
+def front_end(
+    config: EngineConfig, templates: TemplateSettings | None, timeline: StartupTimeline
+) -> FrontEnd:
     """Resolve the checkpoint, read its tokenizer, and prepare a client of a core yet to be built."""
-    try:
-        from headrace_engine.intake.intake import Intake
-        from headrace_engine.startup import StartupTimeline
-    except ImportError as error:
-        raise _missing(error) from error
-    templates = templates or TemplateSettings()
-    timeline = StartupTimeline()
-    with timeline.phase("find device"):
-        choose_platform(config.device.device)
     with timeline.phase("resolve model"):
         resolved = resolve_engine(config)
+        if not config.engine_process:
+            _read_ahead(resolved)
+    with timeline.phase("import front end"):
+        try:
+            from headrace_engine.intake.intake import Intake
+        except ImportError as error:
+            raise _missing(error) from error
+    templates = templates or TemplateSettings()
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
     model = served_model(resolved, tokenizer, templates.chat_template)
@@ -221,9 +249,13 @@ def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
 
 def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
     """Build the engine's core from a configuration alone: the entry point of an engine process."""
-    with timeline.phase("resolve model"):
-        resolved = resolve_engine(config)
-    return build_resolved_core(resolved, timeline)
+    from headrace_engine.startup import collector_paused
+
+    with collector_paused(freeze=True):
+        with timeline.phase("resolve model"):
+            resolved = resolve_engine(config)
+            _read_ahead(resolved)
+        return build_resolved_core(resolved, timeline)
 
 
 def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
@@ -239,13 +271,13 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     return EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(worker_factory(resolved)),
+        executor=executor_class(worker_factory(resolved, timeline)),
         timeline=timeline,
         fit_context=resolved.fit_context,
     )
 
 
-def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
+def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[], ModelWorker]:
     """Makes the worker of the resolved model, which loads it when asked to."""
     from headrace_engine.execution.capture import Capture
     from headrace_engine.execution.worker import ModelWorker
@@ -261,9 +293,9 @@ def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
     )
 
     def make_worker() -> ModelWorker:
-        ops = choose_ops(resolved)
+        ops = choose_ops(resolved, timeline)
         return ModelWorker(
-            lambda: build_model(resolved, ops),
+            lambda: build_model(resolved, ops, timeline),
             ops=ops,
             device=platform.device,
             dtype=info.dtype,
@@ -282,11 +314,12 @@ def worker_factory(resolved: Resolved) -> Callable[[], ModelWorker]:
     return make_worker
 
 
-def choose_ops(resolved: Resolved) -> OpTable:
+def choose_ops(resolved: Resolved, timeline: StartupTimeline) -> OpTable:
     """The best installed implementation of every op, for this device and dtype."""
     config, info, platform, _ = resolved
     need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
-    ops = bind_ops(need, choose=config.device.kernels)
+    with timeline.phase("bind kernels"):
+        ops = bind_ops(need, choose=config.device.kernels)
     if platform.device == "cpu" and not ops.row_invariant:
         logger.warning(
             "these kernels do not promise that outputs are independent of batching; "
@@ -295,12 +328,13 @@ def choose_ops(resolved: Resolved) -> OpTable:
     return ops
 
 
-def build_model(resolved: Resolved, ops: OpTable) -> CausalLM:
+def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> CausalLM:
     """Choose quantization and attention, build the model and read its weights."""
-    from headrace.progress import progress_bars
-    from headrace_core.parallel import SingleProcess
-    from headrace_models.loader import load_model
-    from headrace_models.quantization import quant_method
+    with timeline.phase("import models"):
+        from headrace.progress import progress_bars
+        from headrace_core.parallel import SingleProcess
+        from headrace_models.loader import load_model
+        from headrace_models.quantization import quant_method
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
@@ -316,10 +350,22 @@ def build_model(resolved: Resolved, ops: OpTable) -> CausalLM:
         kv_cache_dtype=config.cache.kv_cache_dtype,
         max_model_len=info.max_model_len,
     )
-    with progress_bars(config.load.use_tqdm_on_load) as progress:
+    with (
+        progress_bars(config.load.use_tqdm_on_load) as progress,
+        timeline.phase("read and pack weights"),
+    ):
         return load_model(
             info, context, load=config.load, seed=config.model.seed, progress=progress
         )
+
+
+def _read_ahead(resolved: Resolved) -> None:
+    """Have the weights read from disk while torch is imported."""
+    from headrace_models.read_ahead import read_ahead
+
+    if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
+        available = resolved.platform.available_memory()
+        read_ahead(resolved.info.path, weight_bytes=resolved.info.weight_bytes, available=available)
 
 
 def attention_chooser(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace.assembly import default_sampling_params, front_end
+from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
@@ -42,14 +42,15 @@ class LLM:
         engine_args.setdefault("log_stats", False)
         if model is not None:
             engine_args["model"] = model
-        front = front_end(EngineArgs(**engine_args).create_engine_config())
-        from headrace_engine.engine import OfflineEngine
+        with starting() as timeline:
+            front = front_end(EngineArgs(**engine_args).create_engine_config(), None, timeline)
+            from headrace_engine.engine import OfflineEngine
 
+            self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
         self.model_info = front.info
         self.engine_config = front.config
         self._default_params = default_sampling_params(front.info.generation_config)
         self._intake = front.intake
-        self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
 
     @property
     def engine(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.assembly import front_end
+from headrace.assembly import front_end, starting
 from headrace.engine_args import EngineArgs
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
@@ -16,10 +16,11 @@ class LLMEngine:
     """Add requests, call :meth:`step` until nothing is unfinished."""
 
     def __init__(self, args: EngineArgs) -> None:
-        front = front_end(args.create_engine_config())
-        from headrace_engine.engine import OfflineEngine
+        with starting() as timeline:
+            front = front_end(args.create_engine_config(), None, timeline)
+            from headrace_engine.engine import OfflineEngine
 
-        self._engine = OfflineEngine(front.client, front.intake)
+            self._engine = OfflineEngine(front.client, front.intake)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:

@@ -8,8 +8,10 @@
 #include "elementwise.h"
 #include "routing.h"
 #include "rotary_cache.h"
+#include "packing.h"
 #include "linear.h"
 #include "quant_linear.h"
+#include "packed_rows.h"
 #include "moe.h"
 #include "attention.h"
 #include "sampling.h"
@@ -39,6 +41,7 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_packed_bytes),
     HR_ENTRY(quant_linear_pack),
     HR_ENTRY(quant_linear),
+    HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     HR_ENTRY(sample),

@@ -212,15 +212,8 @@ inline void pack_weight(WT* out, const WT* weight, int64_t N, int64_t K, int64_t
   constexpr int STEP = Meeting<WT>::STEP;
   const Packed<WT> packed{out, N, K};
   parallel(packed.panels(), N * K, [&](int64_t p) {
-    const int64_t features = packed.features(p), width = int64_t(packed.vectors(p)) * W;
-    WT* to = out + p * PANEL * Packed<WT>::k_length(K);
-    const WT* from = weight + p * PANEL * stride;
-    for (int64_t k = 0; k < Packed<WT>::k_length(K); ++k) {
-      WT* row = to + k / STEP * STEP * width + k % STEP;
-      for (int64_t n = 0; n < width; ++n) {
-        row[n * STEP] = n < features && k < K ? from[n * stride + k] : WT{};
-      }
-    }
+    pack_panel<WT, STEP>(out + p * PANEL * Packed<WT>::k_length(K), int64_t(packed.vectors(p)) * W,
+                         weight + p * PANEL * stride, stride, packed.features(p), K);
   });
 }
 

@@ -2,12 +2,14 @@
 
 Every tensor that the model needs must come exactly once, with the right shape and dtype; every
 tensor that comes must be needed, or be known to be harmless. A leaf is packed as soon as its last
-tensor arrives, so the peak is about one copy of the weights plus one leaf.
+tensor arrives, straight from the mapped file where the leaf allows it, so the peak is about one
+copy of the weights plus one leaf.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +46,9 @@ HARMLESS: Mapping[str, str] = {
 }
 """Left-over tensors that are passed over: a pattern of the whole name, and why."""
 
+_ALIGNMENT = 64
+_MAX_SCRATCH = 128 << 20
+"""Scratch memory that is kept from leaf to leaf, in bytes; more is given back at once."""
 _UNREAD = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 
 
@@ -129,6 +134,34 @@ class _Arrived:
     missing: int = 0
 
 
+class _Scratch:
+    """Memory for the fused tensors of one leaf after the other.
+
+    One buffer for all leaves: memory that is written again and again stays in the processor's
+    cache, while fresh memory would be zeroed by the system first.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor, valid until :meth:`reset`."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        if start + num_bytes > self._buffer.numel():
+            # What was handed out keeps the old buffer alive.
+            self._buffer, start = torch.empty(num_bytes, dtype=torch.uint8), 0
+        self._used = start + num_bytes
+        return self._buffer[start : self._used].view(dtype).view(shape)
+
+    def reset(self) -> None:
+        """Everything that was handed out is no longer needed."""
+        self._used = 0
+        if self._buffer.numel() > _MAX_SCRATCH:
+            self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
 class _Filling:
     """Collects tensors by leaf and loads each leaf when it is complete."""
 
@@ -144,6 +177,7 @@ class _Filling:
             for path, slots in weights.slots.items()
         }
         self.loaded: set[str] = set()
+        self.scratch = _Scratch()
 
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
@@ -196,28 +230,37 @@ class _Filling:
 
     def _load(self, leaf: str) -> None:
         arrived = self.arrived.pop(leaf)
+        views = self.leaves[leaf].takes_views and self.context.device == "cpu"
         tensors = {}
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
-                tensors[key] = self._assemble(slot, parts)
+                tensors[key] = self._assemble(slot, parts, views)
         self.leaves[leaf].load(tensors)
+        self.scratch.reset()
         self.loaded.add(leaf)
 
     def _assemble(
-        self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]]
+        self, slot: Slot, parts: Mapping[int, tuple[Tensor, WeightRule, str, Path]], views: bool
     ) -> Tensor:
-        """One tensor on the model's device out of the parts' pieces for this rank."""
+        """One tensor on the model's device out of the parts' pieces for this rank.
+
+        Args:
+            views: the tensor may be a view of the file or of the scratch memory.
+        """
         dtype = getattr(torch, slot.dtype or self.context.dtype)
-        out = torch.empty(slot.shape, dtype=dtype, device=self.context.device)
+        if views and len(parts) == 1:
+            piece = self._piece(slot, 0, *parts[0][:2])
+            if piece.dtype == dtype:
+                return piece
+        if views:
+            out = self.scratch.take(slot.shape, dtype)
+        else:
+            out = torch.empty(slot.shape, dtype=dtype, device=self.context.device)
         start = 0
         for part in range(slot.num_parts):
             tensor, rule, name, file = parts[part]
-            if rule.transposed and tensor.dim() == 2:
-                tensor = tensor.T
-            if rule.split is not None:
-                tensor = _cut_part(slot, part, tensor)
-            piece = _cut_shard(slot, part, tensor)
+            piece = self._piece(slot, part, tensor, rule)
             if slot.parts and slot.part_dim is not None:
                 size = slot.parts[part].size
                 out.narrow(slot.part_dim, start, size).copy_(piece)
@@ -229,6 +272,15 @@ class _Filling:
                     f"{file}: tensor {name!r} differs from that of the layers it is fused with"
                 )
         return out
+
+    @staticmethod
+    def _piece(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+        """What this rank keeps of a checkpoint's tensor as one part of a slot; a view."""
+        if rule.transposed and tensor.dim() == 2:
+            tensor = tensor.T
+        if rule.split is not None:
+            tensor = _cut_part(slot, part, tensor)
+        return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
         if any(re.fullmatch(pattern, name) for pattern in HARMLESS):

@@ -20,6 +20,7 @@ class PlainWeight(LinearMethod):
 
     def __init__(self, ops: OpTable) -> None:
         self.ops = ops
+        self.takes_views = ops.linear.pack_copies
 
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         return {"weight": TensorSpec((spec.out_features, spec.in_features), None, in_dim=1)}

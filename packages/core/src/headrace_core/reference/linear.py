@@ -11,6 +11,8 @@ from headrace_core.ops import PackedLinear
 class Linear:
     """See :class:`headrace_core.ops.LinearOp`. Packing keeps the weight as it is."""
 
+    pack_copies = False
+
     def pack(self, weight: Tensor) -> PackedLinear:
         return PackedLinear(
             in_features=weight.shape[1],
@@ -22,6 +24,10 @@ class Linear:
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, packed.data, bias)
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        found: Tensor = packed.data[ids]
+        return found
 
 
 def dtype_name(x: Tensor) -> str:

@@ -466,6 +466,30 @@ class OpConformance:
         unit = torch.eye(35, dtype=weight.dtype, device=self.device)
         assert torch.equal(linear(unit, linear.pack(weight)), weight.T)
 
+    @pytest.mark.parametrize(("features", "inputs"), SHAPES)
+    def test_rows_of_a_packed_weight(
+        self, op: Callable[[str], Any], dtype: str, features: int, inputs: int
+    ) -> None:
+        linear = op("linear")
+        weight = self.rand(features, inputs, dtype=dtype)
+        packed = linear.pack(weight)
+        every = torch.arange(features, device=self.device)
+        assert torch.equal(linear.rows(every, packed), weight)
+        some = torch.tensor([features - 1, 0, features // 2], device=self.device)
+        assert torch.equal(linear.rows(some[:2], packed), weight[some[:2]])
+        assert linear.rows(some[:0], packed).shape == (0, inputs)
+
+    def test_packing_that_copies_lets_the_weight_go(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        linear = op("linear")
+        weight = self.rand(67, 35, dtype=dtype)
+        kept = weight.clone()
+        packed = linear.pack(weight)
+        if linear.pack_copies:
+            weight.zero_()
+        assert torch.equal(linear.rows(torch.arange(67, device=self.device), packed), kept)
+
     @pytest.mark.parametrize(("features", "inputs"), [(257, 1000), (33, 17), (64, 2048)])
     def test_linear_is_row_invariant(
         self, invariant_op: Callable[[str], Any], dtype: str, features: int, inputs: int

@@ -24,6 +24,8 @@ class CoreClient(ABC):
     """Phases of the start; complete once :meth:`start` has returned."""
     max_model_len: int = 0
     """Longest context that the core serves, known once it has started; 0 = as configured."""
+    step_seconds: float = 0.0
+    """About what the largest step takes, known once the core has started; 0 = not measured."""
     memory_plan: str = ""
     """Where the core's memory went, for people."""
 

@@ -139,7 +139,8 @@ def _serve(hello: Hello, sender: Sender, commands: zmq.Socket[bytes]) -> None:
         return
     loop = EngineLoop(core, _Sink(sender))
     loop.start()
-    sender.send(Ready(phases_of(timeline), core.memory_plan, core.max_model_len))
+    sender.send(Ready(phases_of(timeline), core.memory_plan, core.max_model_len,
+                      core.step_seconds))  # fmt: skip
     try:
         _take_commands(loop, sender, commands)
     finally:

@@ -36,6 +36,7 @@ class InprocClient(CoreClient):
         core = self._build(self.timeline)
         self.memory_plan = core.memory_plan
         self.max_model_len = core.max_model_len
+        self.step_seconds = core.step_seconds
         self._loop = EngineLoop(core, sink)
         self._loop.start()
         # Whoever forgets to shut down: end the loop with this object, or with the interpreter.

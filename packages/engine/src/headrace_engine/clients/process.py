@@ -104,12 +104,13 @@ class ProcessClient(CoreClient):
             self._clean_up()
             raise
         for phase in ready.phases:
-            self.timeline.add(phase.name, phase.seconds)
-        spent = sum(phase.seconds for phase in ready.phases)
+            self.timeline.add(phase.name, phase.seconds, phase.part_of)
+        spent = sum(phase.seconds for phase in ready.phases if phase.part_of is None)
         self.timeline.add("engine process", max(0.0, time.monotonic() - begin - spent))
         self.timeline.finish()
         self.memory_plan = ready.memory_plan
         self.max_model_len = ready.max_model_len
+        self.step_seconds = ready.step_seconds
         self._heartbeat = (0.0, time.monotonic())
         self._reader = threading.Thread(
             target=self._read, args=(reports, sink), name="headrace-engine-reader", daemon=True

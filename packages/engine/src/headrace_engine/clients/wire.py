@@ -58,6 +58,7 @@ Command = Add | Abort | GetStats | ResetPrefixCache | Stop
 class StartPhase(msgspec.Struct, frozen=True):
     name: str
     seconds: float
+    part_of: str | None = None
 
 
 class RemoteError(msgspec.Struct, frozen=True):
@@ -74,6 +75,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     phases: list[StartPhase]
     memory_plan: str
     max_model_len: int = 0
+    step_seconds: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -167,4 +169,4 @@ def as_exception(data: RemoteError) -> BaseException:
 
 def phases_of(timeline: StartupTimeline) -> list[StartPhase]:
     """A timeline on its way to the other process."""
-    return [StartPhase(phase.name, phase.seconds) for phase in timeline.phases]
+    return [StartPhase(phase.name, phase.seconds, phase.part_of) for phase in timeline.phases]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,10 @@ class MemoryMeter(Protocol):
         """``with meter.peak() as peak: ...`` measures the block."""
         ...
 
+    def trim(self) -> None:
+        """Give memory that is free within this process back."""
+        ...
+
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """The meter of a device."""
@@ -55,11 +61,17 @@ class ProcessMeter:
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         result = Peak()
+        self.trim()  # what is free already would hide as much of the growth
         _reset_high_water()
         before = self.used()
         yield result
         highest = _status_bytes("VmHWM:") or _highest_resident()
         result.bytes = max(0, highest - before)
+
+    def trim(self) -> None:
+        trim = _malloc_trim()
+        if trim is not None:
+            trim(0)
 
 
 class CudaMeter:
@@ -85,6 +97,9 @@ class CudaMeter:
         torch.cuda.synchronize(self._device)
         result.bytes = int(torch.cuda.max_memory_allocated(self._device)) - before
 
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
 
 def _status_bytes(field: str) -> int:
     """A field of ``/proc/self/status`` in bytes; 0 where there is none."""
@@ -96,6 +111,16 @@ def _status_bytes(field: str) -> int:
     except OSError:
         pass
     return 0
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function that returns free memory to the system (malloc_trim(3)); None elsewhere."""
+    try:
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):
+        return None
+    return found
 
 
 def _reset_high_water() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -22,6 +23,12 @@ from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sampling.state import warm_up_batch
 
 logger = logging.getLogger(__name__)
+
+PROFILE_TOKENS, PROFILE_SEQS = 256, 16
+"""On a CPU the largest step is measured whole up to these sizes, beyond them from steps of these
+sizes: prompts of so many tokens cost each token the same, and seconds of a start are saved."""
+WARM_UP_SEQS = 16
+"""Requests of the largest warm-up step on a CPU, where nothing is compiled or sized for more."""
 
 
 class ModelWorker:
@@ -85,6 +92,7 @@ class ModelWorker:
         before = self._meter.used()
         self._model = self._build_model()
         self._layers = self._model.attention_layers()
+        self._meter.trim()
         self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
@@ -99,25 +107,49 @@ class ModelWorker:
 
     @torch.inference_mode()
     def profile(self) -> MemoryProfile:
-        """Run the largest step without a cache, its sampling included, and measure.
+        """Measure the largest step without a cache, its sampling included.
+
+        On a CPU it is run only if it is small (:data:`PROFILE_TOKENS`, :data:`PROFILE_SEQS`); a
+        larger one is reckoned from one prompt of that length, for what grows with the tokens, and
+        one step of that many requests, for what grows with the rows that are sampled.
 
         ``activations``: on CUDA the growth of torch's peak of allocated memory; on a CPU the
         growth of the process's resident set (the kernel's high-water mark, reset before), which
         counts only what the step needs beyond memory that the process already holds, and is never
         less than the step's logits take. ``weights``: what loading added to the same measure, and
         at least the size of the model's parameters if it is a ``torch.nn.Module``.
-        ``available``: free before loading.
+        ``available``: free before loading. ``step_seconds``: the same step's time.
         """
         self._loaded()
-        # A small step settles thread pools and allocators; the largest is run only once, as it
-        # takes seconds on a CPU.
-        self._run_dummy(min(self._max_num_batched_tokens, 64), min(self._max_num_seqs, 2))
-        with self._meter.peak() as peak:
-            self._run_dummy(self._max_num_batched_tokens, self._max_num_seqs)
-        logits = 4 * self._vocab_size * min(self._max_num_seqs, self._max_num_batched_tokens)
-        activations = max(peak.bytes, logits)
+        tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
+        # A small step settles thread pools and allocators.
+        self._run_dummy(min(tokens, 64), min(seqs, 2))
+        small = tokens <= PROFILE_TOKENS and seqs <= PROFILE_SEQS
+        if small or self._device.type != "cpu":
+            activations, seconds = self._measure_dummy(tokens, seqs)
+        else:
+            activations, seconds = self._reckon_largest(tokens, seqs)
+        self._meter.trim()
+        logits = 4 * self._vocab_size * min(seqs, tokens)
+        activations = max(activations, logits)
         activations += self._captured_bytes(activations, logits)
-        return MemoryProfile(self._weights, activations, self._available)
+        return MemoryProfile(self._weights, activations, self._available, seconds)
+
+    def _measure_dummy(self, num_tokens: int, num_seqs: int) -> tuple[int, float]:
+        """Bytes that a step adds at its peak, and its seconds."""
+        begin = time.perf_counter()
+        with self._meter.peak() as peak:
+            self._run_dummy(num_tokens, num_seqs)
+        return peak.bytes, time.perf_counter() - begin
+
+    def _reckon_largest(self, tokens: int, seqs: int) -> tuple[int, float]:
+        """As :meth:`_measure_dummy` for the largest step, from smaller ones."""
+        length, rows = min(tokens, PROFILE_TOKENS), min(seqs, tokens, PROFILE_SEQS)
+        prompt = self._measure_dummy(length, 1)
+        sampled = self._measure_dummy(rows, rows)
+        by_token, by_row = tokens / length, min(seqs, tokens) / rows
+        bytes_, seconds = (p * by_token + s * by_row for p, s in zip(prompt, sampled))
+        return int(bytes_), seconds
 
     def _captured_bytes(self, activations: int, logits: int) -> int:
         """What captured steps will hold besides: their share of the largest step's activations,
@@ -150,7 +182,8 @@ class ModelWorker:
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
         block_size = self._ready().block_size
         self._run_dummy(1, 1)
-        self._run_dummy(min(seqs, tokens), seqs)
+        many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
+        self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(block_size, tokens), 1)
         if self._capture is not None:
             runner = self._ready()

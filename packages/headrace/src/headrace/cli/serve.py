@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
@@ -30,27 +31,27 @@ def main(words: Sequence[str]) -> int:
     if engine_args.settings:
         logger.info("non-default engine settings: %s", engine_args.settings)
 
-    from headrace_server.run import bind, run
+    from headrace.assembly import TemplateSettings, connect, starting
 
-    # Bound before anything is loaded: a port in use fails now, not after a minute of loading.
-    listening = bind(settings)
-    try:
-        from headrace.assembly import TemplateSettings, connect
-        from headrace_server.app import create_app
-
-        templates = TemplateSettings(
-            template_text(settings.chat_template),
-            settings.chat_template_content_format,
-            settings.trust_request_chat_template,
-        )
-        engine = connect(config, templates)
+    with contextlib.ExitStack() as stack:
+        with starting(whole_process=True) as timeline:
+            with timeline.phase("import server"):
+                from headrace_server.app import create_app
+                from headrace_server.run import bind, run
+            # Bound before anything is loaded: a port in use fails now, not after a minute.
+            listening = stack.enter_context(contextlib.closing(bind(settings)))
+            templates = TemplateSettings(
+                template_text(settings.chat_template),
+                settings.chat_template_content_format,
+                settings.trust_request_chat_template,
+            )
+            engine = connect(config, templates, timeline)
+            with timeline.phase("build routes"):
+                app = create_app(engine, settings)
         if config.engine_process:  # the plan was made, and logged, in the other process
             logger.info("memory plan:\n%s", engine.client.memory_plan)
-        logger.info("start-up took:\n%s", engine.client.timeline.describe())
-        app = create_app(engine, settings)
+        logger.info("start-up took:\n%s", timeline.describe())
         return run(app, listening, settings)
-    finally:
-        listening.close()
 
 
 def make_parser() -> Parser:

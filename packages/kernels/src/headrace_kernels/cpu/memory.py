@@ -24,7 +24,11 @@ def packed_buffer(num_bytes: int) -> Tensor:
     """
     if num_bytes < HUGE_PAGE:
         return torch.empty(num_bytes, dtype=torch.uint8)
-    region = mmap.mmap(-1, num_bytes + HUGE_PAGE)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # Private: shared anonymous memory is a file system's, whose pages are small by default.
+        region = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        region = mmap.mmap(-1, num_bytes + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)

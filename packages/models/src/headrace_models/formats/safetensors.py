@@ -51,6 +51,7 @@ class SafetensorsFormat:
                 yield entry.name, _view(content, entry, file), file
                 done += entry.num_bytes
                 progress(LoadProgress("weights", done, total, "B", file.name))
+                _let_go(content, entry)
 
     def _content(self, file: Path) -> mmap.mmap | bytearray:
         """The file's bytes. A mapping lives as long as a tensor that looks into it."""
@@ -62,6 +63,16 @@ class SafetensorsFormat:
                 return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise WeightsError(f"{file}: cannot be read: {error}") from error
+
+
+def _let_go(content: mmap.mmap | bytearray, entry: TensorEntry) -> None:
+    """Give a tensor's pages back to the file cache: what was packed need not count as ours. Whoever
+    still looks gets them again."""
+    if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (entry.offset + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < last:
+            content.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _view(content: mmap.mmap | bytearray, entry: TensorEntry, file: Path) -> Tensor:

@@ -104,6 +104,9 @@ class WeightLayer(Layer, ABC):
 
     name: str
     """Full name, as the checkpoint spells it; for messages."""
+    takes_views: bool = False
+    """True if :meth:`load` keeps nothing of its tensors: they may then be views of the
+    checkpoint's file, or of memory that is used again for the next leaf."""
 
     @abstractmethod
     def slots(self) -> Mapping[str, Slot]:

@@ -7,10 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from headrace_core.linear import LinearSpec
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
-from headrace_models.layers.embedding import Embedding
-from headrace_models.layers.linear import Linear, TiedLinear
+from headrace_models.layers.embedding import Embedding, PackedEmbedding
+from headrace_models.layers.linear import (
+    Linear,
+    QuantizedTiedLinear,
+    TiedLinear,
+    quantizes_floats,
+)
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 from headrace_models.settings import MAX_LAYERS, Settings
 
@@ -61,7 +67,13 @@ class Decoder(Layer, ABC):
         self.context = context
         self.settings = Settings(context.config)
         hidden, vocab = self.hidden_size(), self.settings.integer("vocab_size")
-        self.embed = Embedding(context, f"{prefix}{self.embedding_name}", vocab, hidden)
+        tied = self.settings.flag("tie_word_embeddings", self.ties_embeddings)
+        head = LinearSpec(f"{prefix}lm_head", hidden, (vocab,), context.dtype)
+        method = context.quant.for_layer(head)
+        shared = tied and not quantizes_floats(method, head)
+        self.embed: Embedding | PackedEmbedding = (PackedEmbedding if shared else Embedding)(
+            context, f"{prefix}{self.embedding_name}", vocab, hidden
+        )
         self.prepare(context, prefix)
         self.layers = [
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
@@ -69,13 +81,14 @@ class Decoder(Layer, ABC):
         ]
         self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
-        self.head: Linear | TiedLinear
-        if self.settings.flag("tie_word_embeddings", self.ties_embeddings):
-            self.head = TiedLinear(
-                context, f"{prefix}lm_head", (vocab, hidden), lambda: self.embed.weight
-            )
+        self.head: Linear | TiedLinear | QuantizedTiedLinear
+        if isinstance(self.embed, PackedEmbedding):
+            self.head = TiedLinear(context, head.name, self.embed.weight)
+        elif tied:
+            table = self.embed
+            self.head = QuantizedTiedLinear(head, method, lambda: table.weight)
         else:
-            self.head = Linear(context, f"{prefix}lm_head", hidden, [Part(vocab)])
+            self.head = Linear(context, head.name, hidden, [Part(vocab)])
 
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")

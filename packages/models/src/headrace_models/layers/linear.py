@@ -72,6 +72,7 @@ class Linear(WeightLayer):
             part_names=part_names,
         )
         self.method = context.quant.for_layer(self.spec)
+        self.takes_views = self.method.takes_views
         self.state: Any = None
         self.bias: Tensor | None = None
 
@@ -89,6 +90,8 @@ class Linear(WeightLayer):
         bias = own.pop("bias", None)
         # Every rank of a row-parallel layer holds the whole bias; the sum may contain it once.
         self.bias = None if self.reduce and self.communicator.rank else bias
+        if self.bias is not None and self.takes_views:
+            self.bias = self.bias.clone()
         self.state = self.method.finish(self.spec, own)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -145,6 +148,7 @@ class PlainLinear(WeightLayer):
     ) -> None:
         self.name = name
         self.ops = context.ops
+        self.takes_views = context.ops.linear.pack_copies
         self.shape = (out_features, in_features)
         self.packed: PackedLinear | None = None
 
@@ -162,38 +166,59 @@ class PlainLinear(WeightLayer):
 class TiedLinear(WeightLayer):
     """A layer whose weight is another layer's (the head that is the embedding).
 
-    What it multiplies with is a copy, packed: by the quantization method, if that makes integers
-    of floating weights, else as it is.
+    Args:
+        packed: gives the other layer's weight once that is loaded.
     """
 
     def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        shape: tuple[int, int],
-        weight: Callable[[], Tensor],
+        self, context: BuildContext, name: str, packed: Callable[[], PackedLinear]
     ) -> None:
         self.name = name
-        self.weight = weight
-        self.spec = LinearSpec(name, shape[1], (shape[0],), context.dtype)
-        self.method: LinearMethod = context.quant.for_layer(self.spec)
-        (suffix, tensor), *others = self.method.create(self.spec).items()
         self.ops = context.ops
-        self.takes_floats = suffix == "weight" and tensor.dtype is None and not others
+        self.shared = packed
+        self.packed: PackedLinear | None = None
+
+    def slots(self) -> Mapping[str, Slot]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.packed = self.shared()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        assert self.packed is not None, self.name
+        return self.ops.linear(x, self.packed)
+
+
+class QuantizedTiedLinear(WeightLayer):
+    """A layer that multiplies with a quantized copy of another layer's floating weight.
+
+    Costs the copy's memory; a step then reads the copy, which is smaller, and not the weight.
+
+    Args:
+        method: makes integers of floating weights (:func:`quantizes_floats`).
+        weight: gives the other layer's weight once that is loaded.
+    """
+
+    def __init__(
+        self, spec: LinearSpec, method: LinearMethod, weight: Callable[[], Tensor]
+    ) -> None:
+        self.name = spec.name
+        self.spec, self.method, self.weight = spec, method, weight
         self.state: Any = None
 
     def slots(self) -> Mapping[str, Slot]:
         return {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        weight = self.weight()
-        if self.takes_floats:
-            self.state = self.method.finish(self.spec, {"weight": weight})
-        else:  # integers are stored for other layers; the embedding that this one is, is not
-            self.state = self.ops.linear.pack(weight)
+        self.state = self.method.finish(self.spec, {"weight": self.weight()})
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.state is not None, self.name
-        if self.takes_floats:
-            return self.method.apply(self.state, x)
-        return self.ops.linear(x, self.state)
+        return self.method.apply(self.state, x)
+
+
+def quantizes_floats(method: LinearMethod, spec: LinearSpec) -> bool:
+    """Whether the method makes a floating weight something else while loading."""
+    tensors = dict(method.create(spec))
+    weight = tensors.pop("weight", None)
+    return not method.is_plain and weight is not None and weight.dtype is None and not tensors

@@ -13,6 +13,7 @@ from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
     dtype_code,
+    int64,
     matrix,
     mismatch,
     vector,
@@ -20,7 +21,13 @@ from headrace_kernels.cpu.ops.arguments import (
 
 
 class Linear:
-    """See :class:`headrace_core.ops.LinearOp`; ``data`` is the packed weight, uint8."""
+    """See :class:`headrace_core.ops.LinearOp`; ``data`` is the packed weight, uint8.
+
+    Raises:
+        IndexError: from :meth:`rows`, an id is outside [0, N).
+    """
+
+    pack_copies = True
 
     def __init__(self, library: Library) -> None:
         self._library, self._kernel = library, library.linear
@@ -49,4 +56,17 @@ class Linear:
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows,
             out_features, packed.in_features, stride, CODES[dtype],
         )  # fmt: skip
+        return out
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        ids = int64(ids)
+        rows = ids.shape[0]
+        dtype = getattr(torch, packed.dtype)
+        out = torch.empty(rows, packed.in_features, dtype=dtype)
+        status = self._library.linear_rows(
+            out.data_ptr(), ids.data_ptr(), packed.data.data_ptr(), rows, packed.out_features,
+            packed.in_features, CODES[dtype],
+        )  # fmt: skip
+        if status:
+            raise IndexError(f"embedding: an id is outside [0, {packed.out_features})")
         return out
