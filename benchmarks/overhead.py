@@ -123,7 +123,7 @@ class Probe:
         put(Scheduler, "update", "engine: update", cpu=True)
         put(EngineLoop, "_emit", "engine: emit", cpu=True)
         put(OutputProcessor, "process", "front: text", cpu=True)
-        put(RequestState, "take", "front: outputs", cpu=True)
+        put(RequestState, "take", "front: outputs")
         self._watch_steps(runner)
 
     def _watch_steps(self, runner: Any) -> None:
@@ -196,7 +196,7 @@ def run_served(model: str, batches: list[int], settings: dict[str, Any], pause: 
     from headrace_server.run import serve
 
     probe, found = Probe(pause), {}
-    probe.watches.put(completions, "event", "front: JSON", cpu=True)
+    probe.watches.put(completions, "event", "front: JSON")
     engine = connect(EngineArgs(model=model, use_tqdm_on_load=False, log_stats=False, **settings)
                      .create_engine_config())  # fmt: skip
     sock = socket.socket()

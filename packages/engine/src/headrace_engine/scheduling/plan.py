@@ -53,6 +53,15 @@ class StepPlan:
             self.num_long_partial += 0 < long_threshold < remaining
         self.entries.append(InFlight(state, state.epoch, remaining == 0))
 
+    def add_decode(self, state: RequestState) -> None:
+        """:meth:`add` for the one token that a request lacks: it samples the next."""
+        self.budget -= 1
+        self.num_scheduled_tokens[state.request_id] = 1
+        state.num_computed_tokens += 1
+        state.num_steps_in_flight += 1
+        state.num_placeholders += 1
+        self.entries.append(InFlight(state, state.epoch, True))
+
     def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""
         state, epoch, _ = self.entries[index]
@@ -62,6 +71,8 @@ class StepPlan:
         if state.num_computed_tokens == state.num_tokens:
             state.num_placeholders += 1
             self.entries[index] = InFlight(state, epoch, True)
+        if not any(gained):
+            return
         new = next((n for n in self.new_requests if n.request_id == state.request_id), None)
         known = new.block_ids if new is not None else self.new_block_ids.get(state.request_id)
         if known is None:

@@ -45,6 +45,8 @@ class RequestState:
     """Order of arrival in this scheduler."""
     sort_key: tuple[float, ...]
     """Place in the policy's order; the last of the running requests is preempted first."""
+    max_num_tokens: int
+    """Length at which it ends whatever is sampled: its ``max_tokens``, or the context's."""
     num_computed_tokens: int = 0
     num_placeholders: int = 0
     num_steps_in_flight: int = 0
@@ -64,7 +66,13 @@ class RequestState:
 
     @classmethod
     def create(
-        cls, request: CoreRequest, sequence_number: int, *, by_priority: bool, now: float
+        cls,
+        request: CoreRequest,
+        sequence_number: int,
+        *,
+        by_priority: bool,
+        now: float,
+        max_model_len: int,
     ) -> RequestState:
         key: tuple[float, ...] = (sequence_number,)
         if by_priority:
@@ -77,6 +85,7 @@ class RequestState:
             cache_salt=request.cache_salt,
             sequence_number=sequence_number,
             sort_key=key,
+            max_num_tokens=min(len(request.prompt_token_ids) + request.max_tokens, max_model_len),
             queued_ts=now,
             prompt_logprobs_pending=request.params.prompt_logprobs is not None,
         )

@@ -39,7 +39,7 @@ from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
 from headrace_engine.scheduling.plan import InFlight, StepPlan, new_request
 from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
 from headrace_engine.scheduling.request import RequestState, RequestStatus
-from headrace_engine.scheduling.stopping import all_tokens_scheduled, finish_reason
+from headrace_engine.scheduling.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,11 @@ class Scheduler:
                 retry_after=self._admissions.retry_after(self._clock()),
             )
         state = RequestState.create(
-            request, self._num_added, by_priority=self._by_priority, now=self._clock()
+            request,
+            self._num_added,
+            by_priority=self._by_priority,
+            now=self._clock(),
+            max_model_len=self._max_model_len,
         )
         self._num_added += 1
         self._requests[state.request_id] = state
@@ -192,16 +196,19 @@ class Scheduler:
         """
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
-        outputs = []
+        outputs, finished = [], False
+        find = result.requests.get
         for state, epoch, samples in self._land(step):
             if state.epoch != epoch or state.status is RequestStatus.FINISHED:
                 continue
             state.num_steps_in_flight -= 1
             state.num_placeholders -= samples
-            output = self._take(state, samples, result.requests.get(state.request_id))
+            output = self._take(state, samples, find(state.request_id))
             if output is not None:
                 outputs.append(output)
-        self._drop_finished()
+                finished |= output.finish_reason is not None
+        if finished:
+            self._drop_finished()
         return outputs
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
@@ -274,18 +281,24 @@ class Scheduler:
     # -- filling a step ------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        index = 0
-        while index < len(self._running) and plan.budget > 0:
-            state = self._running[index]
+        index, running = 0, self._running
+        while index < len(running) and plan.budget > 0:
+            state = running[index]
             index += 1
-            if all_tokens_scheduled(state, self._max_model_len):
-                continue
-            remaining = state.num_tokens - state.num_computed_tokens
-            num_tokens = min(self._share(remaining, plan), plan.budget)
+            num_tokens = len(state.all_token_ids) + state.num_placeholders
+            if num_tokens >= state.max_num_tokens:
+                continue  # the steps in flight bring it to its end
+            num_tokens -= state.num_computed_tokens
+            decodes = num_tokens == 1
+            if not decodes:
+                num_tokens = min(self._share(num_tokens, plan), plan.budget)
             gained = self._allocate(state, num_tokens, plan)
             if gained is None:
                 break
-            plan.add(state, num_tokens, self._long_threshold)
+            if decodes:
+                plan.add_decode(state)
+            else:
+                plan.add(state, num_tokens, self._long_threshold)
             if gained[0]:
                 plan.new_block_ids[state.request_id] = gained
 
@@ -428,7 +441,7 @@ class Scheduler:
             self._counters.prompt_tokens += state.num_prompt_tokens
         self._counters.generation_tokens += 1
         state.all_token_ids += result.token_ids
-        reason = finish_reason(state, self._max_model_len)
+        reason = finish_reason(state)
         if reason is None:
             output = self._output(state)
         else:
@@ -455,13 +468,11 @@ class Scheduler:
         return output
 
     def _output(self, state: RequestState) -> CoreOutput:
-        return CoreOutput(
-            request_id=state.request_id,
-            num_cached_tokens=max(state.num_cached_tokens, 0),
-            num_preemptions=state.num_preemptions,
-            queued_ts=state.queued_ts,
-            scheduled_ts=state.scheduled_ts,
-        )
+        output = CoreOutput(state.request_id)
+        output.num_cached_tokens = max(state.num_cached_tokens, 0)
+        output.num_preemptions = state.num_preemptions
+        output.queued_ts, output.scheduled_ts = state.queued_ts, state.scheduled_ts
+        return output
 
     def _forget_in_worker(self, state: RequestState) -> None:
         if state.held_by_worker:
