@@ -28,6 +28,8 @@ class StepPlan:
     """
 
     def __init__(self, budget: int, *, contended: bool = False) -> None:
+        self.size = budget
+        """Tokens that it may hold in all."""
         self.budget = budget
         self.contended = contended
         self.num_partial = 0

@@ -84,6 +84,9 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_tokens: int = config.max_num_batched_tokens or 0
         self._max_seqs: int = config.max_num_seqs or 0
+        shared = max(config.max_num_shared_tokens or self._max_tokens, self._max_seqs)
+        # Whole prompts must fit into a step where they may not be cut.
+        self._shared_tokens = shared if config.enable_chunked_prefill else self._max_tokens
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._by_priority = config.policy == "priority"
         self._long_threshold = config.long_prefill_token_threshold
@@ -172,7 +175,7 @@ class Scheduler:
         """The next step, or None if nothing can run before a step in flight has ended."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
-        plan = StepPlan(self._max_tokens, contended=self._is_contended())
+        plan = StepPlan(self._budget(), contended=self._is_contended())
         self._schedule_running(plan)
         # After a preemption the pool is exhausted: admitting now would only thrash.
         if not plan.num_preempted:
@@ -185,7 +188,7 @@ class Scheduler:
         self._gone = []
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
-        self._counters.count_step(self._max_tokens - plan.budget)
+        self._counters.count_step(plan.size - plan.budget)
         return step
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
@@ -381,8 +384,15 @@ class Scheduler:
     def _share(self, remaining: int, plan: StepPlan) -> int:
         """At most its share of the budget for a long prompt, if others could use the rest."""
         if plan.contended and remaining > self._long_threshold:
-            return min(remaining, max(1, self._max_tokens // self._config.max_num_partial_prefills))
+            return min(remaining, max(1, plan.size // self._config.max_num_partial_prefills))
         return remaining
+
+    def _budget(self) -> int:
+        """Tokens of the next step. Where a step's time grows with them, a large one would let
+        several prompts wait for each other, and decoding requests for all of them; a request that
+        is alone loses nothing."""
+        alone = len(self._requests) == 1
+        return self._max_tokens if alone else min(self._max_tokens, self._shared_tokens)
 
     def _is_contended(self) -> bool:
         if self._config.max_num_partial_prefills == 1 or not self._long_threshold:
