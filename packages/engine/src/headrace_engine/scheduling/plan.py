@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from headrace_core.kv import BlockIds
 from headrace_core.step import NewRequest, ScheduledStep
-from headrace_engine.scheduling.request import RequestState
-
-
-class InFlight(NamedTuple):
-    """A request's part in a step whose result is not known yet."""
-
-    state: RequestState
-    epoch: int
-    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
-    samples: bool
-    """Whether the step yields a token for it."""
+from headrace_engine.scheduling.request import InFlight, RequestState
 
 
 class StepPlan:
@@ -62,7 +50,10 @@ class StepPlan:
         state.num_computed_tokens += 1
         state.num_steps_in_flight += 1
         state.num_placeholders += 1
-        self.entries.append(InFlight(state, state.epoch, True))
+        entry = state.decoding_entry
+        if entry is None or entry[1] != state.epoch:
+            entry = state.decoding_entry = InFlight(state, state.epoch, True)
+        self.entries.append(entry)
 
     def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace_core.request import CoreRequest
 from headrace_core.step import TokenLogprobs
@@ -19,6 +20,16 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted"
     """Back in the queue, without blocks; computes everything again when resumed."""
     FINISHED = "finished"
+
+
+class InFlight(NamedTuple):
+    """A request's part in a step whose result is not known yet."""
+
+    state: RequestState
+    epoch: int
+    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
+    samples: bool
+    """Whether the step yields a token for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +74,8 @@ class RequestState:
     """Pieces of the prompt collected so far."""
     prompt_logprobs_pending: bool = False
     """Asked for and not yet handed out."""
+    decoding_entry: InFlight | None = None
+    """Kept, as it is the same for every token of an epoch."""
 
     @classmethod
     def create(

@@ -36,9 +36,9 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
-from headrace_engine.scheduling.plan import InFlight, StepPlan, new_request
+from headrace_engine.scheduling.plan import StepPlan, new_request
 from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
-from headrace_engine.scheduling.request import RequestState, RequestStatus
+from headrace_engine.scheduling.request import InFlight, RequestState, RequestStatus
 from headrace_engine.scheduling.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
@@ -199,18 +199,17 @@ class Scheduler:
         """
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
-        outputs, finished = [], False
-        find = result.requests.get
+        outputs, num_unfinished = [], len(self._requests)
+        find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples in self._land(step):
-            if state.epoch != epoch or state.status is RequestStatus.FINISHED:
+            if state.epoch != epoch or state.status is ended:
                 continue
             state.num_steps_in_flight -= 1
             state.num_placeholders -= samples
             output = self._take(state, samples, find(state.request_id))
             if output is not None:
                 outputs.append(output)
-                finished |= output.finish_reason is not None
-        if finished:
+        if len(self._requests) < num_unfinished:
             self._drop_finished()
         return outputs
 
@@ -284,7 +283,7 @@ class Scheduler:
     # -- filling a step ------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        index, running = 0, self._running
+        index, running, allocate = 0, self._running, self._kv.allocate
         while index < len(running) and plan.budget > 0:
             state = running[index]
             index += 1
@@ -295,8 +294,8 @@ class Scheduler:
             decodes = num_tokens == 1
             if not decodes:
                 num_tokens = min(self._share(num_tokens, plan), plan.budget)
-            gained = self._allocate(state, num_tokens, plan)
-            if gained is None:
+            gained = allocate(state, num_tokens)
+            if gained is None and (gained := self._preempt_for(state, num_tokens, plan)) is None:
                 break
             if decodes:
                 plan.add_decode(state)
@@ -305,21 +304,23 @@ class Scheduler:
             if gained[0]:
                 plan.new_block_ids[state.request_id] = gained
 
-    def _allocate(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
-        """Blocks for a running request; None if it had to be preempted itself.
+    def _preempt_for(
+        self, state: RequestState, num_tokens: int, plan: StepPlan
+    ) -> BlockIds | None:
+        """Blocks for a running request, taken from others; None if it was preempted itself.
 
         The running list is in the policy's order and is walked from the front, so a victim from
         its end is never already part of this step.
         """
         while True:
-            gained = self._kv.allocate(state, num_tokens)
-            if gained is not None:
-                return gained
             victim = self._running.pop()
             self._preempt(victim)
             plan.num_preempted += 1
             if victim is state:
                 return None
+            gained = self._kv.allocate(state, num_tokens)
+            if gained is not None:
+                return gained
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         passed_over: list[RequestState] = []
@@ -453,7 +454,7 @@ class Scheduler:
         state.all_token_ids += result.token_ids
         reason = finish_reason(state)
         if reason is None:
-            output = self._output(state)
+            output = _output(state)
         else:
             output = self._end(state, reason)
             if reason == "stop":
@@ -472,16 +473,10 @@ class Scheduler:
         state.status = RequestStatus.FINISHED
         self._kv.free(state.request_id)
         self._forget_in_worker(state)
+        state.decoding_entry = None  # it refers back to the state
         del self._requests[state.request_id]
-        output = self._output(state)
+        output = _output(state)
         output.finish_reason, output.error = reason, error
-        return output
-
-    def _output(self, state: RequestState) -> CoreOutput:
-        output = CoreOutput(state.request_id)
-        output.num_cached_tokens = max(state.num_cached_tokens, 0)
-        output.num_preemptions = state.num_preemptions
-        output.queued_ts, output.scheduled_ts = state.queued_ts, state.scheduled_ts
         return output
 
     def _forget_in_worker(self, state: RequestState) -> None:
@@ -519,3 +514,11 @@ class Scheduler:
         return bisect.bisect_left(
             range(1, self._max_model_len + 1), True, key=lambda length: not self._kv.fits(length)
         )
+
+
+def _output(state: RequestState) -> CoreOutput:
+    """An output that says nothing new of a request. By position: one is made for every token."""
+    return CoreOutput(
+        state.request_id, [], None, None, None, None, None, max(state.num_cached_tokens, 0),
+        state.num_preemptions, state.queued_ts, state.scheduled_ts,
+    )  # fmt: skip
