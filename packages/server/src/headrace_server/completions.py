@@ -27,7 +27,7 @@ from headrace_server.protocol.completions import (
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
-from headrace_server.stream import EventTemplate, close, event, merge
+from headrace_server.stream import EventTemplate, Numbered, close, event, merge
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Completion:
                     index = position * self.body.n + part.index
                     choices[index] = self._choice(index, part, output, echo)
         finally:
-            await outputs.aclose()
+            await close(outputs)
         return CompletionResponse(
             id=self.id,
             created=self._created,
@@ -127,7 +127,7 @@ class Completion:
                     if chunk is not None:
                         yield event(self._wrap([chunk], self._usage() if running else None))
         finally:
-            await outputs.aclose()
+            await close(outputs)
         if forced or (options is not None and options.include_usage):
             yield event(self._wrap([], self._usage()))
 
@@ -143,22 +143,10 @@ class Completion:
 
         return [template(index) for index in range(len(self._prompts) * body.n)]
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    def _outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs of all prompts, each with its prompt's position. Closing aborts."""
         streams = [self._generate(i, prompt) for i, prompt in enumerate(self._prompts)]
-        if len(streams) > 1:
-            outputs = merge(streams)
-            try:
-                async for item in outputs:
-                    yield item
-            finally:
-                await outputs.aclose()
-            return
-        try:
-            async for output in streams[0]:
-                yield 0, output
-        finally:
-            await close(streams[0])
+        return Numbered(streams[0]) if len(streams) == 1 else merge(streams)
 
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)

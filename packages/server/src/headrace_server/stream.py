@@ -64,6 +64,20 @@ class EventTemplate:
         return self._head + _encoder.encode(text) + self._tail
 
 
+class Numbered(AsyncIterator[tuple[int, T]]):
+    """The items of one stream as :func:`merge` would give them, at less cost."""
+
+    def __init__(self, stream: AsyncIterator[T]) -> None:
+        self._stream = stream
+        self._next = stream.__anext__
+
+    async def __anext__(self) -> tuple[int, T]:
+        return 0, await self._next()
+
+    async def aclose(self) -> None:
+        await close(self._stream)
+
+
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several streams as they come, each with its stream's position.
 

@@ -271,6 +271,8 @@ class RequestState:
             return None
         self._taken_finished = self.finished
         if self._kind is RequestOutputKind.DELTA:
+            if self._only is not None:
+                return self._output([self._only.delta()], self._take_prompt_logprobs())
             ready = [c for c in self._list if c.ready(self._interval)]
             return self._output([c.delta() for c in ready], self._take_prompt_logprobs())
         return self._output([c.whole() for c in self._list], self._prompt_logprobs)
