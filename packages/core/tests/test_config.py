@@ -39,6 +39,8 @@ INFO = ModelInfo(
         (lambda: SchedulerConfig(max_num_seqs=0), "scheduler.max_num_seqs"),
         (lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),
          "scheduler.max_num_batched_tokens"),
+        (lambda: SchedulerConfig(max_num_shared_tokens=9, max_num_batched_tokens=8),
+         "scheduler.max_num_shared_tokens"),
         (lambda: SchedulerConfig(max_long_partial_prefills=2), "scheduler.max_long_partial_prefills"),
         (lambda: SchedulerConfig(max_num_partial_prefills=2, enable_chunked_prefill=False),
          "scheduler.max_num_partial_prefills"),
@@ -77,6 +79,7 @@ def test_resolve_fills_in_and_logs(caplog):
     resolved = resolve(EngineConfig(), INFO, CpuPlatform())
     assert resolved.scheduler.max_num_seqs == 128
     assert resolved.scheduler.max_num_batched_tokens == 2048
+    assert resolved.scheduler.max_num_shared_tokens == 512
     assert resolved.scheduler.async_scheduling is True
     assert resolved.cache.block_size == 16
     assert resolved.model.dtype == "bfloat16"
@@ -105,7 +108,8 @@ def test_long_prefill_threshold_defaults_to_four_percent():
 
 def test_few_batched_tokens_bound_the_default_number_of_requests():
     few = SchedulerConfig(max_num_batched_tokens=32)
-    assert resolve(EngineConfig(scheduler=few), INFO, CpuPlatform()).scheduler.max_num_seqs == 32
+    resolved = resolve(EngineConfig(scheduler=few), INFO, CpuPlatform()).scheduler
+    assert (resolved.max_num_seqs, resolved.max_num_shared_tokens) == (32, 32)
 
 
 def test_survives_the_process_border():

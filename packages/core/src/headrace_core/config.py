@@ -169,6 +169,12 @@ class SchedulerConfig:
         None, "Most tokens in one step. Default: 2048 on a CPU, 8192 on a GPU.", human_int=True,
         cost="activations grow with it; small values lengthen prefill, large ones delay decode",
     )  # fmt: skip
+    max_num_shared_tokens: int | None = option(
+        None, "Most tokens in one step while several requests compete for it (max_num_seqs if "
+        "that is more). Default: 512 on a CPU, where a step's time grows with its tokens; as "
+        "max_num_batched_tokens on a GPU.", human_int=True,
+        cost="small values bring first tokens earlier, one request after the other",
+    )  # fmt: skip
     max_num_seqs: int | None = option(
         None, "Most requests in one step. Default: 128 on a CPU, 256 on a GPU."
     )
@@ -200,7 +206,7 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
+        for name in ("max_num_batched_tokens", "max_num_shared_tokens", "max_num_seqs"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
         for name in ("max_num_partial_prefills", "stream_interval", "max_queued_requests"):
@@ -217,6 +223,9 @@ class SchedulerConfig:
             _check(self.max_num_batched_tokens >= self.max_num_seqs,
                    "scheduler.max_num_batched_tokens", self.max_num_batched_tokens,
                    f"at least max_num_seqs = {self.max_num_seqs}")  # fmt: skip
+        shared, most = self.max_num_shared_tokens, self.max_num_batched_tokens
+        _check(shared is None or most is None or shared <= most, "scheduler.max_num_shared_tokens",
+               shared, f"at most max_num_batched_tokens = {most}")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +376,10 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
         chosen["max_num_batched_tokens"] = tokens
     if scheduler.max_num_seqs is None and seqs > tokens:
         seqs = chosen["max_num_seqs"] = tokens
+    shared = scheduler.max_num_shared_tokens
+    if shared is None:
+        shared = min(max(platform.default_max_num_shared_tokens, seqs), tokens)
+        chosen["max_num_shared_tokens"] = shared
     if not scheduler.enable_chunked_prefill and tokens < info.max_model_len:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens = {tokens}: must be at least max_model_len = "
@@ -400,6 +413,7 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
             scheduler,
             max_num_seqs=seqs,
             max_num_batched_tokens=tokens,
+            max_num_shared_tokens=shared,
             long_prefill_token_threshold=threshold,
             async_scheduling=overlapped,
         ),

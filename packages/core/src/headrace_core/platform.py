@@ -30,6 +30,8 @@ class Platform(Protocol):
     def default_max_num_seqs(self) -> int: ...
     @property
     def default_max_num_batched_tokens(self) -> int: ...
+    @property
+    def default_max_num_shared_tokens(self) -> int: ...
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
         """What ``dtype="auto"`` means for weights of that dtype."""
@@ -49,6 +51,7 @@ class CpuPlatform:
     default_block_size: int = 16
     default_max_num_seqs: int = 128
     default_max_num_batched_tokens: int = 2048
+    default_max_num_shared_tokens: int = 512
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
         """As stored: float32 stays exact; 16-bit weights are multiplied with float32 sums."""
@@ -68,6 +71,7 @@ class CudaPlatform:
     default_block_size: int = 16
     default_max_num_seqs: int = 256
     default_max_num_batched_tokens: int = 8192
+    default_max_num_shared_tokens: int = 8192
 
     def dtype_for(self, checkpoint_dtype: str) -> str:
         """float32 checkpoints run in float16: tensor cores have no float32."""

@@ -73,9 +73,24 @@ class _WeakSink:
 class _Stream:
     """One consumer of one request."""
 
+    __slots__ = ("_waiter", "state")
+
     def __init__(self, state: RequestState) -> None:
         self.state = state
-        self.news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        """There is news."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        """For news that come after this call: the caller has looked at what there is."""
+        self._waiter = loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
 
 class Engine:
@@ -158,17 +173,17 @@ class Engine:
             ),
         )
         stream = self._open_stream(request)
+        state, loop = stream.state, asyncio.get_running_loop()
         try:
             while True:
-                output = stream.state.take()
-                if output is not None and stream.state.error is None:
+                output = state.take()
+                if output is not None and state.error is None:
                     yield output
                     if output.finished:
                         return
                     continue
-                self._raise_failure(stream.state)
-                stream.news.clear()
-                await stream.news.wait()
+                self._raise_failure(state)
+                await stream.wait(loop)
         finally:
             self._close_stream(stream)
 
@@ -253,11 +268,11 @@ class Engine:
         for state in processed.changed:
             stream = self._streams.get(state.request.request_id)
             if stream is not None and (state.ready or state.error is not None):
-                stream.news.set()
+                stream.wake()
 
     def _wake_all(self) -> None:
         for stream in self._streams.values():
-            stream.news.set()
+            stream.wake()
 
     def _check_open(self) -> None:
         if self.dead_error is not None:

@@ -12,7 +12,7 @@ def state(number: int, priority: int = 0, arrival_time: float = 0.0) -> RequestS
     request = CoreRequest(
         f"r{number}", [1], SamplingParams(), frozenset(), 4, arrival_time, priority
     )
-    return RequestState.create(request, number, by_priority=True, now=0.0)
+    return RequestState.create(request, number, by_priority=True, now=0.0, max_model_len=64)
 
 
 def drain(queue: WaitingQueue) -> list[int]:

@@ -100,6 +100,55 @@ def test_requests_of_one_step_share_their_prefix(make_world: Any) -> None:
     world.run()
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_shared_prefix_that_takes_several_steps_is_computed_once(
+    make_world: Any, overlapped: bool
+) -> None:
+    world = make_world(budget=10, overlapped=overlapped)
+    shared = list(range(24))
+    for name in "abcdef":
+        world.add(name, [*shared, 500 + ord(name)], max_tokens=1)
+    total = 0
+    while world.scheduler.has_unfinished:
+        while (step := world.scheduler.schedule()) is not None:
+            world.in_flight.append(step)
+            total += step.num_tokens
+        world.land()
+    assert total == 24 + 6
+
+
+# -- the size of a step ------------------------------------------------------------------------
+
+
+def test_competing_prompts_run_one_after_the_other_in_smaller_steps(make_world: Any) -> None:
+    world = make_world(budget=20, max_num_shared_tokens=10, max_num_seqs=4)
+    world.add("a", 12, max_tokens=4)
+    world.add("b", 7, max_tokens=2)
+    assert [world.step() for _ in range(3)] == [{"a": 10}, {"a": 2, "b": 7}, {"a": 1, "b": 1}]
+    world.run()
+
+
+def test_a_request_that_is_alone_has_the_largest_step(make_world: Any) -> None:
+    world = make_world(budget=20, max_num_shared_tokens=10)
+    world.add("a", 25, max_tokens=1)
+    assert world.run() == [{"a": 20}, {"a": 5}]
+
+
+def test_decoding_requests_all_fit_into_a_small_shared_step(make_world: Any) -> None:
+    world = make_world(budget=20, max_num_shared_tokens=2, max_num_seqs=4)
+    for name in "abcd":
+        world.add(name, 1, max_tokens=2)
+    assert world.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
+    world.run()
+
+
+def test_prompts_that_must_stay_whole_are_not_cut_by_the_shared_size(make_world: Any) -> None:
+    world = make_world(budget=20, max_num_shared_tokens=5, enable_chunked_prefill=False)
+    world.add("a", 15, max_tokens=1)
+    world.add("b", 5, max_tokens=1)
+    assert world.step() == {"a": 15, "b": 5}
+
+
 # -- partial prefills --------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ worlds = st.fixed_dictionaries(
         "groups": st.sampled_from([("full",), ("full", "sliding"), ("sliding", "full", "sliding")]),
         "block_size": st.integers(2, 4),
         "budget": st.integers(2, 16),
+        "shared": st.one_of(st.none(), st.integers(1, 16)),
         "max_num_seqs": st.integers(1, 6),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "partial": st.sampled_from([(1, 1, 0), (2, 1, 4), (3, 2, 6)]),
@@ -86,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_batched_tokens=budget,
+                max_num_shared_tokens=world["shared"] and min(world["shared"], budget),
                 max_num_seqs=world["max_num_seqs"],
                 enable_chunked_prefill=world["chunked"],
                 max_num_partial_prefills=partial,

@@ -145,7 +145,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
-    app.add_middleware(HttpMetrics, metrics=state.metrics)
+    app.add_middleware(HttpMetrics, metrics=state.metrics, direct=not settings.middleware)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)

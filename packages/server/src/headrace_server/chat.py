@@ -35,7 +35,7 @@ from headrace_server.protocol.chat import (
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
-from headrace_server.stream import event
+from headrace_server.stream import EventTemplate, close, event
 
 
 class Chat:
@@ -88,12 +88,13 @@ class Chat:
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
         last: RequestOutput | None = None
-        outputs = self._outputs()
+        outputs = self._generate()
         try:
             async for output in outputs:
+                self._tally.count(output)
                 last = output
         finally:
-            await outputs.aclose()
+            await close(outputs)
         assert last is not None, "an engine yields at least one output"
         ids = bool(self.body.return_token_ids)
         wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
@@ -111,26 +112,29 @@ class Chat:
         """The answer as server-sent events, the terminal one left out."""
         options = self.body.stream_options
         running = options is not None and options.continuous_usage_stats
-        outputs = self._outputs()
+        templates = [] if running else self._templates()
+        outputs = self._generate()
         opened = False
         try:
             async for output in outputs:
+                self._tally.count(output)
                 if not opened:
                     opened = True
                     for chunk in self._opening(output, running):
                         yield chunk
                 for part in output.outputs:
+                    if templates and part.finish_reason is None:
+                        if part.text:
+                            yield templates[part.index](part.text)
+                        continue
                     choice = self._chunk(part)
                     if choice is not None:
                         yield event(self._wrap([choice], running))
         finally:
-            await outputs.aclose()
+            await close(outputs)
         forced = self.state.settings.enable_force_include_usage
         if forced or (options is not None and options.include_usage):
             yield event(self._wrap([], True))
-
-    def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        return self._tally.watch(self._generate())
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
@@ -202,6 +206,20 @@ class Chat:
                 chunk.prompt_token_ids = output.prompt_token_ids
             chunks.append(event(chunk))
         return chunks
+
+    def _templates(self) -> list[EventTemplate]:
+        """By choice, for streams whose events are nothing but text; none for others."""
+        chosen = self.state.parsers
+        parsed = chosen.reasoning is not None or (chosen.tools is not None and self._seeks_calls)
+        if parsed or self.body.logprobs or self.body.return_token_ids:
+            return []
+
+        def template(index: int) -> EventTemplate:
+            return EventTemplate(
+                lambda text: self._wrap([ChatChunkChoice(index, ChunkDelta(content=text))], False)
+            )
+
+        return [template(index) for index in range(self.body.n)]
 
     def _chunk(self, part: CompletionOutput) -> ChatChunkChoice | None:
         """What is new in a choice; None if there is nothing to say."""

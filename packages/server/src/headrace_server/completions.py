@@ -27,7 +27,7 @@ from headrace_server.protocol.completions import (
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
-from headrace_server.stream import event, merge
+from headrace_server.stream import EventTemplate, Numbered, close, event, merge
 
 
 @dataclass
@@ -85,13 +85,18 @@ class Completion:
     async def whole(self) -> CompletionResponse:
         """The answer in one piece."""
         choices: dict[int, CompletionChoice] = {}
-        async for position, output in merge(self._streams()):
-            if not output.finished:
-                continue
-            echo = await self._echo(position, output)
-            for part in output.outputs:
-                index = position * self.body.n + part.index
-                choices[index] = self._choice(index, part, output, echo)
+        outputs = self._outputs()
+        try:
+            async for position, output in outputs:
+                self._tallies[position].count(output)
+                if not output.finished:
+                    continue
+                echo = await self._echo(position, output)
+                for part in output.outputs:
+                    index = position * self.body.n + part.index
+                    choices[index] = self._choice(index, part, output, echo)
+        finally:
+            await close(outputs)
         return CompletionResponse(
             id=self.id,
             created=self._created,
@@ -106,25 +111,42 @@ class Completion:
         forced = self.state.settings.enable_force_include_usage
         running = options is not None and options.continuous_usage_stats
         choices = [_Choice(self._format()) for _ in range(len(self._prompts) * self.body.n)]
-        outputs = merge(self._streams())
+        templates = [] if running else self._templates()
+        outputs = self._outputs()
         try:
             async for position, output in outputs:
-                echo = await self._echo(position, output)
+                self._tallies[position].count(output)
+                echo = await self._echo(position, output) if self.body.echo else None
                 for part in output.outputs:
                     index = position * self.body.n + part.index
+                    if templates and part.finish_reason is None:
+                        if part.text:
+                            yield templates[index](part.text)
+                        continue
                     chunk = self._chunk(choices[index], index, part, output, echo)
                     if chunk is not None:
                         yield event(self._wrap([chunk], self._usage() if running else None))
         finally:
-            await outputs.aclose()
+            await close(outputs)
         if forced or (options is not None and options.include_usage):
             yield event(self._wrap([], self._usage()))
 
-    def _streams(self) -> list[AsyncIterator[RequestOutput]]:
-        return [
-            tally.watch(self._generate(i, prompt))
-            for i, (prompt, tally) in enumerate(zip(self._prompts, self._tallies, strict=True))
-        ]
+    def _templates(self) -> list[EventTemplate]:
+        """By choice, for streams whose events are nothing but text; none for others."""
+        body = self.body
+        plain = not (body.echo or body.return_token_ids or self._prompt_only)
+        if not plain or body.logprobs is not None:
+            return []
+
+        def template(index: int) -> EventTemplate:
+            return EventTemplate(lambda text: self._wrap([CompletionChunkChoice(index, text)], None))
+
+        return [template(index) for index in range(len(self._prompts) * body.n)]
+
+    def _outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """The outputs of all prompts, each with its prompt's position. Closing aborts."""
+        streams = [self._generate(i, prompt) for i, prompt in enumerate(self._prompts)]
+        return Numbered(streams[0]) if len(streams) == 1 else merge(streams)
 
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)

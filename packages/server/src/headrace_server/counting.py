@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import SamplingParams
 from headrace_server.metrics import Metrics
@@ -22,38 +20,23 @@ class Tally:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
-    async def watch(
-        self, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Pass outputs on, counting; closing closes the source, which aborts the request."""
-        try:
-            async for output in outputs:
-                self._count(output)
-                yield output
-        finally:
-            close = getattr(outputs, "aclose", None)
-            if close is not None:
-                await close()
-
-    def _count(self, output: RequestOutput) -> None:
+    def count(self, output: RequestOutput) -> None:
+        """Take in the next output."""
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
         new = 0
         for part in output.outputs:
-            new = max(new, len(part.token_ids))
-            self.num_tokens[part.index] = self.num_tokens.get(part.index, 0) + len(part.token_ids)
+            gained = len(part.token_ids)
+            new = max(new, gained)
+            self.num_tokens[part.index] = self.num_tokens.get(part.index, 0) + gained
             if part.finish_reason is not None:
                 self._reasons[part.index] = part.finish_reason
-        if not output.finished or self._timed:
+        if not output.finished or self._timer.last > 0:
             self._metrics.saw_tokens(self._timer, new)
         if output.finished:
             self._metrics.finished(
                 output, self._params, self._timer, self.num_tokens, self._reasons
             )
-
-    @property
-    def _timed(self) -> bool:
-        return self._timer.last > 0
 
 
 def usage(tallies: list[Tally], *, details: bool, hidden: int = 0) -> Usage:

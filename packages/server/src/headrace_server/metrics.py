@@ -27,6 +27,8 @@ _SECONDS = (
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _BYTES = tuple(float(10**e) for e in range(2, 9))
+MAX_KEPT_LATENCIES = 4096
+"""Latencies between tokens that are kept for a scrape that does not come."""
 _LABELS = ("model_name", "engine")
 
 
@@ -124,6 +126,8 @@ class Metrics:
             "Request fields that no schema knows.",
             registry=self.registry,
         )
+        self._latencies: list[float] = []
+        """Between tokens, in seconds; not yet in the histogram."""
         self._http()
 
     def _http(self) -> None:
@@ -173,9 +177,17 @@ class Metrics:
         """Tokens of a streamed request arrived."""
         now = time.monotonic()
         if timer.last and num_tokens:
-            self._itl.observe((now - timer.last) / num_tokens)
+            self._latencies.append((now - timer.last) / num_tokens)
+            if len(self._latencies) >= MAX_KEPT_LATENCIES:
+                self._observe_latencies()
         if num_tokens:
             timer.last = now
+
+    def _observe_latencies(self) -> None:
+        """Into the histogram: at scrape time, as an observation costs much beside a token."""
+        latencies, self._latencies = self._latencies, []
+        for seconds in latencies:
+            self._itl.observe(seconds)
 
     def finished(
         self,
@@ -227,4 +239,5 @@ class Metrics:
             for tokens in stats.step_tokens:
                 self._step.observe(tokens)
             self._engine.stats = stats
+        self._observe_latencies()
         return generate_latest(self.registry)

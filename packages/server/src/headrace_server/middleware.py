@@ -9,6 +9,7 @@ from collections.abc import Collection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_server.errors import Answer, ShuttingDown, answer
+from headrace_server.http import direct_write, replace_direct_write
 from headrace_server.metrics import Metrics
 from headrace_server.paths import OPEN_PATHS, route_path
 from headrace_server.state import Lifecycle, ServerState
@@ -150,11 +151,17 @@ class LoadCounter:
 
 
 class HttpMetrics:
-    """Count, duration and sizes of HTTP requests by route; routes that nobody watches left out."""
+    """Count, duration and sizes of HTTP requests by route; routes that nobody watches left out.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    Args:
+        direct: let streams write straight to the socket (:mod:`headrace_server.http`), counted all
+            the same; False where other middleware wants to see every piece.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, direct: bool = True) -> None:
         self._app = app
         self._metrics = metrics
+        self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -176,6 +183,17 @@ class HttpMetrics:
             sent += len(message.get("body", b""))
             await send(message)
 
+        write = direct_write(scope) if self._direct else None
+
+        def count_direct(data: bytes) -> bool:
+            nonlocal sent
+            assert write is not None
+            if not write(data):
+                return False
+            sent += len(data)
+            return True
+
+        replace_direct_write(scope, None if write is None else count_direct)
         try:
             await self._app(scope, count_in, count_out)
         finally:

@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from headrace_core.errors import ConfigError
+from headrace_server.http import Protocol
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
 
@@ -126,7 +127,7 @@ def _url(host: str, port: int, scheme: str = "http") -> str:
 def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="h11",
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,

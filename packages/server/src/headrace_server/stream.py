@@ -1,6 +1,7 @@
 """Answers that take a while: event streams, and waiting while watching the client.
 
-A stream is an async iterator of encoded events. :class:`EventStream` sends them, one ASGI message
+A stream is an async iterator of encoded events. :class:`EventStream` sends them, straight to the
+socket where the server allows it (:mod:`headrace_server.http`), else as one ASGI message
 each, and ends with exactly one ``data: [DONE]``; an error on the way becomes an event before it.
 Memory is bounded: nothing is fetched from the engine while the socket's buffer (64 KiB) is full,
 and the engine merges what piles up there. Closing the iterator aborts the request.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_server.errors import ClientGone, ShuttingDown, report
+from headrace_server.http import DirectWrite, direct_write
 from headrace_server.state import Lifecycle, ServerState
 
 logger = logging.getLogger(__name__)
@@ -45,18 +48,41 @@ def event(data: Any) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
+class EventTemplate:
+    """Events that differ in one text only: the rest is encoded once.
+
+    Args:
+        make: gives the event's data for a text.
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        # Random, so that no name or id of a request can hold it.
+        mark = uuid.uuid4().hex
+        self._head, self._tail = event(make(mark)).split(_encoder.encode(mark))
+
+    def __call__(self, text: str) -> bytes:
+        return self._head + _encoder.encode(text) + self._tail
+
+
+class Numbered(AsyncIterator[tuple[int, T]]):
+    """The items of one stream as :func:`merge` would give them, at less cost."""
+
+    def __init__(self, stream: AsyncIterator[T]) -> None:
+        self._stream = stream
+        self._next = stream.__anext__
+
+    async def __anext__(self) -> tuple[int, T]:
+        return 0, await self._next()
+
+    async def aclose(self) -> None:
+        await close(self._stream)
+
+
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several streams as they come, each with its stream's position.
 
     At most one item per stream waits. Closing, or an error in one, closes all.
     """
-    if len(streams) == 1:
-        try:
-            async for item in streams[0]:
-                yield 0, item
-        finally:
-            await _close(streams[0])
-        return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
     pumps = [asyncio.create_task(_pump(i, s, queue)) for i, s in enumerate(streams)]
     try:
@@ -86,13 +112,14 @@ async def _pump(
     else:
         await queue.put(None)
     finally:
-        await _close(stream)
+        await close(stream)
 
 
-async def _close(stream: AsyncIterator[Any]) -> None:
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        await close()
+async def close(stream: AsyncIterator[Any]) -> None:
+    """Close an iterator that can be closed; of an engine's outputs: abort the request."""
+    aclose = getattr(stream, "aclose", None)
+    if aclose is not None:
+        await aclose()
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
@@ -101,13 +128,12 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Opened(AsyncIterator[bytes]):
+class Opened:
     """A stream whose first event was already waited for, so that early errors keep a status."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         self._events = events
         self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
-        self._taken = False
 
     async def wait(self, seconds: float) -> None:
         """Until the first event or error is there, or so long.
@@ -119,12 +145,17 @@ class Opened(AsyncIterator[bytes]):
         if error is not None and not isinstance(error, _Ended):
             raise error
 
-    async def __anext__(self) -> bytes:
-        if self._taken:
-            return await self._events.__anext__()
-        first = await asyncio.shield(self._first)
-        self._taken = True
-        return first
+    async def first(self) -> bytes:
+        """The first event. Once; :attr:`rest` has the others.
+
+        Raises: what the stream raises before it; :class:`_Ended` if there is none.
+        """
+        return await asyncio.shield(self._first)
+
+    @property
+    def rest(self) -> AsyncIterator[bytes]:
+        """The events after the first."""
+        return self._events
 
     async def aclose(self) -> None:
         """Stop the stream, wherever it is."""
@@ -162,7 +193,7 @@ class EventStream(Response):
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send)
+        writer = _Writer(send, direct_write(scope))
         sending = asyncio.create_task(self._send_events(writer, self.raw_headers))
         gone = asyncio.create_task(_wait_disconnect(receive))
         beat = asyncio.create_task(writer.keep_alive())
@@ -188,8 +219,10 @@ class EventStream(Response):
     async def _send_events(self, writer: _Writer, headers: list[tuple[bytes, bytes]]) -> None:
         await writer.start(headers)
         try:
-            async for data in self._events:
-                await writer.write(data)
+            await writer.write(await self._events.first())
+            async for data in self._events.rest:
+                if not writer.write_now(data):
+                    await writer.write(data)
         except _Ended:
             await writer.finish(None, self._request_id)
         except (TimeoutError, OSError):
@@ -203,15 +236,25 @@ class EventStream(Response):
 class _Writer:
     """The sending half of a connection, with keep-alive comments in quiet times."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, direct: DirectWrite | None) -> None:
         self._send = send
-        self._last = asyncio.get_running_loop().time()
+        self._direct = direct
+        self._clock = asyncio.get_running_loop().time
+        self._last = self._clock()
         self._busy = False
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         await self._put({"type": "http.response.start", "status": 200, "headers": headers})
         self.started = True
+
+    def write_now(self, data: bytes) -> bool:
+        """Write without waiting and without a task switch; False: use :meth:`write`."""
+        # While another write waits for the socket, this one must not overtake it.
+        if self._direct is None or self._busy or not self._direct(data):
+            return False
+        self._last = self._clock()
+        return True
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
@@ -225,10 +268,9 @@ class _Writer:
 
     async def keep_alive(self) -> None:
         """Send a comment whenever nothing was sent for a while; ends only by cancellation."""
-        clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(max(0.01, self._last + KEEP_ALIVE_AFTER - clock()))
-            if clock() - self._last >= KEEP_ALIVE_AFTER and self.started and not self._busy:
+            await asyncio.sleep(max(0.01, self._last + KEEP_ALIVE_AFTER - self._clock()))
+            if self._clock() - self._last >= KEEP_ALIVE_AFTER and self.started and not self._busy:
                 await self.write(_COMMENT)
 
     async def _put(self, message: Message) -> None:
@@ -238,7 +280,7 @@ class _Writer:
                 await self._send(message)
         finally:
             self._busy = False
-            self._last = asyncio.get_running_loop().time()
+            self._last = self._clock()
 
 
 async def start_stream(

@@ -72,9 +72,17 @@ class ByteDetokenizer:
         self._pieces = pieces
         self._skipped = pieces.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside = False
+        """The decoder holds the beginning of a character."""
         self._at_start = not any(map(self._shows, prompt_token_ids))
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        if self._at_start:
+            return self._decode(self._beginning(token_ids))
+        skipped, token_bytes = self._skipped, self._pieces.token_bytes
+        return self._decode(b"".join([token_bytes(i) for i in token_ids if i not in skipped]))
+
+    def _beginning(self, token_ids: Sequence[int]) -> bytes:
         found = bytearray()
         for token_id in token_ids:
             if token_id in self._skipped:
@@ -84,7 +92,17 @@ class ByteDetokenizer:
                 piece = self._pieces.first_token_bytes(token_id)
                 self._at_start = False
             found += piece
-        return self._decoder.decode(found)
+        return bytes(found)
+
+    def _decode(self, found: bytes) -> str:
+        if not self._inside:
+            try:
+                return found.decode()  # whole characters, as nearly always: the short way
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(found)
+        self._inside = self._decoder.getstate()[0] != b""
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)

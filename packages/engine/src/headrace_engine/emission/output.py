@@ -49,8 +49,11 @@ class CompletionState:
         self._detokenizer = detokenizer
         self._text_of = text_of
         self._stops = StopFinder(params.stop_strings, params.include_stop_str_in_output)
+        self._seeks_stops = detokenizer is not None and bool(params.stop_strings)
         self._text = ""
         self._new_text: list[str] = []
+        self._num_decoded = 0
+        """Tokens whose text is in ``_new_text``, or was."""
         self._logprobs = new_logprobs(params.flat_logprobs) if params.logprobs is not None else None
         self._cumulative_logprob = 0.0
         self._sent_tokens = 0
@@ -67,11 +70,18 @@ class CompletionState:
         Returns:
             True if a stop string ended the completion here, before the core did.
         """
-        for position, token_id in enumerate(output.new_token_ids):
-            logprobs = output.logprobs[position] if output.logprobs else None
-            self._add_token(token_id, logprobs)
-            if self.ended:
-                return output.finish_reason is None
+        if self._seeks_stops:
+            for position, token_id in enumerate(output.new_token_ids):
+                self._add_logprobs(output, position)
+                self._add_and_seek(token_id)
+                if self.finish_reason is not None:
+                    return output.finish_reason is None
+        else:
+            # Without stop strings nobody needs the text before it is handed out.
+            self.token_ids += output.new_token_ids
+            if output.logprobs:
+                for position in range(len(output.new_token_ids)):
+                    self._add_logprobs(output, position)
         if output.finish_reason is not None:
             self._finish(output.finish_reason, self._reason(output.stop_token_id))
         return False
@@ -90,6 +100,7 @@ class CompletionState:
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""
+        self._decode()
         self._text += "".join(self._new_text)
         return self._output(self._text, list(self.token_ids), _copy_logprobs(self._logprobs))
 
@@ -98,6 +109,7 @@ class CompletionState:
         logprobs = self._logprobs
         if logprobs is not None:
             self._logprobs = new_logprobs(isinstance(logprobs, FlatLogprobs))
+        self._decode()
         return self._output("".join(self._new_text), self.token_ids[self._sent_tokens :], logprobs)
 
     def _output(
@@ -107,32 +119,43 @@ class CompletionState:
         self._sent_tokens = len(self.token_ids)
         self._sent_finish = self.finish_reason is not None
         return CompletionOutput(
-            index=self.index,
-            text=text,
-            token_ids=token_ids,
-            cumulative_logprob=None if logprobs is None else self._cumulative_logprob,
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            text,
+            token_ids,
+            None if logprobs is None else self._cumulative_logprob,
+            logprobs,
+            self.finish_reason,
+            self.stop_reason,
         )
 
-    def _add_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        self.token_ids.append(token_id)
-        if logprobs is not None and self._logprobs is not None:
+    def _add_logprobs(self, output: CoreOutput, position: int) -> None:
+        if output.logprobs and self._logprobs is not None:
+            logprobs = output.logprobs[position]
             append_position(self._logprobs, logprobs, self._text_of)
             self._cumulative_logprob += logprobs.logprobs[0]
-        if self._detokenizer is None:
-            return
+
+    def _add_and_seek(self, token_id: int) -> None:
+        """Take a token; end the completion if it completes a stop string."""
+        assert self._detokenizer is not None
+        self.token_ids.append(token_id)
+        self._num_decoded += 1
         may_stop = len(self.token_ids) >= self._params.min_tokens
         text, stop = self._stops.feed(self._detokenizer.feed((token_id,)), may_stop=may_stop)
         self._new_text.append(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 
+    def _decode(self) -> None:
+        """Text of the tokens that came since the last time."""
+        if self._detokenizer is not None and self._num_decoded < len(self.token_ids):
+            self._new_text.append(self._detokenizer.feed(self.token_ids[self._num_decoded :]))
+            self._num_decoded = len(self.token_ids)
+
     def _finish(self, finish_reason: str, stop_reason: int | None) -> None:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is None:
             return
+        self._decode()
         # An incomplete character at the end becomes U+FFFD, which no stop string holds.
         text, stop = self._stops.feed(self._detokenizer.finish())
         self._new_text.append(text)
@@ -178,21 +201,23 @@ class RequestState:
             )
             for index, core in enumerate(request.core_requests)
         }
+        self._list = list(self._completions.values())
+        self._only = self._list[0] if len(self._list) == 1 else None
+        """The completion, where there is just one: the short way."""
         self._prompt_logprobs: Logprobs | None = None
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._num_cached_tokens = 0
-        self._num_preemptions = dict.fromkeys(self._completions, 0)
+        self._num_preemptions: dict[str, int] = {}
         self._taken_finished = False
+        self.num_waiting = len(self._list)
+        """Completions that run, and of which the core has said nothing yet."""
 
     @property
     def finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(c.ended for c in self._completions.values())
-
-    @property
-    def num_waiting(self) -> int:
-        """Completions of which the core has said nothing yet."""
-        return sum(not c.started and not c.ended for c in self._completions.values())
+        if self._only is not None:
+            return self._only.finish_reason is not None
+        return all(c.ended for c in self._list)
 
     @property
     def unfinished_core_ids(self) -> list[str]:
@@ -205,10 +230,19 @@ class RequestState:
         Returns:
             True if the completion ended here (by a stop string) and the core does not know yet.
         """
-        completion = self._completions[output.request_id]
-        if completion.ended:
+        completion = self._only or self._completions[output.request_id]
+        if completion.finish_reason is not None:
             return False
-        self._measure(completion, output, timestamp)
+        if not completion.started:
+            self._start(completion, output)
+        metrics = self._metrics
+        if output.new_token_ids:
+            metrics.first_token_ts = metrics.first_token_ts or timestamp
+            metrics.last_token_ts = timestamp
+            metrics.num_generation_tokens += len(output.new_token_ids)
+        if output.num_preemptions:
+            self._num_preemptions[output.request_id] = output.num_preemptions
+            metrics.num_preemptions = sum(self._num_preemptions.values())
         if output.prompt_logprobs is not None:
             flat = self.request.params.flat_logprobs
             self._prompt_logprobs = prompt_logprobs(output.prompt_logprobs, flat, self._text_of)
@@ -216,8 +250,9 @@ class RequestState:
 
     def end(self, finish_reason: str) -> None:
         """End every completion that still runs."""
-        for completion in self._completions.values():
+        for completion in self._list:
             completion.end(finish_reason)
+        self.num_waiting = 0
 
     @property
     def ready(self) -> bool:
@@ -226,7 +261,9 @@ class RequestState:
             return False
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return self.finished
-        return any(c.ready(self._interval) for c in self._completions.values())
+        if self._only is not None:
+            return self._only.ready(self._interval)
+        return any(c.ready(self._interval) for c in self._list)
 
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as the output kind asks; None if that is too little."""
@@ -234,9 +271,11 @@ class RequestState:
             return None
         self._taken_finished = self.finished
         if self._kind is RequestOutputKind.DELTA:
-            ready = [c for c in self._completions.values() if c.ready(self._interval)]
+            if self._only is not None:
+                return self._output([self._only.delta()], self._take_prompt_logprobs())
+            ready = [c for c in self._list if c.ready(self._interval)]
             return self._output([c.delta() for c in ready], self._take_prompt_logprobs())
-        return self._output([c.whole() for c in self._completions.values()], self._prompt_logprobs)
+        return self._output([c.whole() for c in self._list], self._prompt_logprobs)
 
     def _take_prompt_logprobs(self) -> Logprobs | None:
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -245,31 +284,27 @@ class RequestState:
     def _output(
         self, completions: list[CompletionOutput], prompt_logprobs: Logprobs | None
     ) -> RequestOutput:
-        self._metrics.num_preemptions = sum(self._num_preemptions.values())
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
-            outputs=completions,
-            finished=self.finished,
-            prompt_logprobs=prompt_logprobs,
-            metrics=_copy(self._metrics),
-            num_cached_tokens=self._num_cached_tokens,
+            self.request.request_id,
+            self.request.prompt,
+            self.request.prompt_token_ids,
+            completions,
+            self._taken_finished,
+            prompt_logprobs,
+            _copy(self._metrics),
+            self._num_cached_tokens,
         )
 
-    def _measure(self, completion: CompletionState, output: CoreOutput, timestamp: float) -> None:
+    def _start(self, completion: CompletionState, output: CoreOutput) -> None:
+        """The core speaks of a completion for the first time."""
+        completion.started = True
+        self.num_waiting -= 1
         metrics = self._metrics
         metrics.queued_ts = metrics.queued_ts or output.queued_ts
         metrics.scheduled_ts = metrics.scheduled_ts or output.scheduled_ts
-        if output.new_token_ids:
-            metrics.first_token_ts = metrics.first_token_ts or timestamp
-            metrics.last_token_ts = timestamp
-            metrics.num_generation_tokens += len(output.new_token_ids)
-        self._num_preemptions[output.request_id] = output.num_preemptions
-        if completion.index == 0 and not completion.started:
+        if completion.index == 0:
             # The siblings' hits are the first completion's own prompt.
             self._num_cached_tokens = output.num_cached_tokens
-        completion.started = True
 
 
 def _detokenizer(tokenizer: Tokenizer | None, request: PreparedRequest) -> Detokenizer | None:
@@ -297,11 +332,11 @@ def _no_text(_: int) -> str | None:
 
 def _copy(metrics: RequestMetrics) -> RequestMetrics:
     return RequestMetrics(
-        arrival_time=metrics.arrival_time,
-        queued_ts=metrics.queued_ts,
-        scheduled_ts=metrics.scheduled_ts,
-        first_token_ts=metrics.first_token_ts,
-        last_token_ts=metrics.last_token_ts,
-        num_generation_tokens=metrics.num_generation_tokens,
-        num_preemptions=metrics.num_preemptions,
+        metrics.arrival_time,
+        metrics.queued_ts,
+        metrics.scheduled_ts,
+        metrics.first_token_ts,
+        metrics.last_token_ts,
+        metrics.num_generation_tokens,
+        metrics.num_preemptions,
     )

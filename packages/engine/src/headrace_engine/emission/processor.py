@@ -107,19 +107,21 @@ class OutputProcessor:
 
     def process(self, step: CoreOutputs) -> Processed:
         """Take in one step's outputs."""
-        changed: dict[str, RequestState] = {}
+        changed: dict[int, RequestState] = {}  # by identity: completions of one come together
         aborts: list[str] = []
+        find, timestamp = self._by_core_id.get, step.timestamp
         for output in step.outputs:
-            state = self._by_core_id.get(output.request_id)
+            state = find(output.request_id)
             if state is None:
                 continue  # its consumer has gone; the core was told so
-            before = state.num_waiting
-            if state.update(output, step.timestamp):
+            waiting = state.num_waiting
+            if state.update(output, timestamp):
                 aborts.append(output.request_id)
             if output.finish_reason == "error" and state.error is None:
                 aborts += self._fail(state, output.error or "")
-            self._count_started(before - state.num_waiting)
-            changed[state.request.request_id] = state
+            if waiting != state.num_waiting:
+                self._count_started(waiting - state.num_waiting)
+            changed[id(state)] = state
         return Processed(list(changed.values()), aborts)
 
     def end(self, request_ids: Sequence[str], finish_reason: str) -> Processed:
@@ -140,5 +142,4 @@ class OutputProcessor:
 
     def _count_started(self, number: int) -> None:
         self._num_waiting -= number
-        if number:
-            self._starts.append(self._clock())
+        self._starts.append(self._clock())

@@ -62,6 +62,7 @@ class PagedKVCacheManager(KVCacheManager):
         self._windows = [_window(group.spec) for group in config.groups]
         self._sliding = [(g, w) for g, w in enumerate(self._windows) if w]
         self._pool = BlockPool(config.num_blocks, len(config.groups))
+        self._nothing: BlockIds = tuple([] for _ in self._windows)
         self._entries: dict[str, _Entry] = {}
         self._hashes: dict[str, BlockHashes] = {}
         self._queries = self._hits = 0
@@ -90,6 +91,9 @@ class PagedKVCacheManager(KVCacheManager):
             raise ValueError(f"num_new_tokens = {num_new_tokens}: must be at least 1")
         entry = self._entries.get(sequence.request_id)
         if entry is not None:
+            # Nearly every decoding step: its block is there, and will not be full after it.
+            if sequence.num_computed_tokens + num_new_tokens <= entry.quiet_until and match is None:
+                return self._nothing
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
@@ -171,7 +175,16 @@ class PagedKVCacheManager(KVCacheManager):
         else:
             gained = tuple([[] for _ in tables])
         self._register(entry, total)
+        if not self._sliding:
+            entry.quiet_until = self._quiet_until(entry)
         return gained
+
+    def _quiet_until(self, entry: _Entry) -> int:
+        """Length up to which no block is gained, and none is filled that is not findable yet."""
+        held = len(entry.tables[0])
+        if self.enable_prefix_caching:
+            return min(held, entry.num_registered + 1) * self.block_size - 1
+        return held * self.block_size
 
     def _register(self, entry: _Entry, num_written: int) -> None:
         """Make full blocks of known tokens below ``num_written`` findable."""
@@ -275,13 +288,15 @@ class PagedKVCacheManager(KVCacheManager):
 class _Entry:
     """What one request holds."""
 
-    __slots__ = ("first_held", "num_registered", "sequence", "tables")
+    __slots__ = ("first_held", "num_registered", "quiet_until", "sequence", "tables")
 
     def __init__(self, sequence: CachedSequence, num_groups: int) -> None:
         self.sequence = sequence
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.num_registered = 0
         """Blocks, from the first, that were offered to the digest map."""
+        self.quiet_until = 0
+        """Growing to this many tokens changes nothing; 0 where sliding windows may pass."""
         self.first_held = [0] * num_groups
         """By group: entries before this one are null."""
 

@@ -2,21 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from headrace_core.kv import BlockIds
 from headrace_core.step import NewRequest, ScheduledStep
-from headrace_engine.scheduling.request import RequestState
-
-
-class InFlight(NamedTuple):
-    """A request's part in a step whose result is not known yet."""
-
-    state: RequestState
-    epoch: int
-    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
-    samples: bool
-    """Whether the step yields a token for it."""
+from headrace_engine.scheduling.request import InFlight, RequestState
 
 
 class StepPlan:
@@ -28,6 +16,8 @@ class StepPlan:
     """
 
     def __init__(self, budget: int, *, contended: bool = False) -> None:
+        self.size = budget
+        """Tokens that it may hold in all."""
         self.budget = budget
         self.contended = contended
         self.num_partial = 0
@@ -53,6 +43,18 @@ class StepPlan:
             self.num_long_partial += 0 < long_threshold < remaining
         self.entries.append(InFlight(state, state.epoch, remaining == 0))
 
+    def add_decode(self, state: RequestState) -> None:
+        """:meth:`add` for the one token that a request lacks: it samples the next."""
+        self.budget -= 1
+        self.num_scheduled_tokens[state.request_id] = 1
+        state.num_computed_tokens += 1
+        state.num_steps_in_flight += 1
+        state.num_placeholders += 1
+        entry = state.decoding_entry
+        if entry is None or entry[1] != state.epoch:
+            entry = state.decoding_entry = InFlight(state, state.epoch, True)
+        self.entries.append(entry)
+
     def extend(self, index: int, num_tokens: int, gained: BlockIds) -> None:
         """Count further tokens of the request at ``entries[index]``, which did not sample yet."""
         state, epoch, _ = self.entries[index]
@@ -62,6 +64,8 @@ class StepPlan:
         if state.num_computed_tokens == state.num_tokens:
             state.num_placeholders += 1
             self.entries[index] = InFlight(state, epoch, True)
+        if not any(gained):
+            return
         new = next((n for n in self.new_requests if n.request_id == state.request_id), None)
         known = new.block_ids if new is not None else self.new_block_ids.get(state.request_id)
         if known is None:

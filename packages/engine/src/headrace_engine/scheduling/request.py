@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from headrace_core.request import CoreRequest
 from headrace_core.step import TokenLogprobs
@@ -19,6 +20,16 @@ class RequestStatus(enum.Enum):
     PREEMPTED = "preempted"
     """Back in the queue, without blocks; computes everything again when resumed."""
     FINISHED = "finished"
+
+
+class InFlight(NamedTuple):
+    """A request's part in a step whose result is not known yet."""
+
+    state: RequestState
+    epoch: int
+    """The state's epoch at scheduling: a result from an earlier epoch is dropped."""
+    samples: bool
+    """Whether the step yields a token for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +56,8 @@ class RequestState:
     """Order of arrival in this scheduler."""
     sort_key: tuple[float, ...]
     """Place in the policy's order; the last of the running requests is preempted first."""
+    max_num_tokens: int
+    """Length at which it ends whatever is sampled: its ``max_tokens``, or the context's."""
     num_computed_tokens: int = 0
     num_placeholders: int = 0
     num_steps_in_flight: int = 0
@@ -61,10 +74,18 @@ class RequestState:
     """Pieces of the prompt collected so far."""
     prompt_logprobs_pending: bool = False
     """Asked for and not yet handed out."""
+    decoding_entry: InFlight | None = None
+    """Kept, as it is the same for every token of an epoch."""
 
     @classmethod
     def create(
-        cls, request: CoreRequest, sequence_number: int, *, by_priority: bool, now: float
+        cls,
+        request: CoreRequest,
+        sequence_number: int,
+        *,
+        by_priority: bool,
+        now: float,
+        max_model_len: int,
     ) -> RequestState:
         key: tuple[float, ...] = (sequence_number,)
         if by_priority:
@@ -77,6 +98,7 @@ class RequestState:
             cache_salt=request.cache_salt,
             sequence_number=sequence_number,
             sort_key=key,
+            max_num_tokens=min(len(request.prompt_token_ids) + request.max_tokens, max_model_len),
             queued_ts=now,
             prompt_logprobs_pending=request.params.prompt_logprobs is not None,
         )

@@ -36,10 +36,10 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
-from headrace_engine.scheduling.plan import InFlight, StepPlan, new_request
+from headrace_engine.scheduling.plan import StepPlan, new_request
 from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
-from headrace_engine.scheduling.request import RequestState, RequestStatus
-from headrace_engine.scheduling.stopping import all_tokens_scheduled, finish_reason
+from headrace_engine.scheduling.request import InFlight, RequestState, RequestStatus
+from headrace_engine.scheduling.stopping import finish_reason
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,9 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_tokens: int = config.max_num_batched_tokens or 0
         self._max_seqs: int = config.max_num_seqs or 0
+        shared = max(config.max_num_shared_tokens or self._max_tokens, self._max_seqs)
+        # Whole prompts must fit into a step where they may not be cut.
+        self._shared_tokens = shared if config.enable_chunked_prefill else self._max_tokens
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._by_priority = config.policy == "priority"
         self._long_threshold = config.long_prefill_token_threshold
@@ -123,7 +126,11 @@ class Scheduler:
                 retry_after=self._admissions.retry_after(self._clock()),
             )
         state = RequestState.create(
-            request, self._num_added, by_priority=self._by_priority, now=self._clock()
+            request,
+            self._num_added,
+            by_priority=self._by_priority,
+            now=self._clock(),
+            max_model_len=self._max_model_len,
         )
         self._num_added += 1
         self._requests[state.request_id] = state
@@ -168,7 +175,7 @@ class Scheduler:
         """The next step, or None if nothing can run before a step in flight has ended."""
         if len(self._in_flight) >= self._max_steps_in_flight:
             return None
-        plan = StepPlan(self._max_tokens, contended=self._is_contended())
+        plan = StepPlan(self._budget(), contended=self._is_contended())
         self._schedule_running(plan)
         # After a preemption the pool is exhausted: admitting now would only thrash.
         if not plan.num_preempted:
@@ -181,7 +188,7 @@ class Scheduler:
         self._gone = []
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
-        self._counters.count_step(self._max_tokens - plan.budget)
+        self._counters.count_step(plan.size - plan.budget)
         return step
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
@@ -192,16 +199,18 @@ class Scheduler:
         """
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
-        outputs = []
+        outputs, num_unfinished = [], len(self._requests)
+        find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples in self._land(step):
-            if state.epoch != epoch or state.status is RequestStatus.FINISHED:
+            if state.epoch != epoch or state.status is ended:
                 continue
             state.num_steps_in_flight -= 1
             state.num_placeholders -= samples
-            output = self._take(state, samples, result.requests.get(state.request_id))
+            output = self._take(state, samples, find(state.request_id))
             if output is not None:
                 outputs.append(output)
-        self._drop_finished()
+        if len(self._requests) < num_unfinished:
+            self._drop_finished()
         return outputs
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
@@ -274,36 +283,44 @@ class Scheduler:
     # -- filling a step ------------------------------------------------------------------------
 
     def _schedule_running(self, plan: StepPlan) -> None:
-        index = 0
-        while index < len(self._running) and plan.budget > 0:
-            state = self._running[index]
+        index, running, allocate = 0, self._running, self._kv.allocate
+        while index < len(running) and plan.budget > 0:
+            state = running[index]
             index += 1
-            if all_tokens_scheduled(state, self._max_model_len):
-                continue
-            remaining = state.num_tokens - state.num_computed_tokens
-            num_tokens = min(self._share(remaining, plan), plan.budget)
-            gained = self._allocate(state, num_tokens, plan)
-            if gained is None:
+            num_tokens = len(state.all_token_ids) + state.num_placeholders
+            if num_tokens >= state.max_num_tokens:
+                continue  # the steps in flight bring it to its end
+            num_tokens -= state.num_computed_tokens
+            decodes = num_tokens == 1
+            if not decodes:
+                num_tokens = min(self._share(num_tokens, plan), plan.budget)
+            gained = allocate(state, num_tokens)
+            if gained is None and (gained := self._preempt_for(state, num_tokens, plan)) is None:
                 break
-            plan.add(state, num_tokens, self._long_threshold)
+            if decodes:
+                plan.add_decode(state)
+            else:
+                plan.add(state, num_tokens, self._long_threshold)
             if gained[0]:
                 plan.new_block_ids[state.request_id] = gained
 
-    def _allocate(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
-        """Blocks for a running request; None if it had to be preempted itself.
+    def _preempt_for(
+        self, state: RequestState, num_tokens: int, plan: StepPlan
+    ) -> BlockIds | None:
+        """Blocks for a running request, taken from others; None if it was preempted itself.
 
         The running list is in the policy's order and is walked from the front, so a victim from
         its end is never already part of this step.
         """
         while True:
-            gained = self._kv.allocate(state, num_tokens)
-            if gained is not None:
-                return gained
             victim = self._running.pop()
             self._preempt(victim)
             plan.num_preempted += 1
             if victim is state:
                 return None
+            gained = self._kv.allocate(state, num_tokens)
+            if gained is not None:
+                return gained
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         passed_over: list[RequestState] = []
@@ -368,8 +385,15 @@ class Scheduler:
     def _share(self, remaining: int, plan: StepPlan) -> int:
         """At most its share of the budget for a long prompt, if others could use the rest."""
         if plan.contended and remaining > self._long_threshold:
-            return min(remaining, max(1, self._max_tokens // self._config.max_num_partial_prefills))
+            return min(remaining, max(1, plan.size // self._config.max_num_partial_prefills))
         return remaining
+
+    def _budget(self) -> int:
+        """Tokens of the next step. Where a step's time grows with them, a large one would let
+        several prompts wait for each other, and decoding requests for all of them; a request that
+        is alone loses nothing."""
+        alone = len(self._requests) == 1
+        return self._max_tokens if alone else min(self._max_tokens, self._shared_tokens)
 
     def _is_contended(self) -> bool:
         if self._config.max_num_partial_prefills == 1 or not self._long_threshold:
@@ -428,9 +452,9 @@ class Scheduler:
             self._counters.prompt_tokens += state.num_prompt_tokens
         self._counters.generation_tokens += 1
         state.all_token_ids += result.token_ids
-        reason = finish_reason(state, self._max_model_len)
+        reason = finish_reason(state)
         if reason is None:
-            output = self._output(state)
+            output = _output(state)
         else:
             output = self._end(state, reason)
             if reason == "stop":
@@ -449,19 +473,11 @@ class Scheduler:
         state.status = RequestStatus.FINISHED
         self._kv.free(state.request_id)
         self._forget_in_worker(state)
+        state.decoding_entry = None  # it refers back to the state
         del self._requests[state.request_id]
-        output = self._output(state)
+        output = _output(state)
         output.finish_reason, output.error = reason, error
         return output
-
-    def _output(self, state: RequestState) -> CoreOutput:
-        return CoreOutput(
-            request_id=state.request_id,
-            num_cached_tokens=max(state.num_cached_tokens, 0),
-            num_preemptions=state.num_preemptions,
-            queued_ts=state.queued_ts,
-            scheduled_ts=state.scheduled_ts,
-        )
 
     def _forget_in_worker(self, state: RequestState) -> None:
         if state.held_by_worker:
@@ -498,3 +514,11 @@ class Scheduler:
         return bisect.bisect_left(
             range(1, self._max_model_len + 1), True, key=lambda length: not self._kv.fits(length)
         )
+
+
+def _output(state: RequestState) -> CoreOutput:
+    """An output that says nothing new of a request. By position: one is made for every token."""
+    return CoreOutput(
+        state.request_id, [], None, None, None, None, None, max(state.num_cached_tokens, 0),
+        state.num_preemptions, state.queued_ts, state.scheduled_ts,
+    )  # fmt: skip
