@@ -102,6 +102,30 @@ def test_the_profile_sees_what_a_step_takes(tiny: Any) -> None:
     assert worker.profile().activations == pytest.approx(100 << 20, rel=0.1)
 
 
+@pytest.mark.req("REL-23")
+def test_a_large_step_is_reckoned_from_small_ones(tiny: Any) -> None:
+    """128 KiB a token and 256 KiB a sampled row are found again in a step that was never run."""
+
+    class Hungry(tiny.LM):  # type: ignore[misc, name-defined]
+        def forward(self, batch: Any) -> torch.Tensor:
+            torch.ones(batch.num_tokens << 15)
+            return super().forward(batch)
+
+        def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            torch.ones(hidden.shape[0] << 16)
+            return super().compute_logits(hidden)
+
+    model = Hungry()
+    worker = make_worker(model, max_num_batched_tokens=4096, max_num_seqs=64, max_model_len=96)
+    worker.load()
+    profile = worker.profile()
+    assert max(model.forwards) <= 256
+    assert max(model.logit_rows) <= 16
+    # Both, though they are not held at once; and the rows' own tokens.
+    assert 0.9 * (512 << 20) < profile.activations < 1.2 * (512 + 16 + 8 << 20)
+    assert profile.step_seconds > 0
+
+
 def test_warm_up_leaves_no_trace(tiny: Any) -> None:
     model = tiny.LM()
     worker = make_worker(model)

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from engine_fakes import EOS, CharTokenizer, expected_tokens, make_core, served_model
 
-from headrace_core.config import EngineConfig, SchedulerConfig
+from headrace_core.config import EngineConfig, ObservabilityConfig, SchedulerConfig
 from headrace_core.engine import EngineClient
 from headrace_core.errors import (
     EngineDead,
@@ -302,6 +302,27 @@ async def test_death_ends_every_stream() -> None:
         await collect(engine, "late", long, "late")
     with pytest.raises(EngineDead):
         await engine.stats()
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-02")
+async def test_a_step_may_take_four_times_the_largest_one_at_start() -> None:
+    def build(_: Any) -> Any:
+        core = make_core()
+        core.step_seconds = 0.1
+        return core
+
+    config = EngineConfig(observability=ObservabilityConfig(heartbeat_limit=0.05))
+    intake = Intake(CharTokenizer(), served_model())
+    engine = Engine(InprocClient(build), intake, config)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"hang_at": 5, "hang": 0.9})
+    task = asyncio.create_task(collect(engine, "slow", params, "r"))
+    await asyncio.sleep(0.25)
+    await engine.check_health()
+    await asyncio.sleep(0.4)
+    with pytest.raises(EngineDead, match=r"limit.*0\.4|0\.4 s"):
+        await engine.check_health()
+    await task
     await engine.shutdown()
 
 

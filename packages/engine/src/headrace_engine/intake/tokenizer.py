@@ -28,8 +28,8 @@ class TokenizerFiles(NamedTuple):
     """What was read from a checkpoint folder."""
 
     backend: tokenizers.Tokenizer
-    spec: Mapping[str, Any]
-    """``tokenizer.json``."""
+    decoder: Mapping[str, Any] | None
+    """``tokenizer.json``'s entry of that name."""
     config: Mapping[str, Any]
     """``tokenizer_config.json``, with ``special_tokens_map.json`` underneath."""
     chat_templates: Mapping[str, str]
@@ -219,7 +219,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         ModelError: naming the file that is missing, too large or malformed.
     """
     files = _read_files(Path(path))
-    rule = byte_rule(files.spec.get("decoder"))
+    rule = byte_rule(files.decoder)
     return HFTokenizer(files) if rule is None else ByteTokenizer(files, rule)
 
 
@@ -265,11 +265,15 @@ def _read_files(path: Path) -> TokenizerFiles:
     source = path / "tokenizer.json"
     if not source.is_file():
         raise _missing(path)
-    spec = _read_json(source)
+    text = _read_text(source)
     try:
-        backend = tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False))
+        backend = tokenizers.Tokenizer.from_str(text)
+        # Only this part is parsed here: in Python the vocabulary would take as long as all else.
+        decoder = None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
     except Exception as error:
-        raise ModelError(f"{source}: not a tokenizer that can be read: {error}") from error
+        raise ModelError(
+            f"{source}: not a tokenizer that can be read, or no JSON object: {error}"
+        ) from error
     backend.no_truncation()
     backend.no_padding()
     config = {
@@ -278,7 +282,7 @@ def _read_files(path: Path) -> TokenizerFiles:
     }
     _add_tokens(backend, config)
     _set_begin_and_end(backend, config)
-    return TokenizerFiles(backend, spec, config, _chat_templates(path, config))
+    return TokenizerFiles(backend, decoder, config, _chat_templates(path, config))
 
 
 def _missing(path: Path) -> ModelError:
@@ -295,15 +299,22 @@ def _read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.is_file():
         return {}
     try:
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ModelError(f"{path}: {size} bytes, more than the {MAX_FILE_BYTES} that are read")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path}: must hold a JSON object")
     return found
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_FILE_BYTES:
+            raise ModelError(f"{path}: {size} bytes, more than the {MAX_FILE_BYTES} that are read")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as text: {error}") from error
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

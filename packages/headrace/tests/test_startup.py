@@ -1,0 +1,62 @@
+"""What a start imports, and what it says of its time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ALWAYS_FORBIDDEN = (
+    "transformers", "huggingface_hub", "scipy", "pandas", "matplotlib", "PIL", "triton",
+    "torch._dynamo", "torch._inductor", "ray", "zmq",
+)  # fmt: skip
+"""Nothing of this is needed to serve a local text model on a CPU."""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_everything_before_the_engine_imports_no_torch() -> None:
+    """Flags, server, checkpoint and tokenizer are read without it, so that mistakes show at once."""
+    run(
+        "import sys\n"
+        "from headrace.cli import serve\n"
+        "args = serve.make_parser().parse_args(['--device', 'cpu'])\n"
+        "import headrace_server.run, headrace_server.app\n"
+        "from headrace.assembly import front_end, starting\n"
+        "from headrace.engine_args import EngineArgs\n"
+        "with starting() as timeline:\n"
+        "    front = front_end(EngineArgs.from_cli_args(args).create_engine_config(), None, timeline)\n"
+        "assert front.intake.tokenizer is not None\n"
+        f"forbidden = {{'torch', 'numpy', *{ALWAYS_FORBIDDEN!r}}}\n"
+        "assert not forbidden & set(sys.modules), forbidden & set(sys.modules)\n"
+    )
+
+
+@pytest.mark.req("REL-12")
+def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
+    out = run(
+        "import sys\n"
+        "from headrace import LLM, SamplingParams\n"
+        "with LLM(max_model_len=256, device='cpu', use_tqdm_on_load=False) as llm:\n"
+        "    llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "    timeline = llm.engine.client.timeline\n"
+        "    print(*timeline.seconds, sep=',')\n"
+        "    print(*(p.name for p in timeline.phases if p.part_of == 'load model'), sep=',')\n"
+        "    print(timeline.accounted)\n"
+        f"print(*(set({ALWAYS_FORBIDDEN!r}) & set(sys.modules)))\n"
+    )
+    phases, pieces, accounted, heavy = out.splitlines()[-4:]
+    assert phases.split(",") == [
+        "resolve model", "import front end", "read tokenizer", "import torch", "import engine",
+        "start workers", "load model", "profile memory", "allocate cache", "warm up", "scheduler",
+    ]  # fmt: skip
+    assert pieces.split(",") == ["import models", "bind kernels", "read and pack weights"]
+    assert float(accounted) > 0.95
+    assert not heavy
