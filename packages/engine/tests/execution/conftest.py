@@ -22,7 +22,6 @@ from headrace_core.kv import (
 from headrace_core.model import WeightRule
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.reference.attention import attend
-from headrace_core.ops import KernelNeed, bind_ops
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
