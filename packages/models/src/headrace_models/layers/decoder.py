@@ -116,7 +116,7 @@ class Decoder(Layer, ABC):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
         if self.logits_cap is None:
             return logits
-        return torch.tanh(logits / self.logits_cap) * self.logits_cap
+        return torch.tanh(logits.float() / self.logits_cap) * self.logits_cap
