@@ -119,7 +119,10 @@ class CausalLM(Protocol):
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> logits [R, V] float32 (soft-capped if the model does that)."""
+        """hidden [R, H] -> logits [R, V] (soft-capped if the model does that).
+
+        float32 or the activations' dtype: who samples reads any.
+        """
         ...
 
 

@@ -344,7 +344,7 @@ class SampleOp(Protocol):
         float32, top_k int64 (0 = all), top_p float64, uniform float64 in [0, 1).
 
         A row whose temperature is below :data:`~headrace_core.sampling.GREEDY_BELOW` gets its
-        largest logit, of equals the lowest id. Any other: ``y = logits / temperature`` in float32;
+        largest logit, of equals the lowest id. Any other: ``y = logits * (1 / temperature)`` in float32;
         tokens with ``y < max(y) + log(min_p)`` go; then all but the top_k largest; then all but
         the fewest of the largest whose weights ``exp(y - max(y))`` reach top_p times the weights of
         what was left; of equals the lowest ids stay. The token is the first at which the running

@@ -11,15 +11,16 @@
 // wrong, the pass is repeated on the other side.
 //
 // Order of a row's operations depends on the row alone. Sums of weights are float64, in token order
-// between chunks and in a fixed tree inside. Letters: V vocabulary, y = logit / temperature.
+// between chunks and in a fixed tree inside. Letters: V vocabulary, y = logit * (1 / temperature).
 
 namespace headrace::HR_ISA {
 namespace {
 
 constexpr int CHUNK = 16 * W;
 constexpr float INF = __builtin_inff();
-constexpr float LEAST_WEIGHT = 2e-35f;  // float64 cannot hold less beside the largest, 1
+constexpr float WEIGHTLESS = 79.8973f;  // e^-that is 2e-35: float64 cannot hold it beside the largest, 1
 constexpr int64_t SAMPLE_EVERY = 32;
+constexpr int64_t CERTAIN = 1024;  // how many of the likeliest are not sampled but known
 
 // --- primitives ---------------------------------------------------------------------------------
 
@@ -87,6 +88,29 @@ inline int64_t append(vf y, uint32_t mask, int32_t first, float* ys, int32_t* id
 }
 #endif
 
+#if defined(HR_AVX512)
+inline vf scaled(vf x, vf power) { return _mm512_scalef_ps(x, power); }
+#else
+inline vf scaled(vf x, vf power) { return vmul(x, vpow2(power)); }
+#endif
+
+// e^(y - largest) where y >= least, else 0. least is not below largest - WEIGHTLESS, which spares
+// what vexp does for other arguments.
+inline vf weight_of(vf y, vf largest, vf least) {
+  const vf x = vmax(vsub(y, largest), vset(-80.0f));
+  const vf n = vround(vmul(x, vset(1.44269504088896341f)));
+  vf r = vfma(n, vset(-0.693359375f), x);
+  r = vfma(n, vset(2.12194440e-4f), r);
+  vf p = vset(1.9875691500e-4f);
+  p = vfma(p, r, vset(1.3981999507e-3f));
+  p = vfma(p, r, vset(8.3334519073e-3f));
+  p = vfma(p, r, vset(4.1665795894e-2f));
+  p = vfma(p, r, vset(1.6666665459e-1f));
+  p = vfma(p, r, vset(5.0000001201e-1f));
+  const vf e = vadd(vfma(p, vmul(r, r), r), vset(1.0f));
+  return vless(y, least, vzero(), scaled(e, n));
+}
+
 // Floats in the order of integers; -0 is just below 0.
 inline int32_t key_of(float x) {
   const int32_t i = int32_t(float_bits(x));
@@ -140,6 +164,9 @@ struct Candidates {
   float* ys;
   float* weights;
   int32_t* ids;
+  float* spare_ys;       // for cut_top_p
+  float* spare_weights;
+  int32_t* spare_ids;
   int64_t size = 0;
 
   int64_t padded() const { return round_up(size, W); }
@@ -148,15 +175,15 @@ struct Candidates {
   }
   void weigh(float largest) {
     pad();
-    for (int64_t i = 0; i < padded(); i += W) st(weights + i, weight_of(ld(ys + i), largest));
+    const vf most = vset(largest), least = vset(largest - WEIGHTLESS);
+    for (int64_t i = 0; i < padded(); i += W) st(weights + i, weight_of(ld(ys + i), most, least));
   }
-  static vf weight_of(vf y, float largest) {
-    const vf w = vexp(vsub(y, vset(largest)));
-    return vless(w, vset(LEAST_WEIGHT), vzero(), w);
+  double sum() const {
+    Sum s;
+    for (int64_t i = 0; i < padded(); i += W) s.add(ld(weights + i));
+    return s.total();
   }
 };
-
-inline vf weight_of(vf y, float largest) { return Candidates::weight_of(y, largest); }
 
 // Which tokens stay: y > threshold, or y == threshold and id <= last.
 struct Cut {
@@ -169,9 +196,9 @@ struct Cut {
 struct Same {
   vf operator()(vf x) const { return x; }
 };
-struct Divided {
-  vf by;
-  vf operator()(vf x) const { return vdiv(x, by); }
+struct Scaled {
+  vf factor;
+  vf operator()(vf x) const { return vmul(x, factor); }
 };
 struct LogProb {
   vf largest, log_sum;
@@ -191,7 +218,7 @@ template <class T> struct Row {
 
   static size_t scratch_bytes(int64_t size) {
     const size_t values = size_t(round_up(size, CHUNK)) + CHUNK;
-    return values / CHUNK * (W * 4 + 8) + 3 * 4 * values + 2 * CHUNK * sizeof(T) + 256;
+    return values / CHUNK * (W * 4 + 8) + 6 * 4 * values + 2 * CHUNK * sizeof(T) + 256;
   }
 
   Row(const T* x, int64_t size) : x(x), size(size), chunks(ceil_div(size, CHUNK)) {
@@ -201,6 +228,9 @@ template <class T> struct Row {
     found.ys = reinterpret_cast<float*>(at), at += values * 4;
     found.weights = reinterpret_cast<float*>(at), at += values * 4;
     found.ids = reinterpret_cast<int32_t*>(at), at += values * 4;
+    found.spare_ys = reinterpret_cast<float*>(at), at += values * 4;
+    found.spare_weights = reinterpret_cast<float*>(at), at += values * 4;
+    found.spare_ids = reinterpret_cast<int32_t*>(at), at += values * 4;
     tail = reinterpret_cast<T*>(at), at += CHUNK * sizeof(T);
     chunk_sums = reinterpret_cast<double*>(at);
     const int64_t full = size / CHUNK * CHUNK;
@@ -283,12 +313,22 @@ template <class T> struct Row {
     found.pad();
   }
 
+  // Adds the weights of what was collected to the sums of their chunks.
+  void add_found() {
+    for (int64_t i = 0; i < found.size;) {
+      const int64_t c = found.ids[i] / CHUNK, end = (c + 1) * CHUNK;
+      double sum = 0;
+      for (; i < found.size && found.ids[i] < end; ++i) sum += double(found.weights[i]);
+      chunk_sums[c] += sum;
+    }
+  }
+
   struct Sums { double above, between, below; };
 
-  // Weights of y = f(x) >= floor: those above `high` summed by chunk into chunk_sums, those in
+  // Weights of y = f(x) >= floor, which is not above `low`: those above `high` summed by chunk into chunk_sums, those in
   // [low, high] collected, the others summed.
   template <bool all, class F> Sums sum(const F& f, float floor, float low, float high) {
-    const vf least = vset(floor), from = vset(low), to = vset(high);
+    const vf least = vset(floor), from = vset(low), to = vset(high), most = vset(largest);
     Sums sums = {0, 0, 0};
     int64_t n = 0;
     for (int64_t c = 0; c < chunks; ++c) {
@@ -298,14 +338,14 @@ template <class T> struct Row {
       Sum above, below;
       for (int j = 0; j < 16; ++j) {
         const vf y = f(ld(p + j * W));
-        const vf w = vless(y, least, vzero(), weight_of(y, largest));
+        const vf w = weight_of(y, most, least);
         if (all) {
           above.add(w);
           continue;
         }
         above.add(vless(to, y, w, vzero()));
         below.add(vless(y, from, w, vzero()));
-        const uint32_t mask = at_least(y, from) & at_least(to, y) & at_least(y, least);
+        const uint32_t mask = at_least(y, from) & at_least(to, y);
         if (mask != 0) n += append(y, mask, int32_t(c * CHUNK + j * W), found.ys + n, found.ids + n);
       }
       chunk_sums[c] = above.total();
@@ -315,26 +355,24 @@ template <class T> struct Row {
     while (n > 0 && found.ids[n - 1] >= size) --n;
     found.size = n;
     found.weigh(largest);
-    for (int64_t i = 0; i < n; ++i) sums.between += double(found.weights[i]);
+    sums.between = found.sum();
     return sums;
   }
 };
 
 // --- cuts ---------------------------------------------------------------------------------------
 
-// Keeps only what the cut keeps.
-inline void keep(Candidates& c, const Cut& cut) {
-  int64_t n = 0;
-  for (int64_t i = 0; i < c.size; ++i) {
-    if (!cut.keeps(c.ys[i], c.ids[i])) continue;
-    c.ys[n] = c.ys[i];
-    c.ids[n] = c.ids[i];
-    c.weights[n] = c.weights[i];
-    ++n;
+// What the cut does not keep weighs nothing.
+inline void drop(Candidates& c, const Cut& cut) {
+  const vf t = vset(cut.threshold);
+  for (int64_t i = 0; i < c.padded(); i += W) {
+    const vf y = ld(c.ys + i);
+    st(c.weights + i, vless(y, t, vzero(), ld(c.weights + i)));
+    for (uint32_t equal = at_least(y, t) & at_least(t, y); equal != 0; equal &= equal - 1) {
+      const int64_t at = i + __builtin_ctz(equal);
+      if (at < c.size && c.ids[at] > cut.last) c.weights[at] = 0;
+    }
   }
-  c.size = n;
-  c.pad();
-  for (int64_t i = n; i < c.padded(); ++i) c.weights[i] = 0;
 }
 
 // The id of the n-th candidate (from 1) that equals t; the last such if there are fewer.
@@ -354,33 +392,49 @@ inline Cut cut_top_k(const Candidates& c, int64_t k, float largest) {
   return {t, nth_equal(c, t, k - above)};
 }
 
-inline double sum_above(const Candidates& c, float t) {
+inline double sum_above(const float* ys, const float* weights, int64_t n, float t) {
   const vf limit = vset(t);
   Sum s;
-  for (int64_t i = 0; i < c.padded(); i += W) s.add(vless(limit, ld(c.ys + i), ld(c.weights + i), vzero()));
+  for (int64_t i = 0; i < n; i += W) s.add(vless(limit, ld(ys + i), ld(weights + i), vzero()));
   return s.total();
 }
 
-// The fewest of the likeliest candidates that together with `above` reach the goal.
-inline Cut cut_top_p(const Candidates& c, double above, double goal, float largest) {
-  // The smallest t such that what is greater does not reach the goal.
-  int64_t low = int64_t(key_of(-INF)) - 1, high = key_of(largest);
-  for (float step = 0.25f; step < 300.0f; step *= 4) {
-    if (above + sum_above(c, largest - step) >= goal) {
-      low = key_of(largest - step);
-      break;
-    }
-    high = key_of(largest - step);
-  }
+// The fewest of the likeliest candidates that together with `above` reach the goal. No candidate is
+// smaller than `lowest`, nor larger than `highest`.
+inline Cut cut_top_p(const Candidates& c, double above, double goal, float lowest, float highest) {
+  // The smallest t such that what is greater than t does not reach the goal lies in (low, high].
+  int64_t low = int64_t(key_of(lowest)) - 1, high = key_of(highest);
+  const float* ys = c.ys;
+  const float* weights = c.weights;
+  int64_t n = c.padded();
+  double sum = above;  // of what is greater than all of ys
   while (high - low > 1) {
-    const int64_t key = (low + high) >> 1;
-    if (above + sum_above(c, of_key(int32_t(key))) < goal) high = key; else low = key;
+    for (int step = 0; step < 4 && high - low > 1; ++step) {
+      const int64_t key = (low + high) >> 1;
+      if (sum + sum_above(ys, weights, n, of_key(int32_t(key))) < goal) high = key; else low = key;
+    }
+    // Go on with what is between.
+    const vf from = vset(of_key(int32_t(low + 1))), to = vset(of_key(int32_t(high)));
+    sum += sum_above(ys, weights, n, of_key(int32_t(high)));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; i += W) {
+      const vf y = ld(ys + i);
+      const uint32_t mask = at_least(y, from) & at_least(to, y);
+      if (mask == 0) continue;
+      const int64_t more = append(y, mask, int32_t(i), c.spare_ys + kept, c.spare_ids + kept);
+      for (int64_t k = kept; k < kept + more; ++k) c.spare_weights[k] = weights[c.spare_ids[k]];
+      kept += more;
+    }
+    n = round_up(kept, W);
+    for (int64_t k = kept; k < n; ++k) c.spare_ys[k] = -INF, c.spare_weights[k] = 0;
+    ys = c.spare_ys;
+    weights = c.spare_weights;
   }
   const float t = of_key(int32_t(high));
-  double sum = above + sum_above(c, t);
+  sum += sum_above(ys, weights, n, t);
   int32_t last = -1;
   for (int64_t i = 0; i < c.size; ++i) {
-    if (c.ys[i] != t) continue;
+    if (c.ys[i] != t || c.weights[i] == 0) continue;
     last = c.ids[i];
     sum += double(c.weights[i]);
     if (sum >= goal) break;
@@ -393,41 +447,52 @@ struct Bracket { float low, high; };
 // Between which values top_p will probably cut, from the likeliest values and a sample of the rest.
 template <class T, class F>
 Bracket guess_top_p(Row<T>& row, const F& f, float floor, double p) {
-  const float top = bound_of_largest(row.lane_maxima, row.chunks * W, 256, 64, row.largest);
+  const float top = bound_of_largest(row.lane_maxima, row.chunks * W, CERTAIN, CERTAIN / 4, row.largest);
   row.collect(f, top > floor ? top : floor);
   Candidates& c = row.found;
   c.weigh(row.largest);
-  double certain = 0;
-  for (int64_t i = 0; i < c.size; ++i) certain += double(c.weights[i]);
+  const double certain = c.sum();
   if (top <= floor) return {floor, INF};  // that is all there is
 
   c.size = 0;
-  Sum sum, squares;
+  Sum sum;
   const vf least = vset(floor), limit = vset(top), factor = vset(float(SAMPLE_EVERY));
   for (int64_t v = 0; (v + 1) * W <= row.size; v += SAMPLE_EVERY) {
     const vf y = f(ld(row.x + v * W));
-    vf w = vmul(factor, weight_of(y, row.largest));
-    w = vless(y, least, vzero(), vless(y, limit, w, vzero()));
+    const vf w = vmul(factor, weight_of(y, vset(row.largest), least));
     st(c.ys + c.size, y);
-    st(c.weights + c.size, w);
+    st(c.weights + c.size, vless(y, limit, w, vzero()));
+    sum.add(ld(c.weights + c.size));
     c.size += W;
-    sum.add(w);
-    squares.add(vmul(w, w));
   }
   const double total = certain + sum.total(), goal = p * total;
-  const double margin = 4 * (p > 0.5 ? p : 1 - p) * __builtin_sqrt(squares.total());
-  // Largest t of a coarse grid whose sum above reaches `wanted`, or smallest whose does not.
-  const auto search = [&](double wanted, bool reach) {
-    float low = floor > row.largest - 82.0f ? floor : row.largest - 82.0f, high = top;
-    for (int i = 0; i < 14; ++i) {
-      const float t = 0.5f * (low + high);
-      if (certain + sum_above(c, t) >= wanted) low = t; else high = t;
+  // Around where the sum above reaches `wanted`. Coarse: float32 will do.
+  const auto search = [&](double wanted, Bracket b, int steps) {
+    for (; steps > 0; --steps) {
+      const float t = 0.5f * (b.low + b.high);
+      const vf limit = vset(t);
+      vf s[2] = {vzero(), vzero()};
+      for (int64_t i = 0; i < c.size; i += W) {
+        s[i / W & 1] = vadd(s[i / W & 1], vless(limit, ld(c.ys + i), ld(c.weights + i), vzero()));
+      }
+      if (certain + double(hsum(vadd(s[0], s[1]))) >= wanted) b.low = t; else b.high = t;
     }
-    return reach ? low : high;
+    return b;
   };
+  const Bracket whole = {floor, top};
+  const float cut = goal <= certain ? top : search(goal, whole, 12).low;
+  // What is above the cut is too much by (1 - p) of its error, what is below too little by p of its.
+  const vf edge = vset(cut), above_share = vset(float(1 - p)), below_share = vset(float(p));
+  Sum squares;
+  for (int64_t i = 0; i < c.size; i += W) {
+    const vf w = vmul(ld(c.weights + i), vless(edge, ld(c.ys + i), above_share, below_share));
+    squares.add(vmul(w, w));
+  }
+  const double margin = 3 * __builtin_sqrt(squares.total());
   Bracket b;
-  b.high = goal - margin <= certain ? INF : search(goal - margin, false);
-  b.low = goal + margin <= certain ? top : goal + margin >= total ? floor : search(goal + margin, true);
+  b.high = goal - margin <= certain ? INF : search(goal - margin, {cut, top}, 9).high;
+  b.low = goal + margin <= certain ? top
+          : goal + margin >= total ? floor : search(goal + margin, {floor, cut}, 12).low;
   return b;
 }
 
@@ -465,7 +530,7 @@ inline int64_t draw(const Candidates& c, double uniform) {
 
 // The same over the row: chunk_sums holds the sums of what the cut keeps.
 template <class T, class F>
-int64_t draw(const Row<T>& row, const F& f, const Cut& cut, double uniform) {
+int64_t draw(const Row<T>& row, const F& f, const Cut& cut, float floor, double uniform) {
   double total = 0, sum = 0;
   for (int64_t c = 0; c < row.chunks; ++c) total += row.chunk_sums[c];
   const double goal = below(uniform * total, total);
@@ -481,7 +546,7 @@ int64_t draw(const Row<T>& row, const F& f, const Cut& cut, double uniform) {
     float ys[W], weights[W];
     const vf y = f(ld(p + j * W));
     st(ys, y);
-    st(weights, weight_of(y, row.largest));
+    st(weights, weight_of(y, vset(row.largest), vset(floor)));
     for (int i = 0; i < W; ++i) {
       const int32_t id = int32_t(c * CHUNK + j * W + i);
       if (weights[i] == 0 || id >= row.size || !cut.keeps(ys[i], id)) continue;
@@ -503,7 +568,7 @@ int64_t choose(Row<T>& row, const F& f, const Choice& choice, Cut& cut) {
     cut = {floor, INT32_MAX};
   }
   // What has no weight need not be looked at.
-  const float weightless = row.largest - 81.0f, lowest = floor > weightless ? floor : weightless;
+  const float weightless = row.largest - WEIGHTLESS, lowest = floor > weightless ? floor : weightless;
   int64_t token;
   if (choice.top_k > 0 && choice.top_k < row.size) {
     const int64_t k = choice.top_k;
@@ -511,17 +576,14 @@ int64_t choose(Row<T>& row, const F& f, const Choice& choice, Cut& cut) {
     cut = {bound > floor ? bound : floor, INT32_MAX};
     row.collect(f, cut.threshold);
     Candidates& c = row.found;
+    c.weigh(row.largest);
     if (c.size > k) {
       cut = cut_top_k(c, k, row.largest);
-      keep(c, cut);
+      drop(c, cut);
     }
-    c.weigh(row.largest);
-    for (int64_t i = c.size; i < c.padded(); ++i) c.weights[i] = 0;
     if (choice.top_p < 1) {
-      double total = 0;
-      for (int64_t i = 0; i < c.size; ++i) total += double(c.weights[i]);
-      cut = cut_top_p(c, 0, choice.top_p * total, row.largest);
-      keep(c, cut);
+      cut = cut_top_p(c, 0, choice.top_p * c.sum(), cut.threshold, row.largest);
+      drop(c, cut);
     }
     token = draw(c, choice.uniform);
   } else if (choice.top_p < 1) {
@@ -529,19 +591,25 @@ int64_t choose(Row<T>& row, const F& f, const Choice& choice, Cut& cut) {
     auto s = row.template sum<false>(f, lowest, b.low, b.high);
     double goal = choice.top_p * (s.above + s.between + s.below);
     if (s.above >= goal) {
-      s = row.template sum<false>(f, lowest, b.high, INF);
+      b = {b.high, INF};
+      s = row.template sum<false>(f, lowest, b.low, b.high);
     } else if (s.above + s.between < goal && b.low > lowest) {
-      s = row.template sum<false>(f, lowest, lowest, b.low);
+      b = {lowest, b.low};
+      s = row.template sum<false>(f, lowest, b.low, b.high);
     }
     goal = choice.top_p * (s.above + s.between + s.below);
     Candidates& c = row.found;
-    cut = cut_top_p(c, s.above, goal, row.largest);
-    keep(c, cut);
-    for (int64_t i = 0; i < c.size; ++i) row.chunk_sums[c.ids[i] / CHUNK] += double(c.weights[i]);
-    token = s.above == 0 ? draw(c, choice.uniform) : draw(row, f, cut, choice.uniform);
+    cut = cut_top_p(c, s.above, goal, b.low, b.high < row.largest ? b.high : row.largest);
+    drop(c, cut);
+    if (s.above == 0) {
+      token = draw(c, choice.uniform);
+    } else {
+      row.add_found();
+      token = draw(row, f, cut, lowest, choice.uniform);
+    }
   } else {
     row.template sum<true>(f, lowest, INF, -INF);
-    token = draw(row, f, cut, choice.uniform);
+    token = draw(row, f, cut, lowest, choice.uniform);
   }
   return token < 0 ? first : token;
 }
@@ -576,10 +644,10 @@ void sample(void* logits, const float* temperature, const float* min_p, const in
       }
       const Choice choice = {temperature[r], min_p[r], top_k[r], top_p[r], uniform[r]};
       Cut cut;
-      const Divided divided = {vset(choice.temperature)};
+      const Scaled scaled = {vset(1.0f / choice.temperature)};
       token_ids[r] = choice.temperature == 1.0f ? choose(row, Same(), choice, cut)
-                                                : choose(row, divided, choice, cut);
-      if (keep_filtered) write_filtered(x, vocabulary, divided, cut);
+                                                : choose(row, scaled, choice, cut);
+      if (keep_filtered) write_filtered(x, vocabulary, scaled, cut);
     });
   });
 }
@@ -676,7 +744,7 @@ int32_t top_logprobs(const void* logits, const int64_t* token_ids, const int64_t
       if (row.bad || (normalize && row.largest == -INF)) {
         out.add(token_ids[r], __builtin_nanf(""), 1);
       } else if (normalize) {
-        const auto sums = row.template sum<true>(Same(), row.largest - 81.0f, INF, -INF);
+        const auto sums = row.template sum<true>(Same(), row.largest - WEIGHTLESS, INF, -INF);
         const LogProb f = {vset(row.largest), vset(float(__builtin_log(sums.above)))};
         row.transform(f);
         describe(row, f, token_ids[r], counts[r], out);

@@ -10,6 +10,7 @@ import torch
 
 from headrace_core.ops import KernelNeed, KernelProvider
 from headrace_core.testing.ops import OpConformance
+from headrace_core.testing.sampling import SamplingConformance
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import CPUProvider
 
@@ -40,4 +41,14 @@ class TestNative(OpConformance):
         if request.param not in library.levels():
             pytest.skip(f"this machine has no {request.param}")
         torch.manual_seed(0)
+        return AtLevel(request.param)
+
+
+@pytest.mark.spec("ENGINE-SAMPLING")
+@pytest.mark.spec("ENGINE-LOGPROBS")
+class TestNativeSampling(SamplingConformance):
+    @pytest.fixture(params=library.ISA_LEVELS)
+    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
+        if request.param not in library.levels():
+            pytest.skip(f"this machine has no {request.param}")
         return AtLevel(request.param)

@@ -23,8 +23,8 @@ _LARGEST_DISTANCE = 80
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """logits [R, V] / temperature [R] float32, in place."""
-    return logits.div_(temperature[:, None])
+    """logits [R, V] times 1 / temperature [R] float32, in place: a division per logit takes longer."""
+    return logits.mul_(temperature.reciprocal()[:, None])
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

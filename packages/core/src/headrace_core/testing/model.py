@@ -235,7 +235,7 @@ class PagedDriver:
         """Feed each request its next tokens; logits [T, V] of all rows (or the given ones)."""
         batch = self.batch(chunks, rows)
         with torch.inference_mode():
-            return self.model.compute_logits(self.model.forward(batch))
+            return self.model.compute_logits(self.model.forward(batch)).float()
 
     def batch(
         self, chunks: Mapping[str, Sequence[int]], rows: Sequence[int] | None = None

@@ -129,4 +129,7 @@ class Decoder(Layer, ABC):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        return self.context.ops.to_float32(self.head(hidden), soft_cap=self.logits_cap or 0.0)
+        logits = self.head(hidden)
+        if self.logits_cap is None:
+            return logits
+        return self.context.ops.to_float32(logits, soft_cap=self.logits_cap)
