@@ -83,7 +83,7 @@ def decode(worker: ModelWorker, batch: int, context: int, steps: int) -> tuple[f
     graph: Any = runner.graph
     assert graph is not None, "nothing was captured"
     assert inputs.batch is not None
-    eager, replayed, nothing = [], [], []
+    eager, replayed = [], []
     for _ in range(steps):
         eager.append(median_us(lambda: runner._run_eagerly(inputs, inputs.batch), 1))
         replayed.append(median_us(lambda: runner._replay(inputs, inputs.batch), 1))
@@ -121,14 +121,15 @@ def main() -> None:
     for batch in options.batch:
         worker = make_worker(options.model, batch, options.context)
         eager, replayed, nothing = decode(worker, batch, options.context, options.steps)
-        calls = worker._ready().graph.num_calls  # type: ignore[union-attr]
+        graph: Any = worker._ready().graph
+        calls, mebibytes = graph.num_calls, graph.num_bytes / 2**20
         worker.close()
         print(
             f"| {batch} | {eager / 1e3:.3f} | {replayed / 1e3:.3f} "
             f"| {(eager - replayed) / 1e3:.3f} | {nothing:.1f} |",
             flush=True,
         )
-    print(f"{calls} kernel calls a step")
+    print(f"{calls} kernel calls a step, {mebibytes:.1f} MiB of intermediate results")
     for name, microseconds in op_calls(bind_ops(KernelNeed("cpu", "float32"))).items():
         print(f"{name}: {microseconds:.2f} us a call")
 

@@ -108,10 +108,12 @@ def test_tokens_equal_and_logprobs_agree_with_transformers(family):
         {"max_num_seqs": 7, "preempt": True},
         {"num_threads": 2},
         {"engine_process": True},
+        {"enforce_eager": True},
+        {"cudagraph_capture_sizes": [1, 9]},
     ],
     ids=[
         "batched", "simple-loop", "no-prefix-cache", "prefix-hits", "chunked", "preempted",
-        "two-threads", "engine-process",
+        "two-threads", "engine-process", "eager", "mostly-eager",
     ],
 )  # fmt: skip
 def test_every_mode_gives_the_same_bits(family, mode):

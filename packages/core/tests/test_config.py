@@ -11,6 +11,7 @@ from headrace_core.config import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    GraphConfig,
     LoadConfig,
     ModelConfig,
     ObservabilityConfig,
@@ -52,6 +53,10 @@ INFO = ModelInfo(
         (lambda: ParallelConfig(tensor_parallel_size=2), "parallel.tensor_parallel_size"),
         (lambda: DeviceConfig(num_threads=-1), "device.num_threads"),
         (lambda: LoadConfig(safetensors_load_strategy="fast"), "load.safetensors_load_strategy"),
+        (lambda: GraphConfig(cudagraph_capture_sizes=(8, 0)), "graph.cudagraph_capture_sizes"),
+        (lambda: GraphConfig(max_cudagraph_capture_size=0), "graph.max_cudagraph_capture_size"),
+        (lambda: GraphConfig(cudagraph_capture_sizes=(8, 4), max_cudagraph_capture_size=4),
+         "graph.max_cudagraph_capture_size"),
         (lambda: ObservabilityConfig(log_stats_interval=0), "observability.log_stats_interval"),
     ],
 )  # fmt: skip

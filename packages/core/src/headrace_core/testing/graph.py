@@ -117,7 +117,14 @@ class SmallModel:
 
 
 def make_batch(
-    lengths: Sequence[tuple[int, int]], *, all_rows: bool = False, seed: int = 0
+    lengths: Sequence[tuple[int, int]],
+    *,
+    all_rows: bool = False,
+    seed: int = 0,
+    num_groups: int = NUM_GROUPS,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int = NUM_BLOCKS,
+    vocab_size: int = VOCAB,
 ) -> ForwardBatch:
     """A step of (new tokens, context length) requests over scattered blocks; logits of the last
     row of each request, or of all rows by ``logits_rows`` None."""
@@ -126,21 +133,21 @@ def make_batch(
     for num_new, _ in lengths:
         starts.append(starts[-1] + num_new)
     ranges = [range(length - num_new, length) for num_new, length in lengths]
-    width = -(-max(length for _, length in lengths) // BLOCK_SIZE)
+    width = -(-max(length for _, length in lengths) // block_size)
     groups = []
-    for _ in range(NUM_GROUPS):
-        free = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
+    for _ in range(num_groups):
+        free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
         table = torch.zeros(len(lengths), width, dtype=torch.int32)
         slots = []
         for b, (_, length) in enumerate(lengths):
-            for column in range(-(-length // BLOCK_SIZE)):
+            for column in range(-(-length // block_size)):
                 table[b, column] = free.pop()
             slots += [
-                int(table[b, p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE for p in ranges[b]
+                int(table[b, p // block_size]) * block_size + p % block_size for p in ranges[b]
             ]
         groups.append(GroupBatch(block_table=table, slot_mapping=torch.tensor(slots)))
     return ForwardBatch(
-        input_ids=torch.randint(VOCAB, (starts[-1],), generator=generator),
+        input_ids=torch.randint(vocab_size, (starts[-1],), generator=generator),
         positions=torch.tensor([p for each in ranges for p in each]),
         cu_seqlens_q=torch.tensor(starts, dtype=torch.int32),
         seq_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
@@ -231,6 +238,9 @@ class StepGraphConformance:
         assert not graph.fits(make_batch([(17, 17)]))
         assert not graph.fits(dataclasses.replace(batch, groups=batch.groups[:1]))
         assert not graph.fits(dataclasses.replace(batch, extra={"media": 1}))
+        assert not graph.fits(dataclasses.replace(batch, positions=batch.positions.int()))
+        assert not graph.fits(dataclasses.replace(batch, positions=batch.positions[1:]))
+        assert not graph.fits(dataclasses.replace(batch, cu_seqlens_q=batch.cu_seqlens_q[1:]))
         graph.close()
         graph.close()
         assert not graph.fits(batch)

@@ -183,6 +183,7 @@ class NativeStepGraph(StepGraph):
             and _num_logits(batch, num_logits) <= bucket.num_logits
             and len(batch.groups) == self._num_groups
             and not batch.extra
+            and _is_well_formed(batch)
         )
 
     def _bucket_of(self, batch: ForwardBatch) -> _Bucket | None:
@@ -231,6 +232,31 @@ def _values(batch: ForwardBatch, num_logits: int, logits_rows: int) -> list[int]
         stride, _ = table.stride()
         values += (table.data_ptr(), stride, table.shape[1], group.slot_mapping.data_ptr())
     return values
+
+
+def _is_well_formed(batch: ForwardBatch) -> bool:
+    """Whether the tensors are what :class:`ForwardBatch` says: kernels get bare addresses. If not,
+    the eager step converts them or says what is wrong."""
+    tokens, (seqs,) = batch.input_ids.shape, batch.seq_lens.shape
+    rows = batch.logits_rows
+    return (
+        _is_flat(batch.input_ids, torch.int64, tokens)
+        and _is_flat(batch.positions, torch.int64, tokens)
+        and _is_flat(batch.cu_seqlens_q, torch.int32, (seqs + 1,))
+        and _is_flat(batch.seq_lens, torch.int32, (seqs,))
+        and (rows is None or _is_flat(rows, torch.int64, rows.shape))
+        and all(
+            _is_flat(group.slot_mapping, torch.int64, tokens)
+            and group.block_table.dtype is torch.int32
+            and group.block_table.shape[0] == seqs
+            and group.block_table.stride(1) == 1
+            for group in batch.groups
+        )
+    )
+
+
+def _is_flat(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    return x.dtype is dtype and x.shape == shape and x.is_contiguous()
 
 
 def _num_logits(batch: ForwardBatch, wanted: int | None) -> int:

@@ -1,0 +1,164 @@
+"""Replayed steps give the bits of eager ones: every family, any batch, every instruction set."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+
+import pytest
+import torch
+from families import FAMILIES, VOCAB_SIZE, save_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from headrace import LLM, SamplingParams
+from headrace.assembly import resolve_engine, worker_factory
+from headrace.engine_args import EngineArgs
+from headrace_core.kv import KVCacheConfig
+from headrace_core.testing.graph import make_batch
+from headrace_core.testing.ops import bits_equal
+from headrace_engine.execution.inputs import StepInputs
+from headrace_engine.execution.worker import ModelWorker
+from headrace_engine.kv.grouping import plan_groups
+from headrace_kernels.cpu import library
+
+if library.path() is None:
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 8, 80, 120
+SETTINGS = {
+    "skip_tokenizer_init": True, "max_model_len": 128, "block_size": BLOCK_SIZE, "num_threads": 1,
+    "max_num_seqs": 8, "use_tqdm_on_load": False,
+}  # fmt: skip
+VARIANTS = {
+    **{family: (family, {"dtype": "float32"}) for family in FAMILIES},
+    **{f"{family}-bfloat16": (family, {"dtype": "bfloat16"}) for family in ("qwen3", "gemma3")},
+    "qwen3-int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
+}
+
+
+def make_worker(folder, **changes) -> ModelWorker:
+    config = EngineArgs(model=str(folder), **{**SETTINGS, **changes}).create_engine_config()
+    worker = worker_factory(resolve_engine(config))()
+    worker.load()
+    worker.allocate_cache(KVCacheConfig(NUM_BLOCKS, plan_groups(worker.kv_specs())))
+    worker.warm_up()
+    return worker
+
+
+class Comparison:
+    """One worker's steps, replayed and eager, on the same cache."""
+
+    def __init__(self, worker: ModelWorker) -> None:
+        self.runner = worker._ready()
+        caches = {id(c): c for c in (layer.kv_cache for layer in worker._layers.values())}
+        self.caches = list(caches.values())
+        for cache in self.caches:
+            cache.copy_(torch.randn(cache.shape).to(cache.dtype))
+        self.graph = self.runner.graph
+        assert self.graph is not None, "every family is captured"
+
+    def batch(self, lengths, **options):
+        return make_batch(
+            lengths, num_groups=len(self.runner.backends), block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, **options,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def check(self, batch) -> None:
+        before = [cache.clone() for cache in self.caches]
+        expected = self.runner.logits(batch)
+        written = [cache.clone() for cache in self.caches]
+        for cache, content in zip(self.caches, before):
+            cache.copy_(content)
+        assert bits_equal(self.graph.replay(batch), expected)
+        assert all(map(bits_equal, self.caches, written))
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def compared(request, tmp_path_factory):
+    family, changes = VARIANTS[request.param]
+    folder = tmp_path_factory.mktemp(family)
+    save_model(family, folder)
+    worker = make_worker(folder, **changes)
+    yield Comparison(worker)
+    worker.close()
+
+
+REQUESTS = st.tuples(st.integers(1, 40), st.integers(0, 80)).map(lambda r: (r[0], r[0] + r[1]))
+DECODES = st.tuples(st.just(1), st.integers(1, MAX_LEN))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(DECODES, min_size=1, max_size=5)
+    | st.lists(st.one_of(REQUESTS, DECODES), min_size=1, max_size=5),
+    all_rows=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch_gives_the_same_bits(compared, lengths, all_rows, seed):
+    decoding = all(num_new == 1 for num_new, _ in lengths)
+    compared.check(compared.batch(lengths, all_rows=all_rows and decoding, seed=seed))
+
+
+def test_a_bad_index_raises_what_the_eager_step_raises(compared, caplog):
+    batch = compared.batch([(1, 5), (1, 9)])
+    bad = dataclasses.replace(batch, input_ids=torch.tensor([0, VOCAB_SIZE]))
+    rows = torch.arange(2).numpy()
+    inputs = StepInputs(["a", "b"], rows, rows + 1, rows, [], bad, {})
+    with pytest.raises(IndexError, match=rf"embedding: an id is outside \[0, {VOCAB_SIZE}\)"):
+        compared.runner._forward(inputs)
+    assert "embedding, reported status 1); the step runs eagerly" in caplog.text
+    compared.check(batch)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen3")
+    save_model("qwen3", folder)
+    return folder
+
+
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+def test_every_instruction_set(qwen3, level, monkeypatch):
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    monkeypatch.setenv(library.ISA_VARIABLE, level)
+    for dtype in ("float32", "bfloat16"):
+        worker = make_worker(qwen3, dtype=dtype)
+        compared = Comparison(worker)
+        for seed in range(4):
+            compared.check(compared.batch([(1, 5), (7, 30), (1, 90), (3, 3)], seed=seed))
+        worker.close()
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(tmp_path, caplog):
+    """Quantized experts are computed one by one, by torch."""
+    save_model("mixtral", tmp_path)
+    caplog.set_level(logging.INFO, "headrace_engine.execution.capture")
+    with LLM(str(tmp_path), quantization="int8", **SETTINGS) as llm:
+        output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert len(output[0].outputs[0].token_ids) == 4
+    (line,) = [m for m in caplog.messages if m.startswith("steps run eagerly")]
+    assert "torch operation aten." in line
+
+
+def test_two_engines_on_two_threads(qwen3):
+    """Each captures and replays on its own; neither sees the other."""
+    prompts = [[7 + i, 9, 11 * i + 3] for i in range(4)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found: dict[int, list[list[int]]] = {}
+
+    def run(number: int) -> None:
+        with LLM(str(qwen3), kv_cache_memory_bytes=8 << 20, **SETTINGS) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found[number] = [output.outputs[0].token_ids for output in outputs]
+
+    run(0)
+    threads = [threading.Thread(target=run, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[1] == found[2] == found[0]
