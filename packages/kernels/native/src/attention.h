@@ -476,10 +476,19 @@ struct Unit {
       int64_t w = 0;
       if (at >= seen.from && at + W <= seen.to && g.keys.dim_stride == 1) {
         const TC* const* ahead = coming(next, seen, next_tile * KEYS + j, W, lines);
+        const int64_t full = g.dim / CHUNK * CHUNK;
+        int fetched = 0;  // in the order of memory, which is what the hardware's own prefetcher extends
+        int64_t fetched_d = 0;
         for (; (w + W) * STEP <= g.dim; w += W) {
           vf x[W];
           HR_UNROLL for (int i = 0; i < W; ++i) x[i] = A::words(lines[i] + w * STEP, CHUNK);
-          HR_UNROLL for (int i = 0; i < W; ++i) __builtin_prefetch(ahead[i] + w * STEP);
+          HR_UNROLL for (int i = 0; i < W; ++i) {
+            __builtin_prefetch(ahead[fetched] + fetched_d);
+            fetched_d += CHUNK;
+            const bool line_end = fetched_d == full;
+            fetched += line_end;
+            fetched_d = line_end ? 0 : fetched_d;
+          }
           transpose(x);
           HR_UNROLL for (int i = 0; i < W; ++i) st(to + (w + i) * KEYS + j, x[i]);
         }

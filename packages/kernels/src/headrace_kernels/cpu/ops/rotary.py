@@ -143,7 +143,8 @@ class RotaryCacheWrite:
             key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(),
             self._geometries.of(key_cache, value_cache, dtype, dim, k_scale, v_scale),
             q_weight, k_weight, tokens, q_heads, key.shape[1], dim, q_row, q_head, k_row, k_head,
-            v_row, v_head, num_positions, rotary_dim, table_stride, eps, offset, interleaved, code, weight_code,
+            v_row, v_head, num_positions, rotary_dim, table_stride, eps, offset, interleaved,
+            code, weight_code,
         )  # fmt: skip
         if status:
             raise IndexError(
