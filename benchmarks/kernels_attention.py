@@ -45,7 +45,13 @@ class Case(NamedTuple):
         return f"prefill {self.new}" + ("" if self.new == self.context else f" of {self.context}")
 
 
-QUICK = [Case(1, 512, 512), Case(1, 2048, 2048), Case(1, 1, 128), Case(1, 1, 8192), Case(64, 1, 300)]
+QUICK = [
+    Case(1, 512, 512),
+    Case(1, 2048, 2048),
+    Case(1, 1, 128),
+    Case(1, 1, 8192),
+    Case(64, 1, 300),
+]
 FULL = [
     Case(1, 512, 512), Case(1, 2048, 2048), Case(1, 4096, 4096), Case(1, 512, 4096),
     Case(1, 1, 128), Case(1, 1, 512), Case(1, 1, 2048), Case(1, 1, 8192),
@@ -104,7 +110,9 @@ def torchs(data: Data, case: Case) -> Tensor:
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def seconds_of(op: Callable[[Data, Case], Tensor], rounds: list[Data], case: Case, budget: float) -> float:
+def seconds_of(
+    op: Callable[[Data, Case], Tensor], rounds: list[Data], case: Case, budget: float
+) -> float:
     """Median over calls, for about `budget` seconds."""
     op(rounds[0], case)
     times: list[float] = []

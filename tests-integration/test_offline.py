@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -36,6 +37,26 @@ def test_many_prompts_come_back_in_order_and_equal_single_ones(llm):
     for prompt, output in zip(prompts[:3], outputs[:3], strict=True):
         [single] = llm.generate(prompt, GREEDY, use_tqdm=False)
         assert single.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.spec("KV-QUANT")
+def test_a_cache_of_one_byte_holds_twice_the_tokens(llm, caplog):
+    """And rounds: close to the full cache, equal to itself in any batch."""
+    caplog.set_level("INFO")
+    prompts = [f"Say {word}" for word in ("one", "two words", "three more words here")] * 3
+    blocks = []
+    for kind in ("auto", "fp8"):
+        with LLM(
+            **SMALL, dtype="bfloat16", kv_cache_dtype=kind, kv_cache_memory_bytes=8 << 20
+        ) as one:
+            together = one.generate(prompts, GREEDY, use_tqdm=False)
+            [alone] = one.generate(prompts[0], GREEDY, use_tqdm=False)
+        assert together[0].outputs[0].token_ids == alone.outputs[0].token_ids
+        assert all(output.outputs[0].text.strip() for output in together)
+        [line] = [r.getMessage() for r in caplog.records if "blocks of" in r.getMessage()]
+        blocks.append(int(re.search(r"(\d+) blocks of", line)[1]))
+        caplog.clear()
+    assert 0 <= blocks[1] - 2 * blocks[0] <= 2  # rounding, and the null block
 
 
 @pytest.mark.spec("ENGINE-PROMPTS")

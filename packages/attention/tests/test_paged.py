@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from headrace_attention.metadata import PagedMetadata
 from headrace_attention.paged import PagedBackend
+from headrace_core.attention import AttentionLayerSpec
 from headrace_core.ops import OpTable
 from headrace_core.testing.attention import BASIC_CASES, AttentionBackendConformance, World
 
@@ -31,3 +35,33 @@ def test_half_a_pair_of_key_and_value_is_an_error(reference_ops: OpTable) -> Non
     world = World(PagedBackend(reference_ops), BASIC_CASES["decode"], "float32")
     with pytest.raises(ValueError, match="both be given, or neither"):
         world.run(value=None)
+
+
+@pytest.mark.spec("KV-QUANT")
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cache_of_one_byte(reference_ops: OpTable, dtype: str) -> None:
+    """Scales of the layer reach both ops: as if keys and values had been rounded beforehand."""
+    stored_as, scale = getattr(torch, dtype), torch.tensor([0.02, 0.3])
+    layer = AttentionLayerSpec("layer", 4, 2, 8, scale=0.4, k_scale=scale, v_scale=scale * 2)
+    plain = dataclasses.replace(layer, k_scale=None, v_scale=None)
+    metadata = PagedMetadata(
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        slot_mapping=torch.arange(4, 10),
+        cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
+        seq_lens=torch.tensor([6], dtype=torch.int32),
+        max_seqlen_q=6,
+        max_seqlen_k=6,
+    )
+    query, (key, value) = torch.randn(6, 4, 8), torch.randn(2, 6, 2, 8)
+    backend = PagedBackend(reference_ops)
+    small = torch.zeros(2, 3, 4, 2, 8).to(stored_as)
+    out = backend.forward(layer, query, key, value, small, metadata)
+
+    rounded = [
+        (x / s[:, None]).to(stored_as).float() * s[:, None]
+        for x, s in ((key, scale), (value, scale * 2))
+    ]
+    wide = torch.zeros(2, 3, 4, 2, 8)
+    expected = backend.forward(plain, query, *rounded, wide, metadata)
+    torch.testing.assert_close(out, expected)
+    assert (out - backend.forward(plain, query, key, value, wide, metadata)).abs().max() > 1e-3

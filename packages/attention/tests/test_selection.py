@@ -126,6 +126,16 @@ def test_what_a_backend_of_defaults_refuses(change: dict[str, Any], reasons: lis
     assert ForeignBackend.refuse(dataclasses.replace(NEED, **change)) == reasons
 
 
+@pytest.mark.spec("KV-QUANT")
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_who_serves_a_cache_of_one_byte(kind: str) -> None:
+    need = dataclasses.replace(NEED, kv_cache_dtype=kind)
+    assert PagedBackend.refuse(need) == []
+    assert SDPABackend.refuse(need) == ["kv_cache_dtype not supported"]
+    on_gpu = dataclasses.replace(need, device="cuda")
+    assert PagedBackend.refuse(on_gpu) == [f"kv_cache_dtype {kind} not supported on device cuda"]
+
+
 @pytest.mark.spec("ATTN-VALIDATE")
 def test_head_sizes_are_checked_first() -> None:
     assert PickyBackend.refuse(NEED) == ["head_size not supported", "dtype not supported"]

@@ -35,7 +35,7 @@ INFO = ModelInfo(
         (lambda: CacheConfig(block_size=24), "cache.block_size"),
         (lambda: CacheConfig(gpu_memory_utilization=0), "cache.gpu_memory_utilization"),
         (lambda: CacheConfig(gpu_memory_utilization=1.1), "cache.gpu_memory_utilization"),
-        (lambda: CacheConfig(kv_cache_dtype="fp8"), "cache.kv_cache_dtype"),
+        (lambda: CacheConfig(kv_cache_dtype="int8"), "cache.kv_cache_dtype"),
         (lambda: CacheConfig(num_gpu_blocks_override=0), "cache.num_gpu_blocks_override"),
         (lambda: SchedulerConfig(max_num_seqs=0), "scheduler.max_num_seqs"),
         (lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),

@@ -13,7 +13,8 @@ import torch
 
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.writing import store
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec
+from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
+from headrace_core.kv import CACHE_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,15 @@ class PagedBackend(AttentionBackend):
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
+    supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
+
+    @classmethod
+    def refuse(cls, need: AttentionNeed) -> list[str]:
+        """See :meth:`headrace_core.attention.AttentionBackend.refuse`."""
+        reasons = super().refuse(need)
+        if need.device == "cuda" and CACHE_DTYPES.get(need.kv_cache_dtype):
+            reasons.append(f"kv_cache_dtype {need.kv_cache_dtype} not supported on device cuda")
+        return reasons
 
     def cache_stride_order(self) -> tuple[int, ...]:
         """Logical (2, N, S, Hk, D) is stored as (N, 2, Hk, S, D).
@@ -55,7 +65,7 @@ class PagedBackend(AttentionBackend):
         if kv_cache is None or metadata is None:
             return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         caches = self.views(kv_cache)
-        store(self.ops, key, value, caches, metadata.slot_mapping)
+        store(self.ops, layer, key, value, caches, metadata.slot_mapping)
         window = layer.sliding_window
         return self.ops.paged_attention(
             query,
@@ -71,4 +81,6 @@ class PagedBackend(AttentionBackend):
             sliding_window=window if window is not None and window > 0 else None,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )

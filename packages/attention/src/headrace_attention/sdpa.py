@@ -69,7 +69,7 @@ class SDPABackend(AttentionBackend):
         if kv_cache is None or metadata is None:
             return output
         caches = self.views(kv_cache)
-        store(self.ops, key, value, caches, metadata.paged.slot_mapping)
+        store(self.ops, layer, key, value, caches, metadata.paged.slot_mapping)
         starts = metadata.query_starts
         for request, seq_len in enumerate(metadata.seq_lens):
             rows = slice(starts[request], starts[request + 1])

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.attention import KVViews
+    from headrace_core.attention import AttentionLayerSpec, KVViews
     from headrace_core.ops import OpTable
 
 
 def store(
-    ops: OpTable, key: Tensor | None, value: Tensor | None, caches: KVViews, slot_mapping: Tensor
+    ops: OpTable,
+    layer: AttentionLayerSpec,
+    key: Tensor | None,
+    value: Tensor | None,
+    caches: KVViews,
+    slot_mapping: Tensor,
 ) -> None:
     """Write key and value [T', Hk, D] to their slots; nothing if the caller has written them.
 
@@ -25,5 +30,11 @@ def store(
         return
     num_tokens = slot_mapping.shape[0]
     ops.cache_write(
-        key[:num_tokens], value[:num_tokens], caches.key_cache, caches.value_cache, slot_mapping
+        key[:num_tokens],
+        value[:num_tokens],
+        caches.key_cache,
+        caches.value_cache,
+        slot_mapping,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
     )

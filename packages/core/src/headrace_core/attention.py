@@ -36,7 +36,7 @@ class AttentionNeed:
     head_dim: int
     dtype: str
     kv_cache_dtype: str
-    """``auto`` means the activations' dtype."""
+    """One of :data:`headrace_core.kv.CACHE_DTYPES`; ``auto`` means the activations' dtype."""
     block_size: int
     device: str = "cpu"
     attention_type: str = "decoder"
@@ -59,6 +59,9 @@ class AttentionLayerSpec:
     soft_cap: float = 0.0
     sinks: Tensor | None = None
     """[num_heads] in the activations' dtype or float32."""
+    k_scale: Tensor | None = None
+    """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1."""
+    v_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

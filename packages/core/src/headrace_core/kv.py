@@ -33,6 +33,17 @@ _ITEM_BYTES = {
     "int8": 1,
 }
 
+CACHE_DTYPES: Mapping[str, str] = {
+    "auto": "",
+    "fp8": "float8_e4m3",
+    "fp8_e4m3": "float8_e4m3",
+    "fp8_e5m2": "float8_e5m2",
+}
+"""What ``cache.kv_cache_dtype`` may be -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
+
+Kernels also know ``int8``, which is of no use without scales that suit the model.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:

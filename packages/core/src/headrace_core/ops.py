@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
 
+ONE_BYTE_CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""torch names of the dtypes that a cache may have besides the activations' own."""
+
 
 class EmbeddingOp(Protocol):
     def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -133,11 +136,18 @@ class CacheWriteOp(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """Copy key, value [T, Hk, D] to their slots in caches [N, S, Hk, D] (any strides).
 
         slot_mapping [T] int64: ``block * S + offset``; negative entries are skipped, and so are
         rows of key and value past its end (padding).
+
+        Caches have the dtype of key and value, or one of :data:`ONE_BYTE_CACHES`: then
+        ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
+        v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
         """
         ...
 
@@ -168,6 +178,8 @@ class RotaryCacheWriteOp(Protocol):
         *,
         interleaved: bool = False,
         head_norm: HeadNorm | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """Head norm (if given), rotation (if ``cos_sin``), cache write, in that order, in one pass.
 
@@ -194,6 +206,8 @@ class PagedAttentionOp(Protocol):
         sliding_window: int | None = None,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -206,7 +220,8 @@ class PagedAttentionOp(Protocol):
         ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
         extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so
         are rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited.
-        Definition: ATTN-REF of the specification.
+        Caches, k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x stands for
+        ``x * scale``. Definition: ATTN-REF of the specification.
         """
         ...
 

@@ -24,6 +24,8 @@ namespace headrace::HR_ISA {
 namespace {
 namespace paged {
 
+#define HR_UNROLL _Pragma("GCC unroll 16")
+
 constexpr int PART = 512;        // keys of a partition; its border is part of the arithmetic
 constexpr int KEYS = 64;         // keys of a tile, packed at a time
 constexpr int TASK_ROWS = 256;   // rows of a unit, if there are so many queries
@@ -89,34 +91,51 @@ template <bool coarse> inline vf exp2_of(vf x) {
 #endif
 }
 
-inline bool any_infinite(vf x) {  // infinite or NaN, in any lane
+// Whether any lane of any x so far was infinite or NaN, as bits: the largest magnitude of lanes of
+// 32 bits (floats) or 16 (bf16).
 #if defined(HR_AVX512)
-  return _mm512_cmp_ps_mask(vsub(x, x), vzero(), _CMP_NEQ_UQ) != 0;
-#else
-  float lanes[W];
-  st(lanes, vsub(x, x));
-  bool found = false;
-  for (int i = 0; i < W; ++i) found |= lanes[i] != 0.0f;
-  return found;
-#endif
+using Worst = __m512i;
+inline Worst worse(Worst a, vf x) {
+  return _mm512_max_epu32(a, _mm512_and_si512((__m512i)x, _mm512_set1_epi32(0x7fffffff)));
 }
+inline bool infinite(Worst a) { return _mm512_cmpge_epu32_mask(a, _mm512_set1_epi32(0x7f800000)) != 0; }
+#elif defined(HR_AVX2)
+using Worst = __m256i;
+inline Worst worse(Worst a, vf x) {
+  return _mm256_max_epu32(a, _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0x7fffffff)));
+}
+inline bool infinite(Worst a) {  // not negative as a signed number
+  return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, _mm256_set1_epi32(0x7f7fffff))) != 0;
+}
+#else
+using Worst = vi;
+inline Worst worse(Worst a, vf x) {
+  const vi b = (vi)x & 0x7fffffff;
+  return a > b ? a : b;
+}
+inline bool infinite(Worst a) {
+  bool found = false;
+  for (int i = 0; i < W; ++i) found |= a[i] >= 0x7f800000;
+  return found;
+}
+#endif
 
 // A word is one float.
 struct Single {
   static constexpr int STEP = 1;
   static constexpr bool COARSE = false;
   static vf mac(vf acc, vf a, vf b) { return vfma(a, b, acc); }
+  using Bad = Worst;
   // The next W words of a line, zeros from `left` elements on.
   template <class T> static vf words(const T* p, int64_t left) {
     return left <= 0 ? vzero() : ld_upto(p, left);
   }
-  // Packs lines of values into words of W dimensions; a line may be null (zeros). Returns what any
-  // bad value would make infinite or NaN.
-  template <class T> static vf store_values(float* to, const T* const* lines, int64_t d, int64_t left) {
-    const vf x = lines[0] == nullptr ? vzero() : words(lines[0] + d, left);
-    st(to, x);
-    return vmul(x, vzero());
+  // Packs W words of each of STEP lines of values into words of STEP keys; notes bad values.
+  static void store_values(float* to, const vf* lines, Bad& bad) {
+    bad = worse(bad, lines[0]);
+    st(to, lines[0]);
   }
+  static bool any(Bad bad) { return infinite(bad); }
   // Weights of W * STEP keys from scores; returns sum + their sum.
   static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
     const vf w = exp2_of<COARSE>(vfma(ld(s), factor, shift));
@@ -130,6 +149,7 @@ struct Single {
 struct Pair {
   static constexpr int STEP = 2;
   static constexpr bool COARSE = true;
+  using Bad = __m512i;
   static vf mac(vf acc, vf a, vf b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
   static vf words(const bf16* p, int64_t left) {
     if (left >= 2 * W) return (vf)_mm512_loadu_si512(p);
@@ -141,33 +161,24 @@ struct Pair {
     const vf high = left <= W ? vzero() : ld_upto(p + W, left - W);
     return (vf)_mm512_cvtne2ps_pbh(high, low);
   }
-  template <class T> static vf store_values(float* to, const T* const* lines, int64_t d, int64_t left) {
-    const __m512i low = _mm512_castsi256_si512(half(lines[0], d, left));
-    const __m512i high = _mm512_castsi256_si512(half(lines[1], d, left));
-    const __m512i place = _mm512_set_epi16(
+  static void store_values(float* to, const vf* lines, Bad& bad) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    const __m512i a = (__m512i)lines[0], b = (__m512i)lines[1];
+    bad = _mm512_max_epu16(bad, _mm512_max_epu16(_mm512_and_si512(a, magnitude), _mm512_and_si512(b, magnitude)));
+    const __m512i first = _mm512_set_epi16(
         47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
         39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i pairs = _mm512_permutex2var_epi16(low, place, high);
-    st(to, (vf)pairs);
-    return _mm512_dpbf16_ps(vzero(), (__m512bh)pairs, (__m512bh)_mm512_setzero_si512());
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    st(to, (vf)_mm512_permutex2var_epi16(a, first, b));
+    st(to + W, (vf)_mm512_permutex2var_epi16(a, second, b));
   }
+  static bool any(Bad bad) { return _mm512_cmpge_epu16_mask(bad, _mm512_set1_epi16(0x7f80)) != 0; }
   static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
     const vf low = exp2_of<COARSE>(vfma(ld(s), factor, shift));
     const vf high = exp2_of<COARSE>(vfma(ld(s + W), factor, shift));
     const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
     st(p, (vf)both);
     return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // times 1
-  }
-
- private:
-  static __m256i half(const bf16* line, int64_t d, int64_t left) {
-    if (line == nullptr || left <= 0) return _mm256_setzero_si256();
-    if (left >= W) return _mm256_loadu_si256((const __m256i*)(line + d));
-    return _mm256_maskz_loadu_epi16(__mmask16((1u << left) - 1), line + d);
-  }
-  template <class T> static __m256i half(const T* line, int64_t d, int64_t left) {
-    if (line == nullptr || left <= 0) return _mm256_setzero_si256();
-    return (__m256i)_mm512_cvtneps_pbh(ld_upto(line + d, left));
   }
 };
 #endif
@@ -176,10 +187,14 @@ struct Pair {
 template <class TQ, class TC> struct Choice { using Words = Single; };
 #if defined(HR_DOT_BF16)
 template <> struct Choice<bf16, bf16> { using Words = Pair; };
+// One-byte values are exact in bf16; their scale is applied to scores and to the output.
+template <> struct Choice<bf16, int8_t> { using Words = Pair; };
+template <> struct Choice<bf16, e4m3> { using Words = Pair; };
+template <> struct Choice<bf16, e5m2> { using Words = Pair; };
 #endif
 
 // W vectors of W words, transposed.
-inline void transpose(vf* x) {
+__attribute__((always_inline)) inline void transpose(vf* x) {
 #if defined(HR_AVX512)
   vf t[16];
   for (int i = 0; i < 16; i += 2) {
@@ -342,8 +357,9 @@ inline void finish_row(const Attention& g, const Tile& t, const State& state, in
   TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.dim;
   const float sum = state.sum[r];
   const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
+  const vf scale = vset(scale_of(g.values, kv_head));
   for (int64_t d = 0; d < g.dim; d += W) {
-    st_upto(to + d, vdiv(ld(state.acc + r * lanes + d), divisor), g.dim - d);
+    st_upto(to + d, vmul(vdiv(ld(state.acc + r * lanes + d), divisor), scale), g.dim - d);
   }
 }
 
@@ -362,6 +378,8 @@ struct Unit {
   const Tile& t;
   int64_t kv_head, group, rows, position;
   int64_t words, q_width;  // of a query row: in use, and apart
+  float scale;             // of scores: the call's and that of the keys
+  bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
   bool once;               // few rows: each tile of the cache is packed, used and forgotten
   float *q, *s, *k, *v, *spare;
   State total, part;
@@ -369,7 +387,9 @@ struct Unit {
   const TC* value_lines[PART];
   int32_t status = OK;
 
-  Unit(const Attention& g, const Tile& t, int64_t kv_head) : g(g), t(t), kv_head(kv_head) {
+  Unit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head)
+      : g(g), t(t), kv_head(kv_head), last_head(last_head) {
+    scale = g.scale * scale_of(g.keys, kv_head);
     group = g.q_heads / g.kv_heads;
     rows = t.count * group;
     position = position_of(g, t);
@@ -428,27 +448,54 @@ struct Unit {
     }
   }
 
-  // Blocks lie anywhere: no hardware prefetcher follows them. Tile `tile`, line `j` of it.
-  static void fetch(const TC* const* lines, Span seen, int tile, int j, int64_t d) {
-    const int at = tile * KEYS + j;
-    if (at >= seen.from && at < seen.to) __builtin_prefetch(lines[at] + d);
+  // Blocks lie anywhere: no hardware prefetcher follows them. What stands at lines[at] on is fetched
+  // next, if there is as much; otherwise `here`, once more.
+  static const TC* const* coming(const TC* const* lines, Span seen, int at, int many, const TC* const* here) {
+    return at >= seen.from && at + many <= seen.to ? lines + at : here;
+  }
+
+  // W words of a line from dimension d on.
+  vf line_words(const Cache& cache, const TC* line, int64_t d) const {
+    if (line == nullptr) return vzero();
+    if (cache.dim_stride == 1) return A::words(line + d, g.dim - d);
+    TC part[CHUNK] = {};
+    for (int64_t i = 0; i < min_of(CHUNK, g.dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
+    return A::words(part, CHUNK);
   }
 
   // Packed keys [words][KEYS] of a tile; lanes of keys that nobody sees are zeros.
   void pack_keys(int tile, Span seen, float* to) {
     const bool last = (tile + 1) * KEYS >= seen.to;
-    const TC* const* coming = last ? value_lines : key_lines;
-    const int coming_tile = last ? seen.from / KEYS : tile + 1;
+    const TC* const* next = last ? value_lines : key_lines;
+    const int next_tile = last ? seen.from / KEYS : tile + 1;
     for (int j = 0; j < KEYS; j += W) {
       const int at = tile * KEYS + j;
       if (at + W <= seen.from || at >= seen.to) continue;
-      for (int64_t w = 0; w < words; w += W) {
-        vf x[W];
-        for (int i = 0; i < W; ++i) {
-          const bool there = at + i >= seen.from && at + i < seen.to;
-          x[i] = there ? line_words(g.keys, key_lines[at + i], w * STEP) : vzero();
-          fetch(coming, seen, coming_tile, j + i, w * STEP);
+      const TC* lines[W];
+      for (int i = 0; i < W; ++i) lines[i] = at + i >= seen.from && at + i < seen.to ? key_lines[at + i] : nullptr;
+      int64_t w = 0;
+      if (at >= seen.from && at + W <= seen.to && g.keys.dim_stride == 1) {
+        const TC* const* ahead = coming(next, seen, next_tile * KEYS + j, W, lines);
+        const int64_t full = g.dim / CHUNK * CHUNK;
+        int fetched = 0;  // in the order of memory, which is what the hardware's own prefetcher extends
+        int64_t fetched_d = 0;
+        for (; (w + W) * STEP <= g.dim; w += W) {
+          vf x[W];
+          HR_UNROLL for (int i = 0; i < W; ++i) x[i] = A::words(lines[i] + w * STEP, CHUNK);
+          HR_UNROLL for (int i = 0; i < W; ++i) {
+            __builtin_prefetch(ahead[fetched] + fetched_d);
+            fetched_d += CHUNK;
+            const bool line_end = fetched_d == full;
+            fetched += line_end;
+            fetched_d = line_end ? 0 : fetched_d;
+          }
+          transpose(x);
+          HR_UNROLL for (int i = 0; i < W; ++i) st(to + (w + i) * KEYS + j, x[i]);
         }
+      }
+      for (; w < words; w += W) {
+        vf x[W];
+        for (int i = 0; i < W; ++i) x[i] = line_words(g.keys, lines[i], w * STEP);
         transpose(x);
         const int64_t many = min_of(W, words - w);
         for (int64_t i = 0; i < many; ++i) st(to + (w + i) * KEYS + j, x[i]);
@@ -456,47 +503,37 @@ struct Unit {
     }
   }
 
-  vf line_words(const Cache& cache, const TC* line, int64_t d) const {
-    if (cache.dim_stride == 1) return A::words(line + d, g.dim - d);
-    TC part[CHUNK] = {};
-    for (int64_t i = 0; i < min_of(CHUNK, g.dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
-    return A::words(part, CHUNK);
-  }
-
   // Packed values of a tile, panels of [KEYS / STEP][WIDE], `apart` floats from one to the next;
   // keys outside `seen` are zeros. False if any value is infinite or NaN.
   bool pack_values(int tile, Span seen, float* to, int64_t apart) {
-    vf bad = vzero();
-    for (int j = 0; j < KEYS; j += STEP) {
+    typename A::Bad bad{};
+    for (int j = 0; j < KEYS; j += STEP, to += WIDE) {
+      const int at = tile * KEYS + j;
       const TC* lines[STEP];
-      for (int i = 0; i < STEP; ++i) {
-        const int at = tile * KEYS + j + i;
-        lines[i] = at >= seen.from && at < seen.to ? value_lines[at] : nullptr;
-      }
-      const int64_t lanes = lanes_of(g.dim);
-      for (int64_t d = 0; d < lanes; d += W) {
-        float* place = to + d / WIDE * apart + j / STEP * WIDE + d % WIDE;
-        if (g.values.dim_stride == 1) {
-          bad = vadd(bad, A::store_values(place, lines, d, g.dim - d));
-          for (int i = 0; i < STEP; ++i) fetch(value_lines, seen, tile + 1, j + i, d);
-        } else {
-          bad = vadd(bad, gather_values(place, lines, d));
+      for (int i = 0; i < STEP; ++i) lines[i] = at + i >= seen.from && at + i < seen.to ? value_lines[at + i] : nullptr;
+      int64_t d = 0;
+      if (at >= seen.from && at + STEP <= seen.to && g.values.dim_stride == 1) {
+        const TC* const* ahead = coming(value_lines, seen, at + KEYS, STEP, lines);
+        const TC* keys[STEP];
+        if (ahead == lines && !last_head) {
+          const int first = min_of(seen.from / KEYS * KEYS + j, seen.to - STEP);
+          for (int i = 0; i < STEP; ++i) keys[i] = key_lines[max_of(first, seen.from) + i] + g.keys.head_stride;
+          ahead = keys;
+        }
+        for (; d + CHUNK <= g.dim; d += CHUNK) {
+          vf x[STEP];
+          for (int i = 0; i < STEP; ++i) x[i] = A::words(lines[i] + d, CHUNK);
+          for (int i = 0; i < STEP; ++i) __builtin_prefetch(ahead[i] + d);
+          A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
         }
       }
-    }
-    return !any_infinite(bad);
-  }
-
-  vf gather_values(float* place, const TC* const* lines, int64_t d) const {
-    TC parts[STEP][W] = {};
-    const TC* copies[STEP];
-    for (int i = 0; i < STEP; ++i) {
-      copies[i] = lines[i] == nullptr ? nullptr : parts[i];
-      for (int64_t l = 0; lines[i] != nullptr && l < min_of(W, g.dim - d); ++l) {
-        parts[i][l] = lines[i][(d + l) * g.values.dim_stride];
+      for (; d < g.dim; d += CHUNK) {
+        vf x[STEP];
+        for (int i = 0; i < STEP; ++i) x[i] = line_words(g.values, lines[i], d);
+        A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
       }
     }
-    return A::store_values(place, copies, 0, W);
+    return !A::any(bad);
   }
 
   // Scores of rows [r, r + n) against a packed tile.
@@ -518,8 +555,8 @@ struct Unit {
       return;
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
-    float factor = g.scale * LOG2E;
-    if (g.soft_cap > 0 || g.scale < 0) {
+    float factor = scale * LOG2E;
+    if (g.soft_cap > 0 || scale < 0) {
       transform(line, from, to);
       factor = LOG2E;
     }
@@ -529,11 +566,11 @@ struct Unit {
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;
     if (peak < LEAST) peak = LEAST;
-    const vf scale = vset(factor), shift = vset(-peak);
+    const vf slope = vset(factor), shift = vset(-peak);
     vf adding = vzero();
     if (begin < from) __builtin_memset(line + begin / STEP, 0, size_t(from - begin) / STEP * sizeof(float));
     for (int j = from; j < to; j += CHUNK) {
-      adding = A::weights(line + j, scale, shift, line + j / STEP, adding);
+      adding = A::weights(line + j, slope, shift, line + j / STEP, adding);
     }
     if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
     *best = peak;
@@ -542,7 +579,7 @@ struct Unit {
 
   void transform(float* line, int from, int to) const {
     for (int j = from; j < to; j += W) {
-      vf x = vmul(ld(line + j), vset(g.scale));
+      vf x = vmul(ld(line + j), vset(scale));
       if (g.soft_cap > 0) x = vmul(vset(g.soft_cap), vtanh(vdiv(x, vset(g.soft_cap))));
       st(line + j, x);
     }
@@ -653,6 +690,7 @@ struct Plan {
   int32_t* unit_tile;   // [units]: which tile
   int32_t* unit_piece;  // [units]: which piece of its partitions
   int64_t chunk;        // partitions of a piece
+  int64_t heads;        // kv heads of a task, one after the other
 };
 
 inline int64_t count_tiles(const Attention& g, int64_t per_tile) {
@@ -674,25 +712,29 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
   return t;
 }
 
-// Cuts the call into units of nearly equal size: no piece is more than an eighth of a thread's share.
+// Cuts the call into tasks: those of few rows have up to an eighth of a thread's share of keys.
 inline bool make_plan(const Attention& g, Plan& plan) {
   const int64_t group = g.q_heads / g.kv_heads, per_tile = max_of(1, TASK_ROWS / group);
   plan = {};
   plan.count = count_tiles(g, per_tile);
   if (plan.count < 0) return false;
   plan.tiles = static_cast<Tile*>(scratch(SCRATCH_A, size_t(plan.count + 1) * sizeof(Tile)));
-  int64_t parts = 0, at = 0;
+  int64_t parts = 0, most = 1, at = 0;
+  bool few_rows = true;
   for (int64_t b = 0; b < g.requests; ++b) {
     const int64_t length = g.cu_seqlens_q[b + 1] - g.cu_seqlens_q[b];
     for (int64_t first = 0; first < length; first += per_tile) {
       Tile& t = plan.tiles[at++];
       t = make_tile(g, b, first, min_of(per_tile, length - first));
       parts += t.end - t.begin;
+      most = max_of(most, t.end - t.begin);
+      few_rows = few_rows && t.count * group <= BLOCK_ROWS;
     }
     plan.work += length * (g.window > 0 ? min_of(g.window, g.seq_lens[b]) : g.seq_lens[b]);
   }
   plan.work *= g.q_heads * g.dim / 16;
   plan.chunk = max_of(1, parts * g.kv_heads / (8 * int64_t(pool_size())));
+  plan.heads = few_rows ? max_of(1, min_of(plan.chunk / min_of(plan.chunk, most), g.kv_heads)) : 1;
   for (int64_t i = 0; i < plan.count; ++i) {
     Tile& t = plan.tiles[i];
     const int64_t own = t.end - t.begin;
@@ -714,20 +756,31 @@ inline bool make_plan(const Attention& g, Plan& plan) {
 }
 
 template <class TQ, class TC>
+inline int32_t run_unit(const Attention& g, const Plan& plan, int64_t i, int64_t kv_head, bool last_head,
+                        float* partial) {
+  const Tile& t = plan.tiles[plan.unit_tile[i]];
+  Unit<TQ, TC> unit(g, t, kv_head, last_head);
+  if (t.pieces == 1) {
+    unit.run_all();
+  } else {
+    const int64_t begin = t.begin + plan.unit_piece[i] * plan.chunk;
+    unit.run_some(begin, min_of(begin + plan.chunk, t.end), partial);
+  }
+  return unit.status;
+}
+
+template <class TQ, class TC>
 inline int32_t run(const Attention& g, const Plan& plan) {
   int32_t status = OK;
   float* partial = static_cast<float*>(scratch(SCRATCH_C, size_t(plan.partial + 1) * sizeof(float)));
-  parallel(plan.units * g.kv_heads, plan.work, [&](int64_t task) {
-    const int64_t i = task / g.kv_heads;
-    const Tile& t = plan.tiles[plan.unit_tile[i]];
-    Unit<TQ, TC> unit(g, t, task % g.kv_heads);
-    if (t.pieces == 1) {
-      unit.run_all();
-    } else {
-      const int64_t begin = t.begin + plan.unit_piece[i] * plan.chunk;
-      unit.run_some(begin, min_of(begin + plan.chunk, t.end), partial);
+  const int64_t tasks = ceil_div(g.kv_heads, plan.heads);  // of a unit
+  parallel(plan.units * tasks, plan.work, [&](int64_t task) {
+    const int64_t i = task / tasks, head = task % tasks * plan.heads;
+    const int64_t end = min_of(head + plan.heads, g.kv_heads);
+    for (int64_t h = head; h < end; ++h) {
+      const int32_t done = run_unit<TQ, TC>(g, plan, i, h, h + 1 == end, partial);
+      if (done != OK) __atomic_store_n(&status, done, __ATOMIC_RELAXED);
     }
-    if (unit.status != OK) __atomic_store_n(&status, unit.status, __ATOMIC_RELAXED);
   });
   if (plan.partial > 0) {
     parallel(plan.count * g.kv_heads, plan.partial, [&](int64_t task) {
@@ -742,6 +795,7 @@ inline int32_t run(const Attention& g, const Plan& plan) {
   return status;
 }
 
+#undef HR_UNROLL
 }  // namespace paged
 
 // geometry: as for cache_write.
@@ -761,7 +815,12 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
   int32_t status = OK;
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    status = paged::run<T, T>(g, plan);
+    switch (g.keys.storage) {
+      case AS_INT8: status = paged::run<T, int8_t>(g, plan); break;
+      case AS_E4M3: status = paged::run<T, e4m3>(g, plan); break;
+      case AS_E5M2: status = paged::run<T, e5m2>(g, plan); break;
+      default: status = paged::run<T, T>(g, plan);
+    }
   });
   return status;
 }

@@ -12,12 +12,21 @@ struct Heads {
   int64_t heads, row_stride, head_stride;
 };
 
+// How a cache stores values; the order is that of STORAGE in ops/caches.py.
+enum Storage : int64_t { AS_COMPUTED = 0, AS_INT8 = 1, AS_E4M3 = 2, AS_E5M2 = 3 };
+
 // A cache [N, S, Hk, D] with any strides, in elements.
 struct Cache {
   void* data;
   int64_t blocks, block_size;
   int64_t block_stride, token_stride, head_stride, dim_stride;
+  int64_t storage;
+  const float* scales;  // [Hk], what a stored 1 stands for; null = 1
 };
+
+inline float scale_of(const Cache& cache, int64_t head) {
+  return cache.scales == nullptr ? 1.0f : cache.scales[head];
+}
 
 // cos and sin are R/2 values each; out may be x.
 template <class T>
@@ -40,9 +49,33 @@ inline void rotate_row(T* out, const T* x, const float* cos, const float* sin, i
   }
 }
 
+// x / scale in one byte each.
+template <class TC, class T>
+inline void store_bytes(TC* to, int64_t stride, const T* x, int64_t dim, float scale) {
+  float part[W];
+  TC bytes[W];
+  for (int64_t d = 0; d < dim; d += W) {
+    st(part, vdiv(ld_upto(x + d, dim - d), vset(scale)));
+    for (int i = 0; i < W; ++i) from_float(part[i], bytes[i]);
+    const int64_t many = min_of(W, dim - d);
+    if (stride == 1) {
+      __builtin_memcpy(to + d, bytes, size_t(many) * sizeof(TC));
+    } else {
+      for (int64_t i = 0; i < many; ++i) to[(d + i) * stride] = bytes[i];
+    }
+  }
+}
+
 template <class T> inline void store_token(const Cache& cache, int64_t slot, int64_t head, const T* x, int64_t dim) {
-  T* to = static_cast<T*>(cache.data) + slot / cache.block_size * cache.block_stride +
-          slot % cache.block_size * cache.token_stride + head * cache.head_stride;
+  const int64_t at = slot / cache.block_size * cache.block_stride +
+                     slot % cache.block_size * cache.token_stride + head * cache.head_stride;
+  const float scale = scale_of(cache, head);
+  switch (cache.storage) {
+    case AS_INT8: return store_bytes(static_cast<int8_t*>(cache.data) + at, cache.dim_stride, x, dim, scale);
+    case AS_E4M3: return store_bytes(static_cast<e4m3*>(cache.data) + at, cache.dim_stride, x, dim, scale);
+    case AS_E5M2: return store_bytes(static_cast<e5m2*>(cache.data) + at, cache.dim_stride, x, dim, scale);
+  }
+  T* to = static_cast<T*>(cache.data) + at;
   if (cache.dim_stride == 1) {
     __builtin_memcpy(to, x, size_t(dim) * sizeof(T));
   } else {
@@ -132,11 +165,12 @@ int32_t rotary(void* query, void* key, const int64_t* positions, const float* co
   return do_tokens(w, tokens, dtype, dtype);
 }
 
-// geometry: blocks, block_size, then block, token, head and dim stride of keys, then of values.
+// geometry: blocks, block_size, then block, token, head and dim stride of keys, then of values,
+// the storage of both, addresses of the scales of keys and of values (0 = none).
 inline void set_caches(TokenWork& w, void* key_cache, void* value_cache, const int64_t* geometry) {
   const int64_t* g = geometry;
-  w.key_cache = {key_cache, g[0], g[1], g[2], g[3], g[4], g[5]};
-  w.value_cache = {value_cache, g[0], g[1], g[6], g[7], g[8], g[9]};
+  w.key_cache = {key_cache, g[0], g[1], g[2], g[3], g[4], g[5], g[10], reinterpret_cast<const float*>(g[11])};
+  w.value_cache = {value_cache, g[0], g[1], g[6], g[7], g[8], g[9], g[10], reinterpret_cast<const float*>(g[12])};
 }
 
 int32_t cache_write(const void* key, const void* value, void* key_cache, void* value_cache,

@@ -323,5 +323,72 @@ template <class F> inline void with_dtype(int32_t dtype, const F& f) {
 template <class P> struct pointee;
 template <class T> struct pointee<T*> { using type = T; };
 
+// --- one byte a value -------------------------------------------------------------------------
+
+// OCP 8-bit floats (OFP8): 4 bits of exponent, 3 of mantissa, no infinity; and 5 and 2, as half
+// precision's upper byte. From float they round to nearest even and saturate; NaN stays NaN.
+struct e4m3 { uint8_t bits; };
+struct e5m2 { uint8_t bits; };
+
+// Branch-free, so that loops become vectors. `unit` is what is added to a subnormal to bring its
+// last bit to the last bit of a float.
+template <int MANTISSA, int BIAS>
+inline uint32_t to_float8(float x, float largest, float smallest, float unit, uint32_t nan) {
+  const uint32_t u = float_bits(x), sign = u >> 24 & 0x80u;
+  float a = bits_float(u & 0x7fffffffu);
+  const bool is_nan = a != a;
+  a = a > largest ? largest : a;
+  constexpr int DROP = 23 - MANTISSA;
+  const uint32_t v = float_bits(a);
+  const uint32_t normal = (v + ((1u << (DROP - 1)) - 1) + (v >> DROP & 1u)) >> DROP;
+  const uint32_t tiny = float_bits(a + unit) - float_bits(unit);
+  const uint32_t rest = a < smallest ? tiny : normal - (uint32_t(127 - BIAS) << MANTISSA);
+  return sign | (is_nan ? nan : rest);
+}
+inline void from_float(float x, e4m3& out) {
+  out.bits = uint8_t(to_float8<3, 7>(x, 448.0f, 0x1p-6f, 0x1p14f, 0x7f));
+}
+inline void from_float(float x, e5m2& out) {
+  out.bits = uint8_t(to_float8<2, 15>(x, 57344.0f, 0x1p-14f, 0x1p7f, 0x7f));
+}
+// Saturates at 127 on both sides; NaN becomes 0.
+inline void from_float(float x, int8_t& out) {
+  const float a = x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x;
+  const float rounded = (a + 12582912.0f) - 12582912.0f;
+  out = int8_t(x == x ? int32_t(rounded) : 0);
+}
+
+inline float to_float(e5m2 x) { return to_float(f16{uint16_t(x.bits << 8)}); }
+inline float to_float(e4m3 x) {  // as a half, its exponent is 8 too low
+  const uint16_t half = uint16_t((x.bits & 0x80u) << 8 | (x.bits & 0x7fu) << 7);
+  return (x.bits & 0x7fu) == 0x7fu ? __builtin_nanf("") : to_float(f16{half}) * 256.0f;
+}
+inline float to_float(int8_t x) { return float(x); }
+
+#if defined(HR_AVX512) || defined(HR_AVX2)
+inline vf not_480(vf x) { return vless(vset(479.0f), vabs(x), vset(__builtin_nanf("")), x); }
+#endif
+#if defined(HR_AVX512)
+inline vf ld(const e5m2* p) {
+  const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(wide, 8));
+}
+inline vf ld(const e4m3* p) {
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  const __m256i half = _mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbf80)));
+  return not_480(vmul(_mm512_cvtph_ps(half), vset(256.0f)));
+}
+#elif defined(HR_AVX2)
+inline vf ld(const e5m2* p) {
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  return _mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
+}
+inline vf ld(const e4m3* p) {
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+  const __m128i half = _mm_and_si128(wide, _mm_set1_epi16(int16_t(0xbf80)));
+  return not_480(vmul(_mm256_cvtph_ps(half), vset(256.0f)));
+}
+#endif
+
 }  // namespace
 }  // namespace headrace::HR_ISA

@@ -15,6 +15,7 @@ class TestTriton(OpConformance):
     device = "cuda" if HAS_GPU else "cpu"
     # Interpreted, the whole suite takes a minute a dtype; the tests beside this one cover the others.
     dtypes = ("float32", "float16", "bfloat16") if HAS_GPU else ("float32",)
+    cache_dtypes = ()
 
     @pytest.fixture
     def provider(self, device: str) -> TritonProvider:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace_core.reference.cache import as_bytes
 from headrace_core.reference.dtypes import widened
 
 
@@ -22,6 +23,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -30,8 +33,8 @@ def paged_attention(
         start, end = starts[b], starts[b + 1]
         out[start:end] = attend(
             query[start:end],
-            gather(key_cache, block_table[b], seq_len),
-            gather(value_cache, block_table[b], seq_len),
+            gather(key_cache, block_table[b], seq_len, k_scale),
+            gather(value_cache, block_table[b], seq_len, v_scale),
             scale=scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
@@ -40,10 +43,14 @@ def paged_attention(
     return out
 
 
-def gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
-    """The first seq_len tokens of one request: cache [N, S, Hk, D], blocks [M] -> [L, Hk, D]."""
+def gather(cache: Tensor, blocks: Tensor, seq_len: int, scale: Tensor | None = None) -> Tensor:
+    """The first seq_len tokens of one request: cache [N, S, Hk, D], blocks [M] -> [L, Hk, D].
+
+    Times scale [Hk], if given, in the wide dtype.
+    """
     num_blocks = -(-seq_len // cache.shape[1])
-    return cache[blocks[:num_blocks].long()].flatten(0, 1)[:seq_len]
+    rows = as_bytes(cache)[blocks[:num_blocks].long()].flatten(0, 1)[:seq_len].view(cache.dtype)
+    return rows if scale is None else widened(rows) * scale[:, None]
 
 
 def attend(

@@ -71,7 +71,12 @@ def rotary(
 
 
 def cache_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **options: Any,
 ) -> None:
     return None
 

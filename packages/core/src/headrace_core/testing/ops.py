@@ -30,12 +30,14 @@ from torch import Tensor
 from headrace_core import reference
 from headrace_core.ops import (
     ACTIVATIONS,
+    ONE_BYTE_CACHES,
     QUANT_ACTIVATIONS,
     HeadNorm,
     KernelNeed,
     KernelProvider,
     QuantizedWeight,
 )
+from headrace_core.reference.cache import stored
 from headrace_core.reference.quantized import dequantized, quantize_rows
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
@@ -74,7 +76,7 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
     """Same shape, dtype and bits (NaN equals NaN, 0 differs from -0)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    as_int = {4: torch.int32, 2: torch.int16, 8: torch.int64}[a.element_size()]
+    as_int = {1: torch.uint8, 4: torch.int32, 2: torch.int16, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(as_int), b.contiguous().view(as_int))
 
 
@@ -138,13 +140,15 @@ def paged_case(
     block_size: int = 16,
     layout: str = "NHD",
     seed: int = 0,
+    cache_dtype: str | None = None,
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
 
     Slots that no request owns are NaN, blocks that a sliding window has passed are the null block,
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
-    values of a block side by side).
+    values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
+    is stored under ``k_scale`` and ``v_scale`` of the options.
     """
     window = options.get("sliding_window") or 0
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -162,6 +166,12 @@ def paged_case(
             filled = min(block_size, seq_len - column * block_size)
             content = rand(2, filled, num_kv_heads, head_dim, dtype=dtype, seed=seed + block)
             caches[0][block, :filled], caches[1][block, :filled] = content[0], content[1]
+    if cache_dtype is not None:
+        scales = (options.get("k_scale"), options.get("v_scale"))
+        small = _empty_caches(num_blocks, block_size, num_kv_heads, head_dim, layout, cache_dtype)
+        for into, cache, scale in zip(small, caches, scales, strict=True):
+            into.copy_(stored(cache, into.dtype, scale))
+        caches = small
     tokens = sum(num_new for num_new, _ in lengths)
     fused = rand(tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, seed=seed)
     fused = fused.to(device)
@@ -185,6 +195,9 @@ def _empty_caches(
     num_blocks: int, block_size: int, heads: int, dim: int, layout: str, dtype: str
 ) -> tuple[Tensor, Tensor]:
     torch_dtype = getattr(torch, dtype)
+    if dtype == "int8":  # has no NaN
+        shorts = _empty_caches(num_blocks, block_size, heads, dim, layout, "float32")
+        return tuple(cache.nan_to_num(99.0).to(torch_dtype) for cache in shorts)  # type: ignore[return-value]
     if layout == "NHD":
         both = torch.full((2, num_blocks, block_size, heads, dim), torch.nan, dtype=torch_dtype)
         return both[0], both[1]
@@ -209,6 +222,8 @@ class OpConformance:
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "float16")
     tolerances: ClassVar[Mapping[str, float]] = TOLERANCES
+    cache_dtypes: ClassVar[Sequence[str]] = ONE_BYTE_CACHES
+    """Caches of one byte a value that the provider serves."""
 
     @pytest.fixture
     def provider(self) -> KernelProvider:
@@ -219,6 +234,13 @@ class OpConformance:
         name: str = request.param
         if name not in self.dtypes:
             pytest.skip(f"{name} is not among this class's dtypes")
+        return name
+
+    @pytest.fixture(params=ONE_BYTE_CACHES)
+    def cache_dtype(self, request: pytest.FixtureRequest) -> str:
+        name: str = request.param
+        if name not in self.cache_dtypes:
+            pytest.skip(f"caches of {name} are not among this class's")
         return name
 
     @pytest.fixture
@@ -737,6 +759,33 @@ class OpConformance:
             assert bits_equal(mine[0], keys)
             assert bits_equal(mine[1], values)
 
+    @pytest.mark.spec("KV-QUANT")
+    @pytest.mark.parametrize("layout", ["NHD", "HND"])
+    @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+    def test_cache_write_of_one_byte(
+        self, op: Callable[[str], Any], dtype: str, cache_dtype: str, layout: str, scaled: bool
+    ) -> None:
+        """Bit for bit what torch's casts give: large, tiny, halfway and non-finite values too."""
+        _, key, value = self._fused(9, 4, 2, 24, dtype)
+        key *= torch.logspace(-7, 5, 24, dtype=torch.float64).to(key)
+        halves = torch.arange(-12, 12, dtype=torch.float64) * 2.0**-10
+        value[0] = halves.to(value) + value.new_tensor(1.0)
+        value[2] = halves.to(value)
+        value[3, 0, :3] = value.new_tensor([torch.inf, -torch.inf, 0.0])
+        scales = self._cache_scales(2) if scaled else {}
+        slots = self._slots(9, 6 * 8)
+        mine = self._caches(6, 8, 2, 24, layout, cache_dtype)
+        expected = self._caches(6, 8, 2, 24, layout, cache_dtype)
+        op("cache_write")(key, value, *mine, slots, **scales)
+        reference.cache_write(key, value, *expected, slots, **scales)
+        assert bits_equal(mine[0], expected[0])
+        assert bits_equal(mine[1], expected[1])
+
+    def _cache_scales(self, kv_heads: int) -> dict[str, Tensor]:
+        """A scale for each head; not powers of two."""
+        scale = (torch.arange(kv_heads) + 1) * 0.013
+        return {"k_scale": scale.to(self.device), "v_scale": (scale * 1.7).to(self.device)}
+
     @pytest.mark.parametrize(("dim", "rotary_dim", "interleaved"), ROTATIONS)
     @pytest.mark.parametrize("norm", [None, 0.0, 1.0], ids=["no-norm", "norm", "offset-norm"])
     @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -898,6 +947,26 @@ class OpConformance:
         )
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
+    @pytest.mark.spec("KV-QUANT")
+    @pytest.mark.parametrize("dim", [40, 64, 128])
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 20, "soft_cap": 3.0}], ids=str)
+    def test_paged_attention_over_a_cache_of_one_byte(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        cache_dtype: str,
+        dim: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Against the reference over the very bytes stored."""
+        for scales in ({}, self._cache_scales(2)):
+            if cache_dtype == "int8" and not scales:
+                options = {**options, "scale": 0.01}
+            case = self.paged(
+                self.MIXED, dtype, head_dim=dim, cache_dtype=cache_dtype, **options, **scales
+            )
+            self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
     def test_paged_attention_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
         case = self.paged([], dtype)
         assert case.run(op("paged_attention")).shape == (0, 4, 64)
@@ -933,6 +1002,53 @@ class OpConformance:
             start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
             alone = case.request(b).run(attention)
             assert bits_equal(alone, together[start:end]), f"request {b} differs in the batch"
+
+    LONG: ClassVar = [(1, 1400), (70, 1100), (3, 1030), (1, 513), (40, 40)]
+
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 600}], ids=str)
+    def test_paged_attention_over_a_long_context(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        """Kernels may cut a long context into parts; enough rows for every size of tile."""
+        case = self.paged(self.LONG, dtype, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize("stored_as", [None, *ONE_BYTE_CACHES])
+    def test_paged_attention_over_a_long_context_is_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str, stored_as: str | None
+    ) -> None:
+        """In a batch, alone, in chunks, one by one: the same bits across the parts of a context."""
+        if stored_as is not None and stored_as not in self.cache_dtypes:
+            pytest.skip(f"caches of {stored_as} are not among this class's")
+        attention = invariant_op("paged_attention")
+        scales = {} if stored_as is None else self._cache_scales(2)
+        case = self.paged(self.LONG, dtype, cache_dtype=stored_as, **scales)
+        together = case.run(attention)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            assert bits_equal(case.request(b).run(attention), together[start:end])
+            for cut in range(0, end - start, 9):
+                row = case.request(b, cut, cut + 1).run(attention)
+                assert bits_equal(row, together[start + cut : start + cut + 1])
+        parts = [case.request(1, first, last) for first, last in [(0, 5), (5, 29), (29, 70)]]
+        in_three = torch.cat([part.run(attention) for part in parts])
+        assert bits_equal(in_three, together[1:71]), "chunks change bits"
+
+    def test_paged_attention_looks_at_no_later_value(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """A value that is not finite reaches only rows that see it."""
+        attention = invariant_op("paged_attention")
+        case = self.paged([(33, 70), (5, 9), (40, 600)], dtype)
+        before = case.run(attention)
+        for b, row, last in [(0, 20, 33), (1, 3, 38), (2, 30, 78)]:
+            place = int(case.seq_lens[b]) - (last - int(case.cu_seqlens_q[b])) + row
+            block = int(case.block_table[b, place // 16])
+            case.value_cache[block, place % 16] = torch.inf
+            case.key_cache[block, place % 16] = torch.nan
+            after, first = case.run(attention), int(case.cu_seqlens_q[b])
+            assert bits_equal(after[first : first + row], before[first : first + row])
+            assert after[first + row : last].isnan().all()
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_paged_attention_does_not_depend_on_chunks(

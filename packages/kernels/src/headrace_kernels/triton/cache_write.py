@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_kernels.triton.launch import padded
 
 _LARGEST_BLOCK = 1024
@@ -71,10 +72,34 @@ def _cache_write_kernel(
         )
 
 
-def cache_write(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+def refuse_one_byte(
+    x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> None:
-    """See :class:`headrace_core.ops.CacheWriteOp`. key and value may have more rows than slots."""
+    """These kernels know caches of the activations' dtype only."""
+    if cache.dtype is not x.dtype or k_scale is not None or v_scale is not None:
+        raise ConfigError(
+            f"triton kernels: a cache of {cache.dtype} for {x.dtype} is not supported; use "
+            "kv_cache_dtype 'auto'",
+            field="cache.kv_cache_dtype",
+        )
+
+
+def cache_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """See :class:`headrace_core.ops.CacheWriteOp`. key and value may have more rows than slots.
+
+    Raises:
+        ConfigError: the cache has one byte a value, or scales.
+    """
+    refuse_one_byte(key, key_cache, k_scale, v_scale)
     num_tokens = slot_mapping.shape[0]
     _, num_kv_heads, head_dim = key.shape
     num_values = num_kv_heads * head_dim

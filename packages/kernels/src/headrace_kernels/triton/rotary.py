@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace_core.ops import HeadNorm
-from headrace_kernels.triton.cache_write import cache_write
+from headrace_kernels.triton.cache_write import cache_write, refuse_one_byte
 from headrace_kernels.triton.launch import padded
 
 
@@ -232,8 +232,11 @@ def rotary_cache_write(
     *,
     interleaved: bool = False,
     head_norm: HeadNorm | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """See :class:`headrace_core.ops.RotaryCacheWriteOp`. key is left as it was."""
+    refuse_one_byte(key, key_cache, k_scale, v_scale)
     if cos_sin is None and head_norm is None:
         cache_write(key, value, key_cache, value_cache, slot_mapping)
         return

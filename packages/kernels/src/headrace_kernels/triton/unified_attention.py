@@ -39,6 +39,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
 
 NUM_SEGMENTS = 16
@@ -443,6 +444,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -453,6 +456,7 @@ def paged_attention(
             shape); bound by the provider under HEADRACE_BATCH_INVARIANT=1.
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
+    refuse_one_byte(query, key_cache, k_scale, v_scale)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     # Zeros, not empty: rows that belong to no request (padding of a captured graph) stay 0.

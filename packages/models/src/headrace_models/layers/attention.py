@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_core.attention import AttentionLayerSpec, AttentionNeed, KVViews
-from headrace_core.kv import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from headrace_core.kv import CACHE_DTYPES, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from headrace_core.ops import HeadNorm
 from headrace_models.layers.base import Layer
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
@@ -140,6 +140,8 @@ class Attention(Layer):
                 self.views.value_cache,
                 batch.groups[self.group].slot_mapping,
                 head_norm=self.head_norm,
+                k_scale=spec.k_scale,
+                v_scale=spec.v_scale,
             )
             metadata = batch.attention[self.group]
             out = self.backend.forward(spec, query, None, None, self.kv_cache, metadata)
@@ -147,7 +149,7 @@ class Attention(Layer):
 
 
 def _cache_spec(context: BuildContext, spec: AttentionLayerSpec) -> KVCacheSpec:
-    dtype = context.dtype if context.kv_cache_dtype == "auto" else context.kv_cache_dtype
+    dtype = CACHE_DTYPES.get(context.kv_cache_dtype) or context.dtype
     facts = (context.block_size, spec.num_kv_heads, spec.head_dim, dtype)
     if spec.sliding_window is not None:
         return SlidingWindowSpec(*facts, sliding_window=spec.sliding_window)

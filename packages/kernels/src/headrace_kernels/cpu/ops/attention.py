@@ -37,6 +37,8 @@ class PagedAttention:
         sliding_window: int | None = None,
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -60,9 +62,9 @@ class PagedAttention:
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            self._geometries.of(key_cache, value_cache, query.dtype, dim), tokens, requests,
-            q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0), block_table.shape[1],
-            window, scale, soft_cap, dtype_code(query.dtype),
+            self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
+            tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
+            block_table.shape[1], window, scale, soft_cap, dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(

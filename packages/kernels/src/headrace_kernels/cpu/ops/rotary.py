@@ -62,6 +62,9 @@ class CacheWrite:
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         key, value = unit_last(key), unit_last(value)
         k_row, k_head, _ = key.stride()
@@ -70,7 +73,7 @@ class CacheWrite:
         tokens = slot_mapping.shape[0]
         check_key_value(key, value, tokens)
         _, kv_heads, dim = key.shape
-        geometry = self._geometries.of(key_cache, value_cache, key.dtype, dim)
+        geometry = self._geometries.of(key_cache, value_cache, key.dtype, dim, k_scale, v_scale)
         status = self._kernel(
             key.data_ptr(), value.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             slot_mapping.data_ptr(), geometry, tokens, kv_heads, dim, k_row, k_head, v_row, v_head,
@@ -104,6 +107,8 @@ class RotaryCacheWrite:
         *,
         interleaved: bool = False,
         head_norm: HeadNorm | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         tokens, q_heads, dim = query.shape
         q_row, q_head, q_dim = query.stride()
@@ -136,9 +141,10 @@ class RotaryCacheWrite:
         status = self._kernel(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), positions.data_ptr(), table,
             key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(),
-            self._geometries.of(key_cache, value_cache, dtype, dim), q_weight, k_weight, tokens, q_heads,
-            key.shape[1], dim, q_row, q_head, k_row, k_head, v_row, v_head, num_positions,
-            rotary_dim, table_stride, eps, offset, interleaved, code, weight_code,
+            self._geometries.of(key_cache, value_cache, dtype, dim, k_scale, v_scale),
+            q_weight, k_weight, tokens, q_heads, key.shape[1], dim, q_row, q_head, k_row, k_head,
+            v_row, v_head, num_positions, rotary_dim, table_stride, eps, offset, interleaved,
+            code, weight_code,
         )  # fmt: skip
         if status:
             raise IndexError(
