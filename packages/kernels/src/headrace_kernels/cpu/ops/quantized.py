@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear, QuantizedWeight
 from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import CODES, NAMES, matrix, mismatch, vector
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
@@ -59,7 +60,7 @@ class QuantLinear:
         num_bytes = self._library.quant_linear_packed_bytes(
             out_features, in_features, group, weight.bits, zeros is not None, scale_dtype
         )
-        data = torch.empty(num_bytes, dtype=torch.uint8)
+        data = packed_buffer(num_bytes)
         self._library.quant_linear_pack(
             data.data_ptr(), values.data_ptr(), scales.data_ptr(),
             None if zeros is None else zeros.data_ptr(), out_features, in_features, stride, group,
