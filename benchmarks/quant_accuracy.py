@@ -54,7 +54,9 @@ def main() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--model", help="folder of a checkpoint; default: the demo model")
     parser.add_argument("--random", action="store_true", help="random tokens instead of dialogues")
     parser.add_argument("--sequences", type=int, default=400, help="dialogues")
