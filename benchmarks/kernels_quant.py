@@ -88,7 +88,9 @@ class Layer:
         self.op = op
         half = 2 ** (bits - 1)
         self.values = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8)
-        self.scales = torch.rand(outputs, -(-inputs // (group or inputs))).bfloat16().float() + 0.5
+        self.scales = (
+            torch.rand(outputs, -(-inputs // (group or inputs))).add(0.5).bfloat16().float()
+        )
         weight = QuantizedWeight(self.values, self.scales, bits=bits, group_size=group)
         once = op.pack(weight, "bfloat16", activations=activations)
         self.num_bytes = once.num_bytes
