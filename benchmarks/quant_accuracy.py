@@ -8,7 +8,8 @@ Perplexity is over fresh dialogues of the demo model's own data generator, from 
 words that training holds out, teacher-forced, of the assistant's tokens. Logit error is that of
 the quantized model against the same checkpoint in float32: root mean square of the difference over
 that of the logits, mean Kullback-Leibler divergence of the next-token distributions in
-nats, and how often the likeliest token is the same one. Weights are bytes of packed layers.
+nats, and how often the likeliest token is the same one. Weights are the packed linear
+layers, with the head.
 """
 
 from __future__ import annotations
@@ -107,21 +108,20 @@ def _logits(
     for index, text in enumerate(texts):
         driver.free = list(range(1 + -(-CHUNK // block_size), 0, -1))
         out.append(driver.step({str(index): text.ids}).clone())
-    packed = sum(_packed_bytes(layer) for layer in _linears(built))
+    packed = _packed_bytes(built)
     del built, driver
     gc.collect()
     return out, {"load_s": round(seconds, 1), "weights_mib": round(packed / 2**20, 1)}
 
 
-def _linears(model: Any) -> list[Any]:
+def _packed_bytes(model: Any) -> int:
+    """Of all linear layers, the head among them: what a decode step reads of a model's weights."""
     from headrace_models.layers.base import walk
-    from headrace_models.layers.linear import Linear, TiedLinear
 
-    return [layer for _, layer in walk(model) if isinstance(layer, Linear | TiedLinear)]
-
-
-def _packed_bytes(layer: Any) -> int:
-    return int(layer.state.num_bytes)
+    states = (
+        getattr(layer, "state", None) or getattr(layer, "packed", None) for _, layer in walk(model)
+    )
+    return sum({id(state): state.num_bytes for state in states if state is not None}.values())
 
 
 def _compared(

@@ -11,7 +11,7 @@ from headrace_core.ops import QuantizedWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-_WEIGHTS_AT_ONCE = 1 << 18
+_WEIGHTS_AT_ONCE = 1 << 20
 """Weights rounded at a time: intermediate results stay small beside a layer, and in the caches."""
 
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
