@@ -366,6 +366,29 @@ class TestQuantizedLayers:
         for logits in run_ranks(ranks, work):
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
+    def test_scales_of_any_float_stay_wide(self, llama: Checkpoint, tmp_path: Path) -> None:
+        seen: list[Tensor] = []
+
+        class WideScales(ScaledQuant):
+            def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
+                wanted = dict(super().create(spec))
+                if "weight_scale" in wanted:
+                    shape = (spec.out_features, 1)
+                    wanted["weight_scale"] = TensorSpec(shape, "float32", any_float=True)
+                return wanted
+
+            def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any:
+                seen.extend(t for name, t in tensors.items() if name == "weight_scale")
+                return super().finish(spec, tensors)
+
+        stored = copy(llama, tmp_path / "stored", quantize)
+        info = dataclasses.replace(LLAMA.resolve(stored, max_model_len=64), dtype="bfloat16")
+        context = build_context(info)
+        load_model(info, dataclasses.replace(context, quant=WideScales(context.ops)))
+        assert seen
+        assert all(scale.dtype == torch.float32 for scale in seen)
+        assert any(not torch.equal(scale, scale.bfloat16().float()) for scale in seen)
+
     def test_methods_see_the_checkpoints_names(self, llama: Checkpoint) -> None:
         seen: dict[str, LinearSpec] = {}
 

@@ -53,7 +53,7 @@ def test_clipping_pays() -> None:
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(23, 40)
     whole = round_rows(weight), round_groups(weight, 32)
-    monkeypatch.setattr(rounding, "_ROWS_AT_ONCE", 80)
+    monkeypatch.setattr(rounding, "_WEIGHTS_AT_ONCE", 80)
     for before, after in zip(whole, (round_rows(weight), round_groups(weight, 32)), strict=True):
         assert torch.equal(before.values, after.values)
         assert torch.equal(before.scales, after.scales)

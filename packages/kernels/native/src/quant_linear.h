@@ -26,9 +26,10 @@ constexpr int QV = 4;                     // vectors of a panel
 constexpr int QPANEL = QV * W;            // features of a panel
 constexpr int VECTOR_BYTES = 4 * W;
 constexpr int MAX_LIMB_ROWS = 6;          // rows times limbs of a register tile
-constexpr int64_t PIECE_BYTES = 32768;    // of a panel's piece that many rows share: first cache
+constexpr int64_t PIECE_BYTES = 16384;    // of a panel's piece that some rows share: first cache
+constexpr int64_t MANY_TILES = 12;        // with so many, twice that: fewer sums are put down
 constexpr int64_t BLOCK_LIMB_ROWS = 96;   // rows times limbs of a task
-constexpr int64_t AHEAD = 4096;           // bytes of prefetching where memory is the limit
+constexpr int64_t AHEAD = 8192;           // bytes of prefetching where memory is the limit
 
 // --- vectors of integers ----------------------------------------------------------------------
 
@@ -315,9 +316,8 @@ inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t line_
   return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-line_sum));
 }
 
-enum Fetch { FETCH_NONE, FETCH_LINE, FETCH_STEP };  // how much a step of 4 inputs prefetches
-
-// R lines (rows times limbs) by V vectors of features.
+// R lines (rows times limbs) by V vectors of features. A step of 4 inputs prefetches FETCH lines of
+// 64 bytes.
 template <int BITS, int LIMBS, int R, int V, int FETCH>
 inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
   const Layout& l = *w.layout;
@@ -343,13 +343,8 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
     }
     const int8_t* bytes = w.lines + 4 * s;
     for (int64_t i = s; i < stop; ++i, step += STEP_BYTES, bytes += 4) {
-      if constexpr (FETCH == FETCH_STEP) {
-        HR_UNROLL for (int64_t b = 0; b < STEP_BYTES; b += 64) prefetch(next + b);
-        next += STEP_BYTES;
-      } else if constexpr (FETCH == FETCH_LINE) {
-        prefetch(next);
-        next += 64;
-      }
+      HR_UNROLL for (int j = 0; j < FETCH; ++j) prefetch(next + j * 64);
+      next += FETCH * 64;
       Codes codes[V];
       load_codes<BITS, V>(step, v0, codes);
       HR_UNROLL for (int r = 0; r < R; ++r) {
@@ -382,21 +377,25 @@ template <int BITS, int LIMBS, int R, int FETCH>
 inline void tile(const Work& w, int64_t begin, int64_t end) {
   tile_vectors<BITS, LIMBS, R, TILE_V, FETCH>(w, begin, end, 0);
   for (int v0 = TILE_V; v0 < QV; v0 += TILE_V) {
-    tile_vectors<BITS, LIMBS, R, TILE_V, FETCH_NONE>(w, begin, end, v0);
+    tile_vectors<BITS, LIMBS, R, TILE_V, 0>(w, begin, end, v0);
   }
 }
 
 template <int BITS, int LIMBS, int R>
-inline void tile_fetching(const Work& w, int64_t begin, int64_t end, Fetch fetch) {
-  switch (fetch) {
-    case FETCH_NONE: return tile<BITS, LIMBS, R, FETCH_NONE>(w, begin, end);
-    case FETCH_LINE: return tile<BITS, LIMBS, R, FETCH_LINE>(w, begin, end);
-    case FETCH_STEP: return tile<BITS, LIMBS, R, FETCH_STEP>(w, begin, end);
+inline void tile_fetching(const Work& w, int64_t begin, int64_t end, int64_t fetch) {
+  constexpr int STEP_LINES = QV * VECTOR_BYTES * BITS / 8 / 64;
+  if (fetch <= 0) return tile<BITS, LIMBS, R, 0>(w, begin, end);
+  if constexpr (STEP_LINES > 1) {
+    if (fetch == 1) return tile<BITS, LIMBS, R, 1>(w, begin, end);
   }
+  if constexpr (STEP_LINES > 2) {
+    if (fetch == 2) return tile<BITS, LIMBS, R, 2>(w, begin, end);
+  }
+  tile<BITS, LIMBS, R, STEP_LINES>(w, begin, end);
 }
 
 template <int BITS, int LIMBS>
-inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end, Fetch fetch) {
+inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end, int64_t fetch) {
   switch (lines / LIMBS) {
     case 1: return tile_fetching<BITS, LIMBS, LIMBS>(w, begin, end, fetch);
     case 2: return tile_fetching<BITS, LIMBS, 2 * LIMBS>(w, begin, end, fetch);
@@ -414,21 +413,22 @@ inline void panel_rows(const Layout& l, const uint8_t* panel, const uint8_t* aft
                        int64_t begin, int64_t rows, Sums sums) {
   constexpr int64_t TILE_ROWS = MAX_LIMB_ROWS / LIMBS;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = max_of(1, l.steps());
-  const int64_t piece = tiles == 1 ? steps : PIECE_BYTES / l.step_bytes();
+  const int64_t step_lines = l.step_bytes() / 64;
+  const int64_t shared = (tiles < MANY_TILES ? 1 : 2) * PIECE_BYTES / l.step_bytes();
+  const int64_t piece = tiles == 1 ? steps : shared;
   for (int64_t s = 0; s < steps; s += piece) {
     const int64_t end = min_of(s + piece, l.steps());
-    const bool last = s + piece >= steps;
-    const uint8_t* next = last ? after : panel + end / l.group_steps() * l.header_bytes() + end * l.step_bytes();
+    const uint8_t* next = s + piece >= steps ? after : panel + end / l.group_steps() * l.header_bytes() + end * l.step_bytes();
     if (tiles == 1) next = panel + AHEAD;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const int64_t line = (begin + first) * LIMBS;
+      // The next piece's lines of cache, spread over this piece's tiles.
+      const int64_t fetched = i * step_lines / tiles, fetch = (i + 1) * step_lines / tiles - fetched;
       const Work w{&l, panel, f.bytes + line * f.line, f.line, f.sums + line * f.groups, f.groups,
                    {sums.whole + first * LIMBS * QPANEL, sums.real + first * QPANEL},
-                   next + (tiles < 4 ? 0 : i * (end - s) * 64)};
-      const int64_t fetching = tiles < 4 ? 1 : l.step_bytes() / 64;
-      const Fetch fetch = next == nullptr || i >= fetching ? FETCH_NONE : tiles < 4 ? FETCH_STEP : FETCH_LINE;
-      tile_lines<BITS, LIMBS>(w, many * LIMBS, s, end, fetch);
+                   next == nullptr ? nullptr : next + fetched * (end - s) * 64};
+      tile_lines<BITS, LIMBS>(w, many * LIMBS, s, end, next == nullptr ? 0 : fetch);
     }
   }
 }
@@ -450,13 +450,23 @@ inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* 
   }
 }
 
+// As st(), but for bfloat16 by the machine's own instruction: numbers below 2^-126 become zero.
+template <class T> inline void store(T* p, vf x, int64_t n) { st_upto(p, x, n); }
+#if defined(HR_DOT_BF16)
+inline void store(bf16* p, vf x, int64_t n) {
+  const __m256i y = (__m256i)_mm512_cvtneps_pbh(x);
+  if (n >= W) _mm256_storeu_si256((__m256i*)p, y);
+  else _mm256_mask_storeu_epi16(p, __mmask16((1 << n) - 1), y);
+}
+#endif
+
 // out[n] = real[n] * scale + bias[n]
 template <class T>
 inline void finish_row(T* out, const float* real, float scale, const T* bias, int64_t n) {
   for (int64_t j = 0; j < n; j += W) {
     vf y = vmul(ld(real + j), vset(scale));
     if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
-    st_upto(out + j, y, n - j);
+    store(out + j, y, n - j);
   }
 }
 

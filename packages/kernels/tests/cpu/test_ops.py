@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import HeadNorm, KernelNeed, bind_ops
+from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, bind_ops
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import PROVIDER
@@ -113,6 +113,49 @@ def test_mismatches_name_what_was_given(ops):
     mixed = dataclasses.replace(case, query=case.query.float())
     with pytest.raises(ConfigError, match="caches are bfloat16"):
         mixed.run(ops["paged_attention"])
+
+
+def quantized(features: int, inputs: int, **options) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-128, 128, (features, inputs), generator=generator)
+    return QuantizedWeight(values.to(torch.int8), rand(features, 1).abs(), **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_int8_products_are_the_same_on_every_instruction_set(dtype):
+    """Integer sums are exact, so nothing is left that could differ."""
+    from headrace_kernels.cpu.ops import native_ops
+
+    x, bias, weight = rand(9, 700, dtype=dtype), rand(70, dtype=dtype), quantized(70, 700)
+    results = []
+    for level in library.levels():
+        linear = native_ops(library.load(level))["quant_linear"]
+        results.append(linear(x, linear.pack(weight, dtype, activations="int8"), bias))
+    assert all(bits_equal(result, results[-1]) for result in results)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_sums_beyond_32_bits_are_cut(ops, activations):
+    """66,312 products of 255 and 127 would not fit."""
+    inputs = 70_000
+    weight = QuantizedWeight(torch.full((3, inputs), 127, dtype=torch.int8), torch.ones(3, 1))
+    packed = ops["quant_linear"].pack(weight, "float32", activations=activations)
+    out = ops["quant_linear"](torch.ones(1, inputs), packed)
+    torch.testing.assert_close(out, torch.full((1, 3), 127.0 * inputs), rtol=1e-6, atol=0)
+
+
+def test_quant_linear_refusals(ops):
+    linear = ops["quant_linear"]
+    values, scales = torch.zeros(4, 40, dtype=torch.int8), torch.ones(4, 7)
+    with pytest.raises(ConfigError, match="group_size 6 is not a multiple of 4"):
+        linear.pack(QuantizedWeight(values, scales, group_size=6), "float32", activations="int8")
+    with pytest.raises(ConfigError, match="activations 'float64' are not of"):
+        linear.pack(quantized(4, 40), "float64", activations="int8")
+    packed = linear.pack(quantized(4, 40), "float32", activations="int8")
+    with pytest.raises(ConfigError, match=r"x is bfloat16 \[1, 40\]"):
+        linear(rand(1, 40, dtype="bfloat16"), packed)
+    with pytest.raises(ConfigError, match=r"quant_linear: bias is float32 \[3\]"):
+        linear(rand(1, 40), packed, rand(3))
 
 
 def test_norm_weights_may_be_float32(ops):

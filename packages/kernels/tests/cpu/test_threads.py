@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+from headrace_core.ops import QuantizedWeight
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 
@@ -36,6 +37,11 @@ def everything(ops):
     packed = ops["linear"].pack(rand(700, 300, dtype=DTYPE))
     yield ops["linear"](x, packed)
     yield ops["linear"](x[:1], packed)
+    integers = (rand(700, 300) * 40).round().clamp(-128, 127).to(torch.int8)
+    weight = QuantizedWeight(integers, rand(700, 3), group_size=128)
+    packed = ops["quant_linear"].pack(weight, DTYPE, activations="int8")
+    yield ops["quant_linear"](x, packed)
+    yield ops["quant_linear"](x[:1], packed)
     yield ops["rms_norm"](rand(600, 512, dtype=DTYPE), rand(512, dtype=DTYPE), 1e-6)
     yield ops["activation_and_mul"](rand(100, 9000, dtype=DTYPE), "silu")
     moe = ops["moe"].pack(rand(8, 128, 300, dtype=DTYPE), rand(8, 300, 64, dtype=DTYPE))

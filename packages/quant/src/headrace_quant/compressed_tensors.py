@@ -164,7 +164,7 @@ def _group(name: str, group: object, default_format: object) -> tuple[tuple[str,
     if not isinstance(group, Mapping):
         raise _refusal(path, group, "an object")
     form = group.get("format") or default_format
-    if form not in _WEIGHTS:
+    if not isinstance(form, str) or form not in _WEIGHTS:
         raise _refusal(f"{path}.format", form, " or ".join(map(repr, _WEIGHTS)))
     if group.get("output_activations"):
         raise _refusal(f"{path}.output_activations", group["output_activations"], "null")

@@ -11,7 +11,7 @@ from headrace_core.ops import QuantizedWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS_AT_ONCE = 1 << 20
+_WEIGHTS_AT_ONCE = 1 << 20
 """Weights rounded at a time: intermediate results stay small beside a layer, and in the caches."""
 
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
@@ -54,23 +54,23 @@ def round_groups(weight: Tensor, group_size: int, *, bits: int = 4) -> Quantized
 def _best_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """weight [R, groups, G] -> codes int8 of that shape and scales [R, groups]."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    at = weight.abs().argmax(dim=2, keepdim=True)
-    widest = weight.gather(2, at) / low
-    best_error = torch.full(weight.shape[:2], torch.inf)
-    best_codes = torch.zeros(weight.shape, dtype=torch.int8)
-    best_scales = torch.ones(weight.shape[:2])
+    most, least = weight.amax(dim=2, keepdim=True), weight.amin(dim=2, keepdim=True)
+    widest = torch.where(most > -least, most, least) / low
+    best_error = torch.full_like(widest, torch.inf)
+    best_scales = torch.ones_like(widest)
+    scratch = torch.empty_like(weight)
     for shrink in _SHRINKS:
         scale = (widest * shrink).bfloat16().float()
         scale = torch.where(scale == 0, 1.0, scale)
-        codes = (weight / scale).round_().clamp_(low, high)
-        error = (codes * scale).sub_(weight).square_().sum(dim=2)
+        codes = torch.div(weight, scale, out=scratch).round_().clamp_(low, high)
+        error = codes.mul_(scale).sub_(weight).square_().sum(dim=2, keepdim=True)
         better = ~(error >= best_error)  # NaN stays, for the caller to see
         best_error = torch.where(better, error, best_error)
-        best_scales = torch.where(better, scale[..., 0], best_scales)
-        best_codes = torch.where(better[..., None], codes.to(torch.int8), best_codes)
-    return best_codes, best_scales
+        best_scales = torch.where(better, scale, best_scales)
+    codes = torch.div(weight, best_scales, out=scratch).round_().clamp_(low, high)
+    return codes.to(torch.int8), best_scales[..., 0]
 
 
 def _pieces(weight: Tensor) -> list[slice]:
-    size = max(1, _ROWS_AT_ONCE // max(1, weight.shape[1]))
+    size = max(1, _WEIGHTS_AT_ONCE // max(1, weight.shape[1]))
     return [slice(at, at + size) for at in range(0, weight.shape[0], size)]
