@@ -10,8 +10,8 @@ The table has one column per batch size. A *step* is the time from one forward p
 - ``forward``: inside the model, the vocabulary's matrix and the attention's metadata included;
 - ``worker: ...``: what else the worker's thread does between two forwards; this is what a step waits for;
 - ``worker: idle``: the worker had nothing to do, or waited for the interpreter;
-- ``engine: ...``, ``front: ...``: processor time of the other threads beside the forward: nobody waits for it,
-  but it takes a core from the kernels while it lasts.
+- ``engine: ...``, ``front: ...``: processor time of the other threads beside the forward: nobody waits for
+  it, but it takes a core from the kernels while it lasts.
 
 ``share outside`` is 1 - forward / step. With ``--sleep MS`` a step sleeps instead of running the model: what
 is left is the processor time of the path around the kernels, without threads taking cores from one another.
@@ -38,6 +38,7 @@ from typing import Any
 import workloads
 
 PROMPT, OUTPUT = 64, 128
+"""Tokens of each request."""
 Totals = dict[str, float]
 
 
