@@ -1,4 +1,4 @@
-"""What a step costs beside its kernels: ``overhead.py MODEL --batch 1 8 32 64 --mode offline serve``.
+"""What a step costs beside its kernels: ``overhead.py MODEL --batch 1 8 32 64 --mode serve``.
 
 Runs one engine in this process, with N equal requests at once, and looks only at the steps in which all
 of them decode. The functions at the seams of the engine are wrapped by stop-watches; what the three threads
@@ -7,14 +7,14 @@ where no watch stands. In ``serve`` mode the requests come through HTTP from a c
 
 The table has one column per batch size. A *step* is the time from one forward pass to the next:
 
-- ``forward``: inside the model, the call of the vocabulary's matrix and the attention's metadata included;
-- ``worker ...``: what else the worker's thread does between two forwards; this is what a step waits for;
-- ``worker idle``: the worker had nothing to do, or waited for the interpreter;
-- ``engine ...``, ``front ...``: processor time of the other threads, beside the forward: it is not waited for, but
-  takes a core from the kernels while it lasts.
+- ``forward``: inside the model, the vocabulary's matrix and the attention's metadata included;
+- ``worker: ...``: what else the worker's thread does between two forwards; this is what a step waits for;
+- ``worker: idle``: the worker had nothing to do, or waited for the interpreter;
+- ``engine: ...``, ``front: ...``: processor time of the other threads beside the forward: nobody waits for
+  it, but it takes a core from the kernels while it lasts.
 
-``share outside`` is 1 - forward / step. With ``--sleep MS`` a step sleeps instead of running the model: what is left
-is the processor time of the whole path around the kernels, without the threads taking cores from one another.
+``share outside`` is 1 - forward / step. With ``--sleep MS`` a step sleeps instead of running the model: what
+is left is the processor time of the path around the kernels, without threads taking cores from one another.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from typing import Any
 import workloads
 
 PROMPT, OUTPUT = 64, 128
+"""Tokens of each request."""
 Totals = dict[str, float]
 
 
@@ -171,7 +172,9 @@ def requests(batch: int, salt: int) -> list[workloads.Request]:
     ]
 
 
-def run_offline(model: str, batches: list[int], settings: dict[str, Any], pause: float | None) -> dict[int, Totals]:
+def run_offline(
+    model: str, batches: list[int], settings: dict[str, Any], pause: float | None
+) -> dict[int, Totals]:
     """``LLM.generate`` on token ids, text included."""
     from headrace import LLM, SamplingParams
 
@@ -188,7 +191,9 @@ def run_offline(model: str, batches: list[int], settings: dict[str, Any], pause:
     return {batch: found[batch] for batch in batches}
 
 
-def run_served(model: str, batches: list[int], settings: dict[str, Any], pause: float | None) -> dict[int, Totals]:
+def run_served(
+    model: str, batches: list[int], settings: dict[str, Any], pause: float | None
+) -> dict[int, Totals]:
     """The HTTP server and the engine in this process, the client in another."""
     from headrace.assembly import connect
     from headrace.engine_args import EngineArgs
@@ -259,7 +264,10 @@ def table(found: dict[int, Totals]) -> Iterator[str]:
     yield "| stage | " + " | ".join(f"batch {batch}" for batch in found) + " |"
     yield "|---" * (len(found) + 1) + "|"
     for name in names:
-        cells = [f"{f.get(name, 0.0):.0f} us ({f.get(name, 0.0) / f['step']:.1%})" for f in found.values()]
+        cells = [
+            f"{f.get(name, 0.0):.0f} us ({f.get(name, 0.0) / f['step']:.1%})"
+            for f in found.values()
+        ]
         yield f"| {name} | " + " | ".join(cells) + " |"
     shares = [f"{1 - f['forward'] / f['step']:.1%}" for f in found.values()]
     yield "| share outside | " + " | ".join(shares) + " |"
@@ -268,7 +276,9 @@ def table(found: dict[int, Totals]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("model", help="a checkpoint's folder")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--mode", choices=("offline", "serve"), default="offline")

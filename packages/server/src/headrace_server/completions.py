@@ -139,7 +139,9 @@ class Completion:
             return []
 
         def template(index: int) -> EventTemplate:
-            return EventTemplate(lambda text: self._wrap([CompletionChunkChoice(index, text)], None))
+            return EventTemplate(
+                lambda text: self._wrap([CompletionChunkChoice(index, text)], None)
+            )
 
         return [template(index) for index in range(len(self._prompts) * body.n)]
 

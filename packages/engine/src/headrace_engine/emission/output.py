@@ -15,7 +15,6 @@ from headrace_core.output import (
     RequestOutput,
 )
 from headrace_core.sampling import RequestOutputKind, SamplingParams
-from headrace_core.step import TokenLogprobs
 from headrace_core.text import Tokenizer
 from headrace_engine.emission.detokenizer import Detokenizer, make_detokenizer
 from headrace_engine.emission.logprobs import (

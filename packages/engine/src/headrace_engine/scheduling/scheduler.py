@@ -304,9 +304,7 @@ class Scheduler:
             if gained[0]:
                 plan.new_block_ids[state.request_id] = gained
 
-    def _preempt_for(
-        self, state: RequestState, num_tokens: int, plan: StepPlan
-    ) -> BlockIds | None:
+    def _preempt_for(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
         """Blocks for a running request, taken from others; None if it was preempted itself.
 
         The running list is in the policy's order and is walked from the front, so a victim from

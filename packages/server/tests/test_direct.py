@@ -1,0 +1,101 @@
+"""Pieces of a stream that go straight to the socket: on the wire they are what ASGI would have sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from headrace_core.testing.engine import FakeEngine
+from headrace_server.http import Protocol
+from headrace_server.protocol.completions import CompletionChunk, CompletionChunkChoice
+from headrace_server.stream import EventTemplate, event
+
+TEXT = 'a "quoted" \\ word,\nüber 日本 \U0001f600 \x00'
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was written directly."""
+    pieces: list[bytes] = []
+    write = Protocol._write_chunk
+
+    def recorded(self: Protocol, cycle: Any, data: bytes) -> bool:
+        done = write(self, cycle, data)
+        if done:
+            pieces.append(data)
+        return done
+
+    monkeypatch.setattr(Protocol, "_write_chunk", recorded)
+    return pieces
+
+
+class Foreign:
+    """Middleware of an operator's own: it counts what it sees."""
+
+    seen = 0
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def count(message: Any) -> None:
+            Foreign.seen += bool(message.get("body"))
+            await send(message)
+
+        await self._app(scope, receive, count)
+
+
+async def stream_of(server: Any, **body: Any) -> httpx2.Response:
+    async with httpx2.AsyncClient() as client:
+        url = server.url + "/v1/completions"
+        return await client.post(url, json={"prompt": "a", "stream": True, **body})
+
+
+async def test_the_stream_is_whole_and_counted(
+    live: Any, written: list[bytes], events: Any
+) -> None:
+    server = await live(FakeEngine(TEXT, delay=0.001))
+    answer = await stream_of(server, max_tokens=1000)
+    assert "".join(e["choices"][0]["text"] for e in events(answer.text)) == TEXT
+    assert len(written) > 5
+    async with httpx2.AsyncClient() as client:
+        metrics = (await client.get(server.url + "/metrics")).text
+    (line,) = [
+        line
+        for line in metrics.splitlines()
+        if line.startswith("headrace:http_response_size_bytes_sum{") and "completions" in line
+    ]
+    assert float(line.rpartition(" ")[2]) == len(answer.content)
+
+
+async def test_other_middleware_sees_every_piece(live: Any, written: list[bytes]) -> None:
+    Foreign.seen = 0
+    path = f"{Foreign.__module__}.Foreign"
+    server = await live(FakeEngine("abcdef", delay=0.001), middleware=[path])
+    await stream_of(server)
+    assert not written
+    assert Foreign.seen >= 6
+
+
+async def test_a_client_of_http_1_0_gets_no_chunks(live: Any, written: list[bytes]) -> None:
+    server = await live(FakeEngine("abc", delay=0.001))
+    reader, writer = await asyncio.open_connection(*server.sock.getsockname())
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    assert not written
+    assert answer.partition(b"\r\n\r\n")[2].startswith(b"data: {")
+
+
+@pytest.mark.parametrize("text", [TEXT, "", "</script>\u2028"])
+def test_a_template_gives_what_the_encoder_gives(text: str) -> None:
+    def make(text: str) -> CompletionChunk:
+        return CompletionChunk('i"d', 1, "mödel", [CompletionChunkChoice(3, text)])
+
+    assert EventTemplate(make)(text) == event(make(text))
