@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -319,8 +320,9 @@ class Comparison:
         ]
         noise = Noise()
         done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise Failed(f"limits.py: {done.stderr[-500:]}")
+        if done.returncode != 0:  # the engines can be compared all the same
+            print(f"{number} limits FAILED: {done.stderr[-500:]}", flush=True)
+            return
         limits = json.loads(done.stdout.splitlines()[-1])
         self._record({"workload": "limits", "round": number, "model": model, "precision": precision,
                       "quick": self._args.quick, **limits, **noise.figures()})  # fmt: skip
@@ -328,8 +330,6 @@ class Comparison:
 
     def _salt(self, *parts: object) -> int:
         """New prompts in every round and attempt, the same for all engines."""
-        import zlib
-
         return zlib.crc32(repr((self._args.seed, *parts)).encode())
 
     def _record(self, line: dict[str, Any]) -> None:
