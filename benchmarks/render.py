@@ -82,6 +82,8 @@ def tables(lines: Sequence[Line], models: Path | None = None) -> str:
         ]
         shape = shape_of(models / model) if models is not None else None
         parts.append(f"### {model}, {precision}\n\n{_table(here, precision, shape)}")
+    gains = [_gains(measured, model) for model in dict.fromkeys(model for model, _ in places)]
+    parts += [gain for gain in gains if gain]
     failures = {(x["engine"], x["model"], x["precision"], x["error"][:160])
                 for x in lines if x["workload"] == "failure"}  # fmt: skip
     if failures:
@@ -157,6 +159,29 @@ def _table(lines: Sequence[Line], precision: str, shape: Shape | None) -> str:
             rows.append([measure.what, measure.unit, *(_shown(values[e]) for e in engines),
                          _ratio(values, measure), share])  # fmt: skip
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _gains(lines: Sequence[Line], model: str) -> str:
+    """What fewer bits bring us: our own figures against our own in bf16."""
+    ours = [line for line in lines if line["model"] == model and line["engine"] == OURS]
+    said = []
+    for precision in dict.fromkeys(
+        line["precision"] for line in ours if line["precision"] != "bf16"
+    ):
+        for workload, (measure, *_) in MEASURES.items():
+            both = [
+                [
+                    x[measure.key]
+                    for x in ours
+                    if (x["workload"], x["precision"]) == (workload, each)
+                ]
+                for each in (precision, "bf16")
+            ]
+            if all(both):
+                few, full = map(statistics.median, both)
+                gain = few / full if measure.higher_is_better else full / few
+                said.append(f"{precision} {workload} {gain:.2f}x")
+    return f"headrace on {model} against its own bf16: {', '.join(said)}." if said else ""
 
 
 def _engines(lines: Iterable[Line]) -> list[str]:
