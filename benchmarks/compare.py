@@ -109,7 +109,9 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, installed: Peers, logs: Path) -> None:
         self._args, self._peers, self._logs = args, installed, logs
         self._out = Path(args.out)
-        self._done = keys_of(render.read(self._out)) if self._out.is_file() else set()
+        self._done = (
+            keys_of(render.read(self._out), quick=args.quick) if self._out.is_file() else set()
+        )
         self._scale = QUICK_SCALE if args.quick else 1.0
 
     def run(self) -> None:
@@ -353,12 +355,12 @@ def able_to(engine: str) -> tuple[str, ...]:
     return WORKLOADS
 
 
-def keys_of(lines: Sequence[dict[str, Any]]) -> set[Key]:
-    """What a file has already."""
+def keys_of(lines: Sequence[dict[str, Any]], *, quick: bool) -> set[Key]:
+    """What a file has already; quick looks count for quick looks only."""
     return {
         Key(*(line[name] for name in Key._fields))
         for line in lines
-        if line["workload"] in WORKLOADS
+        if line["workload"] in WORKLOADS and line.get("quick", False) == quick
     }
 
 

@@ -70,7 +70,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(lines: Sequence[Line], models: Path | None = None) -> str:
-    """All tables, as Markdown."""
+    """All tables, as Markdown. Quick looks are left out where there is anything better."""
+    real = [line for line in lines if not line.get("quick")]
+    if any(line["workload"] in MEASURES for line in real):
+        lines = real
     parts = [_preamble(lines)]
     measured = [line for line in lines if line["workload"] in MEASURES]
     places = dict.fromkeys((line["model"], line["precision"]) for line in measured)

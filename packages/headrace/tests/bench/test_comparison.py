@@ -95,6 +95,16 @@ def test_an_engine_that_beats_the_measured_limit_moves_it(render, tmp_path):
     assert "**0.04x** vllm | 4% |" in render.tables([*ours, *fast], tmp_path)
 
 
+def test_quick_looks_are_shown_only_where_there_is_nothing_else(render):
+    quick = [
+        {**line, "quick": True, "ms_per_token": 1.0}
+        for line in _lines()
+        if line["workload"] == "decode"
+    ]
+    assert render.tables([*_lines(), *quick]) == render.tables(_lines())
+    assert "quick look" in render.tables(quick)
+
+
 def test_limits_of_prefill(render, tmp_path):
     shape = render.shape_of(_checkpoint(tmp_path / "m"))
     assert (shape.linear, shape.head) == (32_000_000, 64_000)
