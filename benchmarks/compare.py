@@ -315,20 +315,24 @@ class Comparison:
 
     def _measure_limits(self, number: int, model: str, precision: str) -> None:
         """In a process of its own: no engine's thread pool stands in the way."""
-        words = [
-            sys.executable,
-            str(HERE / "limits.py"),
-            *(["--quick"] if self._args.quick else []),
-        ]
-        noise = Noise()
-        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:  # the engines can be compared all the same
-            print(f"{number} limits FAILED: {done.stderr[-500:]}", flush=True)
-            return
-        limits = json.loads(done.stdout.splitlines()[-1])
-        self._record({"workload": "limits", "round": number, "model": model, "precision": precision,
-                      "quick": self._args.quick, **limits, **noise.figures()})  # fmt: skip
-        print(f"{number} limits: {json.dumps(limits)}", flush=True)
+        quick = self._args.quick
+        words = [sys.executable, str(HERE / "limits.py"), *(["--quick"] if quick else [])]
+        best: dict[str, Any] | None = None
+        for _ in range(1 if quick else ATTEMPTS):
+            noise = Noise()
+            done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+            if done.returncode != 0:  # the engines can be compared all the same
+                print(f"{number} limits FAILED: {done.stderr[-500:]}", flush=True)
+                return
+            limits = {**json.loads(done.stdout.splitlines()[-1]), **noise.figures()}
+            if best is None or limits["others_pct"] < best["others_pct"]:
+                best = limits
+            if best["others_pct"] <= self._args.max_others:
+                break
+        assert best is not None
+        place = {"round": number, "model": model, "precision": precision, "quick": quick}
+        self._record({"workload": "limits", **place, **best})
+        print(f"{number} limits: {json.dumps(best)}", flush=True)
 
     def _salt(self, *parts: object) -> int:
         """New prompts in every round and attempt, the same for all engines."""

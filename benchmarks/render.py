@@ -227,7 +227,7 @@ def _share(
     lines: Sequence[Line],
     values: Mapping[str, Sequence[float]],
 ) -> str:
-    """How near we are to the limit. An engine that was faster than the measured limit has moved it."""
+    """How near we are to the best limit of the rounds; an engine that was faster still has moved it."""
     machines = [line for line in lines if line["workload"] == "limits"]
     if shape is None or not machines or not values.get(OURS):
         return "-"
@@ -236,7 +236,7 @@ def _share(
     if not known:
         return "-"
     reached = [statistics.median(each) for each in values.values() if each]
-    return f"{min(statistics.median(known), *reached) / statistics.median(values[OURS]):.0%}"
+    return f"{min(*known, *reached) / statistics.median(values[OURS]):.0%}"
 
 
 def _preamble(lines: Sequence[Line]) -> str:
