@@ -227,7 +227,11 @@ def _share(
     lines: Sequence[Line],
     values: Mapping[str, Sequence[float]],
 ) -> str:
-    """How near we are to the best limit of the rounds; an engine that was faster still has moved it."""
+    """Our median against the median of the rounds' limits.
+
+    Where neighbours share the memory, its rate differs by a factor of two within minutes: medians are compared
+    with medians. An engine that was faster than the limit has moved it.
+    """
     machines = [line for line in lines if line["workload"] == "limits"]
     if shape is None or not machines or not values.get(OURS):
         return "-"
@@ -236,7 +240,7 @@ def _share(
     if not known:
         return "-"
     reached = [statistics.median(each) for each in values.values() if each]
-    return f"{min(*known, *reached) / statistics.median(values[OURS]):.0%}"
+    return f"{min(statistics.median(known), *reached) / statistics.median(values[OURS]):.0%}"
 
 
 def _preamble(lines: Sequence[Line]) -> str:
