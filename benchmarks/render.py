@@ -229,8 +229,8 @@ def _share(
 ) -> str:
     """Our median against the median of the rounds' limits.
 
-    Where neighbours share the memory, its rate differs by a factor of two within minutes: medians are compared
-    with medians. An engine that was faster than the limit has moved it.
+    Where neighbours share the memory, its rate differs by a factor of two within minutes: medians are
+    compared with medians. An engine that was faster than the limit has moved it.
     """
     machines = [line for line in lines if line["workload"] == "limits"]
     if shape is None or not machines or not values.get(OURS):
