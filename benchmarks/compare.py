@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,9 @@ class Comparison:
     def __init__(self, args: argparse.Namespace, installed: Peers, logs: Path) -> None:
         self._args, self._peers, self._logs = args, installed, logs
         self._out = Path(args.out)
-        self._done = keys_of(render.read(self._out)) if self._out.is_file() else set()
+        self._done = (
+            keys_of(render.read(self._out), quick=args.quick) if self._out.is_file() else set()
+        )
         self._scale = QUICK_SCALE if args.quick else 1.0
 
     def run(self) -> None:
@@ -312,24 +315,27 @@ class Comparison:
 
     def _measure_limits(self, number: int, model: str, precision: str) -> None:
         """In a process of its own: no engine's thread pool stands in the way."""
-        words = [
-            sys.executable,
-            str(HERE / "limits.py"),
-            *(["--quick"] if self._args.quick else []),
-        ]
-        noise = Noise()
-        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-        if done.returncode != 0:
-            raise Failed(f"limits.py: {done.stderr[-500:]}")
-        limits = json.loads(done.stdout.splitlines()[-1])
-        self._record({"workload": "limits", "round": number, "model": model, "precision": precision,
-                      "quick": self._args.quick, **limits, **noise.figures()})  # fmt: skip
-        print(f"{number} limits: {json.dumps(limits)}", flush=True)
+        quick = self._args.quick
+        words = [sys.executable, str(HERE / "limits.py"), *(["--quick"] if quick else [])]
+        best: dict[str, Any] | None = None
+        for _ in range(1 if quick else ATTEMPTS):
+            noise = Noise()
+            done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+            if done.returncode != 0:  # the engines can be compared all the same
+                print(f"{number} limits FAILED: {done.stderr[-500:]}", flush=True)
+                return
+            limits = {**json.loads(done.stdout.splitlines()[-1]), **noise.figures()}
+            if best is None or limits["others_pct"] < best["others_pct"]:
+                best = limits
+            if best["others_pct"] <= self._args.max_others:
+                break
+        assert best is not None
+        place = {"round": number, "model": model, "precision": precision, "quick": quick}
+        self._record({"workload": "limits", **place, **best})
+        print(f"{number} limits: {json.dumps(best)}", flush=True)
 
     def _salt(self, *parts: object) -> int:
         """New prompts in every round and attempt, the same for all engines."""
-        import zlib
-
         return zlib.crc32(repr((self._args.seed, *parts)).encode())
 
     def _record(self, line: dict[str, Any]) -> None:
@@ -353,12 +359,12 @@ def able_to(engine: str) -> tuple[str, ...]:
     return WORKLOADS
 
 
-def keys_of(lines: Sequence[dict[str, Any]]) -> set[Key]:
-    """What a file has already."""
+def keys_of(lines: Sequence[dict[str, Any]], *, quick: bool) -> set[Key]:
+    """What a file has already; quick looks count for quick looks only."""
     return {
         Key(*(line[name] for name in Key._fields))
         for line in lines
-        if line["workload"] in WORKLOADS
+        if line["workload"] in WORKLOADS and line.get("quick", False) == quick
     }
 
 

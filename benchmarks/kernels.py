@@ -9,6 +9,7 @@ their own beside this one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import limits
@@ -74,10 +75,8 @@ def measure(
     for count in rows:
         x = torch.randn(count, inputs).to(kind)
         candidates = {
-            "headrace": timing.rotate([lambda x=x, p=p: op(x, p) for p in packed]),
-            "torch": timing.rotate(
-                [lambda x=x, w=w: torch.nn.functional.linear(x, w) for w in weights]
-            ),
+            "headrace": timing.rotate([partial(op, x, p) for p in packed]),
+            "torch": timing.rotate([partial(torch.nn.functional.linear, x, w) for w in weights]),
             **_onednn(x, weights),
         }
         with torch.inference_mode():
@@ -100,7 +99,7 @@ def _onednn(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> dict[str, timin
         result: torch.Tensor = mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return result
 
-    return {"oneDNN, packed": timing.rotate([lambda p=p: call(p) for p in packed])}
+    return {"oneDNN, packed": timing.rotate([partial(call, weight) for weight in packed])}
 
 
 if __name__ == "__main__":

@@ -103,7 +103,17 @@ class Peers:
         words = SERVERS[engine](self, path, str(port))
         if engine == "headrace":
             words += [w for k, v in _quantized(precision).items() for w in (f"--{k}", v)]
+        if engine == "llamacpp":
+            words += ["-c", str(self._cache_tokens(model))]
         return Launch(words, self._environment(engine), _unset(engine))
+
+    def _cache_tokens(self, model: str) -> int:
+        """Tokens that :data:`CACHE_GIB` of cache hold, in whole thousands; 65,536 at most."""
+        config = json.loads((self.models / model / "config.json").read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        num_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim
+        return int(min(65536, (CACHE_GIB << 30) // num_bytes // 1024 * 1024))
 
     def llama_bench(self, model: str, precision: str, prompt: int, output: int) -> list[str]:
         """llama.cpp's own benchmark, one repetition, as JSON."""
@@ -185,10 +195,10 @@ def _serve_openvino(peers: Peers, path: str, port: str) -> list[str]:
 
 
 def _serve_llamacpp(peers: Peers, path: str, port: str) -> list[str]:
-    # One cache for all slots; smaller than all of them together need, it refuses requests.
+    # One cache for all slots; the size that it needs is added by the caller, who knows the model.
     threads = str(peers.num_threads)
     return [peers.program("llamacpp", "llama-server"), "-m", path, "--host", "127.0.0.1", "--port", port,
-            "-np", "64", "-c", "65536", "--kv-unified", "-t", threads, "-fa", "on"]  # fmt: skip
+            "-np", "64", "--kv-unified", "-t", threads, "-fa", "on"]  # fmt: skip
 
 
 SERVERS: Mapping[str, Callable[[Peers, str, str], list[str]]] = {

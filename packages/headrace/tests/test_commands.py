@@ -27,7 +27,7 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "name", ["serve", "chat", "complete", "generate", "collect-env", "plugins"]
+    "name", ["serve", "chat", "complete", "generate", "bench", "collect-env", "plugins"]
 )
 def test_every_command_has_help_without_torch(name):
     code = (

@@ -77,6 +77,34 @@ def test_tables_have_medians_ratios_and_shares(render, tmp_path):
     assert "openvino on m, bf16: it ended with status 1" in text
 
 
+def test_fewer_bits_are_compared_with_our_own_bf16(render):
+    int8 = [{**line, "precision": "int8", "ms_per_token": 20.0} for line in _lines()
+            if line.get("engine") == "headrace" and line["workload"] == "decode"]  # fmt: skip
+    assert "headrace on m against its own bf16: int8 decode 1.25x." in render.tables(
+        [*_lines(), *int8]
+    )
+
+
+def test_an_engine_that_beats_the_measured_limit_moves_it(render, tmp_path):
+    _checkpoint(tmp_path / "m")
+    fast = [{**line, "ms_per_token": 1.0} for line in _lines()
+            if line["workload"] == "decode" and line["engine"] == "vllm"]  # fmt: skip
+    ours = [
+        line for line in _lines() if line["workload"] != "decode" or line["engine"] == "headrace"
+    ]
+    assert "**0.04x** vllm | 4% |" in render.tables([*ours, *fast], tmp_path)
+
+
+def test_quick_looks_are_shown_only_where_there_is_nothing_else(render):
+    quick = [
+        {**line, "quick": True, "ms_per_token": 1.0}
+        for line in _lines()
+        if line["workload"] == "decode"
+    ]
+    assert render.tables([*_lines(), *quick]) == render.tables(_lines())
+    assert "quick look" in render.tables(quick)
+
+
 def test_limits_of_prefill(render, tmp_path):
     shape = render.shape_of(_checkpoint(tmp_path / "m"))
     assert (shape.linear, shape.head) == (32_000_000, 64_000)

@@ -1,13 +1,14 @@
-"""``bench latency``, ``throughput`` and ``startup`` with the demo model."""
+"""``bench latency``, ``throughput``, ``startup`` and ``serve`` with the demo model."""
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 
 import pytest
 
-from headrace.bench import latency, startup, throughput
+from headrace.bench import latency, serve, startup, sweep, throughput
 from headrace_core.errors import ConfigError
 
 pytest.importorskip("headrace_demo")
@@ -82,6 +83,22 @@ def test_startup_has_both_series_and_leaves_the_cache_alone(tmp_path, monkeypatc
         assert {"start Python", "load model", "first token"} <= set(phases)
     assert not cache.exists()
     assert "total, median" in capsys.readouterr().out
+
+
+@pytest.mark.spec("CLI-BENCH-SERVE")
+def test_serve_with_our_own_server(tmp_path):
+    command = [sys.executable, "-m", "headrace", "serve", *SMALL[:-1]]
+    url, command = sweep.address_of(command)
+    with sweep.running(command, url, tmp_path / "log", 120):
+        status = serve.main(["--base-url", url, "--num-prompts", "20", "--random-input-len", "8",
+                             "--random-output-len", "6", "--ignore-eos", "--max-concurrency", "4",
+                             "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json",
+                             "--disable-tqdm"])  # fmt: skip
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert (status, result["completed"], result["failed"]) == (0, 20, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (20 * 8, 20 * 6)
+    assert all(0 < ttft <= e2el for ttft, e2el in zip(result["ttfts"], result["e2els"]))
+    assert result["model_id"] == "headrace-demo"
 
 
 @pytest.mark.parametrize(
