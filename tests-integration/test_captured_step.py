@@ -21,6 +21,7 @@ from headrace_core.testing.ops import bits_equal
 from headrace_engine.execution.inputs import StepInputs
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
+from headrace_engine.startup import StartupTimeline
 from headrace_kernels.cpu import library
 
 if library.path() is None:
@@ -40,7 +41,7 @@ VARIANTS = {
 
 def make_worker(folder, **changes) -> ModelWorker:
     config = EngineArgs(model=str(folder), **{**SETTINGS, **changes}).create_engine_config()
-    worker = worker_factory(resolve_engine(config))()
+    worker = worker_factory(resolve_engine(config), StartupTimeline())()
     worker.load()
     worker.allocate_cache(KVCacheConfig(NUM_BLOCKS, plan_groups(worker.kv_specs())))
     worker.warm_up()

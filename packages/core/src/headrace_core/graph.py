@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
 
 Step = Callable[["ForwardBatch"], "Tensor"]
-"""A whole step but for sampling: batch (without attention metadata) -> logits [R, V] float32.
+"""A whole step but for sampling: batch (without attention metadata) -> logits [R, V], of a floating dtype.
 
 It prepares attention metadata, runs the model and computes logits, with ``logits_rows`` given.
 """
@@ -93,7 +93,7 @@ class StepGraph(ABC):
             num_logits: compute only the first of ``logits_rows``; 0 = no logits are wanted.
 
         Returns:
-            logits [R, V] float32, which the next replay overwrites; the caller may change them.
+            logits [R, V], which the next replay overwrites; the caller may change them.
 
         Raises:
             ReplayFailed: a kernel met bad input (a slot beyond the cache, say). The step may be

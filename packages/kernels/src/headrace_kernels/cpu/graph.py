@@ -66,7 +66,7 @@ class _Bucket(NamedTuple):
     pointers: tuple[int, int, int, int, int]
     """Arguments of ``hr_replay`` that stay: calls, count, words, patches, count."""
     logits: Tensor
-    """[num_logits, V] float32, in the graph's memory."""
+    """[num_logits, V], in the graph's memory."""
 
 
 class NativeStepGraph(StepGraph):
@@ -163,8 +163,8 @@ class NativeStepGraph(StepGraph):
         assert block is not None
         assert term is not None
         start = skip + offsets[block] + term.offset
-        size = 4 * num_logits * program.result_width
-        logits = torch.from_numpy(self._memory[start : start + size]).view(torch.float32)
+        size = program.result_dtype.itemsize * num_logits * program.result_width
+        logits = torch.from_numpy(self._memory[start : start + size]).view(program.result_dtype)
         pointers = (
             native.calls.ctypes.data, len(native.calls), native.words.ctypes.data,
             native.patches.ctypes.data, len(native.patches),

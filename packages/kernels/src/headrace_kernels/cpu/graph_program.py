@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from headrace_core.errors import CaptureRefused
 from headrace_kernels.cpu.graph_recording import MemoryEvent, RecordedCall, Recording, Word
@@ -60,6 +61,7 @@ class Program:
     """When blocks come and go: those whose lives do not overlap may share memory."""
     result: Argument
     result_width: int
+    result_dtype: torch.dtype
 
 
 def generalise(
@@ -94,8 +96,8 @@ def generalise(
         raise CaptureRefused("how much memory is allocated depends on the step's size")
     terms = (known.explain(found, "a block of memory") for found in zip(*blocks))
     result = _argument([r.result for r in recordings], known, addresses, "the result")
-    width = first.result_shape[-1]
-    return Program(calls, tuple(terms), tuple(first.events), result, width)
+    width, dtype = first.result_shape[-1], first.result_dtype
+    return Program(calls, tuple(terms), tuple(first.events), result, width, dtype)
 
 
 class _Sizes:

@@ -55,10 +55,11 @@ class Recording:
     """Objects whose addresses are among the arguments."""
     result: Word = field(default_factory=lambda: Word(0))
     result_shape: tuple[int, ...] = ()
+    result_dtype: torch.dtype = torch.float32
 
 
 def record(library: Library, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Recording:
-    """Record ``run``, whose result is a contiguous float32 tensor.
+    """Record ``run``, whose result is a contiguous floating tensor.
 
     Args:
         library: that of the ops which ``run`` calls.
@@ -164,10 +165,11 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self, result: Tensor) -> None:
         """Note where the result is; what is freed from now on is not part of the pass."""
         self._finished = True
-        if result.dtype is not torch.float32 or not result.is_contiguous():
+        if not result.is_floating_point() or not result.is_contiguous():
             raise CaptureRefused(f"the result is {result.dtype} of strides {result.stride()}")
         self.recording.result = self._address(result.data_ptr())
         self.recording.result_shape = tuple(result.shape)
+        self.recording.result_dtype = result.dtype
         if self.recording.result.base != "memory":
             raise CaptureRefused("the result is not of this pass")
 
