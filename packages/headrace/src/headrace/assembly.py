@@ -306,6 +306,7 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
             num_threads=config.device.num_threads,
+            cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

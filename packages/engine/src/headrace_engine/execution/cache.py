@@ -25,19 +25,24 @@ _TORCH_DTYPES = {
 
 def bind_cache(
     layers: Mapping[str, AttentionLayer], config: KVCacheConfig, device: torch.device
-) -> None:
+) -> list[Tensor]:
     """Allocate one zeroed tensor per layer of a group and bind the j-th to each group's j-th layer.
 
     The tensors are bytes, seen by each layer in its own logical shape over its backend's physical
     order. On a CPU zeroed memory is taken from the system when it is first written, so a large
     cache costs what is used of it.
 
+    Returns:
+        the tensors, uint8, each with all blocks in ascending order.
+
     Raises:
         ConfigError: layers that share a tensor lay it out differently.
     """
+    buffers = []
     page_bytes = max(group.spec.page_bytes for group in config.groups)
     for j in range(config.num_layers_per_group):
         buffer = _zeroed_bytes(config.num_blocks * page_bytes, device)
+        buffers.append(buffer)
         sharing = [
             (index, layers[group.layer_names[j]])
             for index, group in enumerate(config.groups)
@@ -46,6 +51,7 @@ def bind_cache(
         _check_same_layout([layer for _, layer in sharing])
         for index, layer in sharing:
             layer.bind_cache(_view(buffer, layer, config.num_blocks), index)
+    return buffers
 
 
 def _zeroed_bytes(size: int, device: torch.device) -> Tensor:

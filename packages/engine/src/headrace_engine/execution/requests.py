@@ -51,6 +51,8 @@ class RequestTable:
         ]
         """By group, [C, M]; zero past a request's blocks."""
         self.num_blocks = np.zeros((num_groups, _FIRST_ROWS), np.int64)
+        self.highest_block = 0
+        """Largest block id ever held."""
         self.sampling = SamplingTable(_FIRST_ROWS, vocab_size=vocab_size, seed=seed)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
 
@@ -147,6 +149,7 @@ class RequestTable:
         if end > self.block_tables[group].shape[1]:
             self.block_tables[group] = _widened(self.block_tables[group], end)
         self.block_tables[group][row, start:end] = ids
+        self.highest_block = max(self.highest_block, *ids)
         self.num_blocks[group, row] = end
 
     def _add_rows(self) -> None:

@@ -19,6 +19,7 @@ from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.execution.inputs import PromptRows, StepInputs, prepare_inputs
+from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
 
@@ -39,6 +40,7 @@ class ModelRunner:
         vocab_size: width of the logits.
         sampler: chooses tokens.
         seed: of requests that bring none.
+        populator: is told which blocks come into use.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ModelRunner:
         vocab_size: int,
         sampler: Sampler,
         seed: int,
+        populator: CachePopulator | None = None,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -58,6 +61,7 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.sampler = sampler
+        self.populator = populator
         self.graph: StepGraph | None = None
         """Runs the steps that fit it; None: all run eagerly."""
         self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
@@ -93,6 +97,8 @@ class ModelRunner:
             self.requests.add(new)
         for request_id, block_ids in step.new_block_ids.items():
             self.requests.append_blocks(request_id, block_ids)
+        if self.populator is not None:
+            self.populator.used(self.requests.highest_block)
 
     def with_metadata(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with each cache group's attention metadata."""

@@ -18,6 +18,7 @@ from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.cache import bind_cache, group_backends
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
+from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sampling.state import warm_up_batch
@@ -47,6 +48,7 @@ class ModelWorker:
         seed: of requests that bring none.
         num_threads: CPU threads that torch uses in this process; 0 leaves its setting.
         capture: how steps are captured; None: all run eagerly.
+        cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelWorker:
         seed: int = 0,
         num_threads: int = 0,
         capture: Capture | None = None,
+        cache_ahead_bytes: int = 0,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -76,6 +79,7 @@ class ModelWorker:
         self._seed = seed
         self._num_threads = num_threads
         self._capture = capture
+        self._cache_ahead_bytes = cache_ahead_bytes
         self._meter: MemoryMeter = memory_meter(self._device)
         self._available = 0
         self._weights = 0
@@ -83,6 +87,7 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._layers: Mapping[str, AttentionLayer] = {}
         self._cache: KVCacheConfig | None = None
+        self._populator: CachePopulator | None = None
 
     def load(self) -> None:
         """Build the model, noting the memory that was free before and what the model took."""
@@ -163,8 +168,10 @@ class ModelWorker:
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
         model = self._loaded()
-        bind_cache(self._layers, config, self._device)
+        buffers = bind_cache(self._layers, config, self._device)
         self._cache = config
+        if self._device.type == "cpu":
+            self._populator = CachePopulator(buffers, config.num_blocks, self._cache_ahead_bytes)
         self._runner = ModelRunner(
             model,
             group_backends(self._layers, config),
@@ -173,12 +180,13 @@ class ModelWorker:
             vocab_size=self._vocab_size,
             sampler=self._sampler,
             seed=self._seed,
+            populator=self._populator,
         )
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run a decode step of one and of many requests, and a prompt, writing to no block; then
-        capture steps."""
+        capture steps, and begin to make the cache's memory resident."""
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
         block_size = self._ready().block_size
         self._run_dummy(1, 1)
@@ -194,6 +202,8 @@ class ModelWorker:
                 num_groups=len(runner.backends),
                 device=self._device.type,
             )
+        if self._populator is not None:
+            self._populator.start()
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
@@ -201,6 +211,9 @@ class ModelWorker:
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
+        if self._populator is not None:
+            self._populator.close()
+            self._populator = None
         if self._runner is not None and self._runner.graph is not None:
             self._runner.graph.close()
         for layer in self._layers.values():

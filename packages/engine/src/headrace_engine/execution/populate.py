@@ -1,0 +1,109 @@
+"""Making the cache's memory resident ahead of its use.
+
+The system gives memory when it is first written: the prompt whose keys and values come first to a
+block pays for that, which on a virtual machine can cost more than computing them. A thread of low
+priority does it while the engine has other things to do, some way ahead of the highest block in
+use, so that memory which is never needed is never taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change no content
+_PIECE = 8 << 20
+"""Bytes populated by one call: how long a stop waits."""
+_PAGE = 4096
+_IDLE = 19
+"""Niceness of the thread: it takes what nobody else wants."""
+
+
+class CachePopulator:
+    """Populates the first blocks of the cache's tensors, and further ones as blocks are used.
+
+    Args:
+        buffers: bytes of the cache, each with all blocks in ascending order.
+        num_blocks: in each buffer.
+        ahead_bytes: of all buffers together, to be resident beyond the highest block in use.
+    """
+
+    def __init__(self, buffers: Sequence[Tensor], num_blocks: int, ahead_bytes: int) -> None:
+        self._buffers = list(buffers)
+        self._num_blocks = num_blocks
+        total = sum(buffer.numel() for buffer in self._buffers)
+        self._ahead = -(-ahead_bytes * num_blocks // max(1, total))
+        self._target = min(self._ahead, num_blocks)
+        self._done = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_populated(self) -> int:
+        """Blocks that are resident, or that the system would not populate."""
+        return self._done
+
+    def start(self) -> None:
+        """Begin, if this system can; otherwise memory comes at its first use, as ever."""
+        if not self._ahead or not sys.platform.startswith("linux"):
+            return
+        self._thread = threading.Thread(target=self._run, name="cache-populator", daemon=True)
+        self._thread.start()
+
+    def used(self, block_id: int) -> None:
+        """A block came into use; cheap if enough is resident ahead of it."""
+        target = min(block_id + 1 + self._ahead, self._num_blocks)
+        # In strides, as waking a thread for every block would cost more than it saves.
+        if target - self._target < min(self._ahead // 8, self._num_blocks - self._target):
+            return
+        if target <= self._target:
+            return
+        with self._changed:
+            self._target = target
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop and let go of the cache. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._buffers = []
+
+    def _run(self) -> None:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
+        while self._wait():
+            first, last = self._done, self._target
+            for buffer in self._buffers:
+                size = buffer.numel() // self._num_blocks
+                if not self._populate(madvise, buffer.data_ptr(), first * size, last * size):
+                    return
+            self._done = last
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False if that will never be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._target > self._done)
+            return not self._closing
+
+    def _populate(self, madvise: ctypes._NamedFuncPointer, base: int, start: int, end: int) -> bool:
+        """False if the system cannot, or the engine stops."""
+        at = (base + start) // _PAGE * _PAGE
+        limit = base + end
+        while at < limit and not self._closing:
+            size = min(_PIECE, limit - at)
+            if madvise(at, size, _POPULATE_WRITE) != 0:
+                return False
+            at += size
+        return not self._closing

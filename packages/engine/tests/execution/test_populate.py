@@ -1,0 +1,83 @@
+"""The cache's memory is made resident ahead of its use."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_engine.execution.populate import CachePopulator
+
+PAGE = mmap.PAGESIZE
+NUM_BLOCKS = 64
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for memory")
+
+
+def buffers(count: int = 2) -> list[Tensor]:
+    """Untouched memory, one page for each block."""
+    regions = (
+        mmap.mmap(-1, NUM_BLOCKS * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for _ in range(count)
+    )
+    return [torch.frombuffer(region, dtype=torch.uint8) for region in regions]
+
+
+def resident(buffer: Tensor) -> list[bool]:
+    """Page by page, as the kernel's pagemap has it."""
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(buffer.data_ptr() // PAGE * 8)
+        return [bool(pages.read(8)[7] & 0x80) for _ in range(NUM_BLOCKS)]
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    for _ in range(500):
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@linux
+def test_as_much_as_asked_for_is_resident_and_follows_use() -> None:
+    memory = buffers()
+    populator = CachePopulator(memory, NUM_BLOCKS, 16 * PAGE)  # 8 blocks of both
+    populator.start()
+    try:
+        assert soon(lambda: populator.num_populated == 8)
+        for buffer in memory:
+            assert resident(buffer) == [True] * 8 + [False] * (NUM_BLOCKS - 8)
+        populator.used(20)
+        assert soon(lambda: populator.num_populated == 29)
+        assert all(all(resident(buffer)[:29]) for buffer in memory)
+        populator.used(NUM_BLOCKS - 1)
+        assert soon(lambda: populator.num_populated == NUM_BLOCKS)
+    finally:
+        populator.close()
+
+
+@linux
+def test_what_is_written_meanwhile_stays() -> None:
+    memory = buffers(1)
+    memory[0][:] = 7
+    populator = CachePopulator(memory, NUM_BLOCKS, NUM_BLOCKS * PAGE)
+    populator.start()
+    try:
+        assert soon(lambda: populator.num_populated == NUM_BLOCKS)
+    finally:
+        populator.close()
+    assert bool((memory[0] == 7).all())
+
+
+def test_nothing_is_touched_if_nothing_is_wanted() -> None:
+    populator = CachePopulator(buffers(), NUM_BLOCKS, 0)
+    populator.start()
+    populator.used(5)
+    populator.close()
+    populator.close()
+    assert populator.num_populated == 0
