@@ -33,7 +33,6 @@ constexpr int64_t PIECE_BYTES = 128 << 10;     // of a panel: stays in the secon
 constexpr int64_t ROWS_PIECE = 192;            // rows of a task
 constexpr int64_t RUNS = 8;                    // tasks for each thread: evens out what delays one
 constexpr int UNROLL = 4;                      // steps of K between two fetches
-constexpr int64_t NEAR_BYTES = 4096;           // how far ahead a lone tile fetches
 
 // How activations of type T meet weights of type WT: the type in which rows are read, and K's step.
 template <class WT> struct Meeting { using A = float; static constexpr int STEP = 1; };
@@ -174,9 +173,9 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
   for (int64_t k = 0; k < K || k == 0; k += piece) {
     const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
     const WT* b = panel + k * width;
-    const char* next = reinterpret_cast<const char*>(tiles == 1 ? b : b + count * width);
-    const char* const end = next + steps * step_bytes;
-    if (tiles == 1) next += NEAR_BYTES;
+    const char* next = reinterpret_cast<const char*>(b + count * width);
+    // A lone tile reads once, in order: the machine fetches that by itself.
+    const char* const end = tiles == 1 ? next : next + steps * step_bytes;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const A* a[MAX_ROWS];

@@ -99,19 +99,19 @@ class Pool {
   }
 
   void work() {
-    uint64_t seen = 0;
     for (;;) {
-      while (take()) {}
-      seen = head_.load() >> 32;
-      for (int spins = 0; spins < SPINS && head_.load(std::memory_order_relaxed) >> 32 == seen;
-           ++spins) {
+      // Read before taking: whatever is published after a take that found nothing changes this word.
+      // (Comparing with a word read later would sleep through a job published in between.)
+      const uint64_t seen = head_.load();
+      if (take()) continue;
+      for (int spins = 0; spins < SPINS && head_.load(std::memory_order_relaxed) == seen; ++spins) {
         relax();
       }
-      if (head_.load() >> 32 != seen) continue;
+      if (head_.load() != seen) continue;
       if (stopping_.load()) return;
       std::unique_lock<std::mutex> lock(mutex_);
       sleepers_.fetch_add(1);
-      wake_.wait(lock, [&] { return head_.load() >> 32 != seen || stopping_.load(); });
+      wake_.wait(lock, [&] { return head_.load() != seen || stopping_.load(); });
       sleepers_.fetch_sub(1);
     }
   }
@@ -196,4 +196,31 @@ void* scratch(ScratchSlot slot, size_t bytes) {
 }  // namespace headrace
 
 HR_EXPORT void hr_set_num_threads(int32_t count) { headrace::pool().resize(count < 1 ? 1 : count); }
+// Runs `jobs` jobs, one after the other, of as many tasks as there are threads; each task waits until
+// all of its job have begun, `patience` yields at most. Returns the jobs in which that happened: all,
+// unless a thread sleeps through work. For tests.
+HR_EXPORT int32_t hr_rendezvous(int32_t jobs, int32_t patience) {
+  struct Rendezvous {
+    std::atomic<int32_t> begun{0};
+    std::atomic<int32_t> met{0};
+    int32_t wanted, patience;
+  };
+  int32_t complete = 0;
+  for (int32_t i = 0; i < jobs; ++i) {
+    Rendezvous meeting;
+    meeting.wanted = headrace::pool().size();
+    meeting.patience = patience;
+    headrace::run_parallel(meeting.wanted, [](void* context, int64_t) {
+      Rendezvous& m = *static_cast<Rendezvous*>(context);
+      m.begun.fetch_add(1);
+      for (int32_t tries = 0; m.begun.load() < m.wanted && tries < m.patience; ++tries) {
+        std::this_thread::yield();
+      }
+      if (m.begun.load() >= m.wanted) m.met.fetch_add(1);
+    }, &meeting);
+    complete += meeting.met.load() == meeting.wanted;
+  }
+  return complete;
+}
+
 HR_EXPORT int32_t hr_num_threads() { return headrace::pool().size(); }

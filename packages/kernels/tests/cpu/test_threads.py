@@ -31,6 +31,17 @@ def kernels(request):
     kernels.set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_no_thread_sleeps_through_a_job(threads):
+    kernels = library.load("portable")
+    before = kernels.num_threads()
+    kernels.set_num_threads(threads)
+    try:
+        assert kernels.rendezvous(2000) == 2000
+    finally:
+        kernels.set_num_threads(before)
+
+
 def everything(ops):
     """Results of calls that are large enough to be spread over threads."""
     x = rand(130, 300, dtype=DTYPE)

@@ -123,6 +123,14 @@ class Library:
     def num_threads(self) -> int:
         return int(self._handle.hr_num_threads())
 
+    def rendezvous(self, jobs: int, patience: int = 1_000_000) -> int:
+        """In how many of so many jobs, one after the other, all threads of the pool took part.
+
+        Each waits for the others for ``patience`` yields at most. Fewer than ``jobs`` means that
+        threads sleep through work.
+        """
+        return int(self._handle.hr_rendezvous(jobs, patience))
+
 
 def path() -> Path | None:
     """Where the shared library is, None if this installation was built without one."""
@@ -212,4 +220,5 @@ def _handle() -> ctypes.CDLL:
     handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
+    handle.hr_rendezvous.restype, handle.hr_rendezvous.argtypes = _I, [_I, _I]
     return handle
