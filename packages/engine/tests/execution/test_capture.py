@@ -149,7 +149,7 @@ def test_the_log_says_in_one_line_what_became_of_it(
 @pytest.mark.parametrize(
     ("wanted", "maximum", "limit", "sizes"),
     [
-        ((), None, 2048, (16, 64, 256)),
+        ((), None, 2048, (16, 64, 256, 512, 2048)),
         ((), None, 100, (16, 64, 100)),
         ((), 32, 2048, (16, 32)),
         ((8, 1, 8), None, 2048, (1, 8)),
