@@ -74,7 +74,18 @@ def test_refuses_where_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) 
 def test_offers_known_ops_only() -> None:
     offered = PROVIDER.operations(CUDA)
     assert set(offered) <= set(OP_NAMES)
-    assert set(OP_NAMES) - set(offered) == {"embedding", "linear", "quant_linear", "moe"}
+    assert set(OP_NAMES) - set(offered) == {
+        "add",
+        "embedding",
+        "linear",
+        "moe",
+        "quant_linear",
+        "sample",
+        "scale",
+        "to_float32",
+        "top_logprobs",
+        "topk_softmax",
+    }
 
 
 @pytest.mark.spec("ATTN-BATCH-INVARIANT")

@@ -96,10 +96,13 @@ def cache_write(
 ) -> None:
     """See :class:`headrace_core.ops.CacheWriteOp`. key and value may have more rows than slots.
 
+    A cache of another dtype gets what the hardware's conversion makes of the values.
+
     Raises:
-        ConfigError: the cache has one byte a value, or scales.
+        ConfigError: there are scales.
     """
-    refuse_one_byte(key, key_cache, k_scale, v_scale)
+    if k_scale is not None or v_scale is not None:
+        refuse_one_byte(key, key_cache, k_scale, v_scale)
     num_tokens = slot_mapping.shape[0]
     _, num_kv_heads, head_dim = key.shape
     num_values = num_kv_heads * head_dim
