@@ -48,7 +48,7 @@ def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
         "    llm.generate('Hello', SamplingParams(max_tokens=2), use_tqdm=False)\n"
         "    timeline = llm.engine.client.timeline\n"
         "    print(*timeline.seconds, sep=',')\n"
-        "    print(*(p.name for p in timeline.phases if p.part_of == 'load model'), sep=',')\n"
+        "    print(*(f'{p.part_of}: {p.name}' for p in timeline.phases if p.part_of), sep=',')\n"
         "    print(timeline.accounted)\n"
         f"print(*(set({ALWAYS_FORBIDDEN!r}) & set(sys.modules)))\n"
     )
@@ -57,6 +57,10 @@ def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
         "resolve model", "import front end", "read tokenizer", "import torch", "import engine",
         "start workers", "load model", "profile memory", "allocate cache", "warm up", "scheduler",
     ]  # fmt: skip
-    assert pieces.split(",") == ["import models", "bind kernels", "read and pack weights"]
+    assert {
+        "start workers: bind kernels",
+        "load model: import models",
+        "load model: read and pack weights",
+    } <= set(pieces.split(","))
     assert float(accounted) > 0.95
     assert not heavy
