@@ -263,6 +263,8 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     with timeline.phase("import torch"):
         import torch  # noqa: F401 - timed here, so that no other phase hides it
 
+        import headrace_engine.execution.capture
+        import headrace_engine.execution.worker  # noqa: F401 - likewise
         from headrace_engine.core import EngineCore
     config = resolved.config
     executor_class = plugins.load(
