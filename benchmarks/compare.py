@@ -46,7 +46,7 @@ examples:
   python benchmarks/compare.py --models MODELS --peer vllm=VENV --peer openvino=VENV --peer llamacpp=BIN \\
       --peer transformers=VENV --out results.jsonl --write docs/performance.md
   # does every adapter work? minutes, short lengths, one round; no figure of it means anything
-  python benchmarks/compare.py --models MODELS --peer vllm=VENV --model tiny --quick --out /tmp/quick.jsonl
+  python benchmarks/compare.py --models MODELS --peer vllm=VENV --model tiny --quick --out quick.jsonl
   # one question
   python benchmarks/compare.py --models MODELS --model qwen06 --precision bf16 --only decode,prefill \\
       --engines headrace,llamacpp --rounds 1

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import sys
 import threading
 from collections.abc import Sequence
 
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change no content
 _PIECE = 8 << 20
@@ -104,6 +107,8 @@ class CachePopulator:
         while at < limit and not self._closing:
             size = min(_PIECE, limit - at)
             if madvise(at, size, _POPULATE_WRITE) != 0:
+                reason = os.strerror(ctypes.get_errno())
+                logger.info("the cache's memory comes at its first use: %s", reason)
                 return False
             at += size
         return not self._closing

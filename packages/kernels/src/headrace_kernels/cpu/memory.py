@@ -1,7 +1,7 @@
 """Memory for packed weights: large pages where the system gives them.
 
 A decode step reads every weight once. With 4 KiB pages the walk of the page tables costs a large
-part of the memory's bandwidth (docs/performance.md has figures); pages of 2 MiB all but remove it.
+part of the memory's bandwidth; pages of 2 MiB all but remove it.
 Linux gives them on request (``madvise``), other systems decide for themselves.
 """
 

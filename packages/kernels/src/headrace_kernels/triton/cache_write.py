@@ -102,7 +102,10 @@ def cache_write(
         ConfigError: there are scales.
     """
     if k_scale is not None or v_scale is not None:
-        refuse_one_byte(key, key_cache, k_scale, v_scale)
+        raise ConfigError(
+            "triton kernels: caches with scales are not supported; use kv_cache_dtype 'auto'",
+            field="cache.kv_cache_dtype",
+        )
     num_tokens = slot_mapping.shape[0]
     _, num_kv_heads, head_dim = key.shape
     num_values = num_kv_heads * head_dim
