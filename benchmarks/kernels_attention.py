@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace_core.attention import KVViews
 from headrace_core.ops import KernelNeed
+from headrace_core.paired import paired
+from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.provider import PROVIDER
 
 BLOCK = 16
@@ -60,24 +64,30 @@ FULL = [
 
 
 class Data(NamedTuple):
-    """One layer's inputs: query [T, Hq, D], caches [N, S, Hk, D], tables, dense [B, Hk, L, D]."""
+    """One layer's inputs: query [T, Hq, D], plain or paired caches, tables, dense [B, Hk, L, D]."""
 
     query: Tensor
-    caches: tuple[Tensor, Tensor]
+    caches: KVViews
     block_table: Tensor
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     dense: tuple[Tensor, Tensor]
 
 
-def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Data]:
-    """Places to go round over; blocks are scattered, in the memory order (N, 2, Hk, S, D)."""
+def make(
+    case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: bool
+) -> list[Data]:
+    """Places to go round over; blocks are scattered, in the memory order (N, 2, Hk, S, D), in large
+    pages as an engine's cache. The dense copies are of a plain cache."""
     q_heads, kv_heads, dim = shape
     per = -(-case.context // BLOCK)
     size = 2 * kv_heads * BLOCK * dim * dtype.itemsize * case.requests * per
     rounds = max(1, min(64, ROUND_BYTES // size))
     count = rounds * case.requests * per
-    memory = torch.randn(count, 2, kv_heads, BLOCK, dim, dtype=dtype)
+    sizes = (count, 2, kv_heads, BLOCK, dim)
+    memory = packed_buffer(math.prod(sizes) * dtype.itemsize).view(dtype).view(sizes)
+    memory.normal_()
+    caches = KVViews(memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2))
     tables = torch.randperm(count).int().view(rounds, case.requests, per)
     result = []
     for table in tables:
@@ -86,7 +96,7 @@ def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype) -> list[Da
         result.append(
             Data(
                 torch.randn(case.requests * case.new, q_heads, dim).to(dtype),
-                (memory[:, 0].transpose(1, 2), memory[:, 1].transpose(1, 2)),
+                paired(caches) if pairs else caches,
                 table,
                 torch.arange(case.requests + 1, dtype=torch.int32) * case.new,
                 torch.full((case.requests,), case.context, dtype=torch.int32),
@@ -124,10 +134,16 @@ def seconds_of(
 
 
 def measure(
-    case: Case, shape: tuple[int, int, int], dtype: torch.dtype, budget: float, compare: bool
+    case: Case,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    budget: float,
+    *,
+    compare: bool,
+    pairs: bool,
 ) -> dict[str, float]:
     q_heads, kv_heads, dim = shape
-    rounds = make(case, shape, dtype)
+    rounds = make(case, shape, dtype, pairs)
     seen = case.requests * sum(range(case.context - case.new + 1, case.context + 1))
     row = {"seconds": seconds_of(ours, rounds, case, budget)}
     row["gflop_s"] = 4 * q_heads * dim * seen / row["seconds"] / 1e9
@@ -143,17 +159,25 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="a few cases")
+    parser.add_argument("--plain", action="store_true", help="a plain cache where paired ones serve")
     parser.add_argument("--no-torch", action="store_true", help="do not time torch")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row")
     args = parser.parse_args()
     torch.manual_seed(0)
     limit = limits.measure()
-    print(f"# {args.shape} {args.dtype}; limits: {json.dumps(limit._asdict())}")
+    pairs = PROVIDER.pairs_caches(KernelNeed("cpu", args.dtype)) and not args.plain
+    order = "paired" if pairs else "plain"
+    print(f"# {args.shape} {args.dtype}, {order} caches; limits: {json.dumps(limit._asdict())}")
     peak = limit.fp32_gflop_s if args.dtype == "float32" else limit.bf16_gflop_s
     for case in QUICK if args.quick else FULL:
         row = measure(
-            case, SHAPES[args.shape], getattr(torch, args.dtype), args.seconds, not args.no_torch
+            case,
+            SHAPES[args.shape],
+            getattr(torch, args.dtype),
+            args.seconds,
+            compare=not args.no_torch,
+            pairs=pairs,
         )
         share = row["gb_s"] / limit.read_gb_s if case.new == 1 else row["gflop_s"] / peak
         if args.json:

@@ -13,8 +13,14 @@ import torch
 
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.writing import store
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    AttentionNeed,
+    KVViews,
+)
 from headrace_core.kv import CACHE_DTYPES
+from headrace_core.paired import can_pair, paired
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +54,11 @@ class PagedBackend(AttentionBackend):
         while it works on that head. Ops take any strides, so the order is a matter of speed only.
         """
         return (1, 0, 3, 2, 4)
+
+    def views(self, kv_cache: Tensor) -> KVViews:
+        """Paired (:mod:`headrace_core.paired`) where the ops are faster with that, else plain."""
+        plain = super().views(kv_cache)
+        return paired(plain) if self.ops.pairs_caches and can_pair(plain) else plain
 
     def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
         return PagedMetadata.of(batch, group)

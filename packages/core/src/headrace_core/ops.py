@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from headrace_core.graph import StepGraph, StepGraphFactory
 
 logger = logging.getLogger(__name__)
+
+CACHE_OPS = ("cache_write", "rotary_cache_write", "paged_attention")
+"""The ops that touch the cache: they take paired ones all, or none of them does."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
@@ -148,6 +151,9 @@ class CacheWriteOp(Protocol):
         Caches have the dtype of key and value, or one of :data:`ONE_BYTE_CACHES`: then
         ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
         v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
+
+        Providers that say so (:class:`PairsCaches`) and the reference also take caches in the order
+        of :mod:`headrace_core.paired`, which is told by the number of dimensions.
         """
         ...
 
@@ -220,8 +226,8 @@ class PagedAttentionOp(Protocol):
         ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
         extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so
         are rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited.
-        Caches, k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x stands for
-        ``x * scale``. Definition: ATTN-REF of the specification.
+        Caches (plain or paired), k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x
+        stands for ``x * scale``. Definition: ATTN-REF of the specification.
         """
         ...
 
@@ -431,9 +437,12 @@ class OpTable:
     """True if every bound implementation is; then greedy output does not depend on batching."""
     step_graph: StepGraphFactory | None = None
     """Makes a graph that records steps of these ops; None if no provider can."""
+    pairs_caches: bool = False
+    """True if the ops that touch the cache take it in the order of :mod:`headrace_core.paired`, and
+    are faster for it."""
 
 
-_NOT_OPS = ("providers", "row_invariant", "step_graph")
+_NOT_OPS = ("providers", "row_invariant", "step_graph", "pairs_caches")
 OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in _NOT_OPS)
 
 
@@ -482,6 +491,15 @@ class CapturesSteps(Protocol):
         ...
 
 
+@runtime_checkable
+class PairsCaches(Protocol):
+    """A kernel provider whose cache ops also take paired caches (:mod:`headrace_core.paired`)."""
+
+    def pairs_caches(self, need: KernelNeed) -> bool:
+        """Whether they do for this need, and gain by it."""
+        ...
+
+
 def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> OpTable:
     """Choose an implementation for every op from the installed providers.
 
@@ -520,8 +538,24 @@ def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> Op
         for provider, operations in candidates
         if provider.name in used and isinstance(provider, CapturesSteps)
     ]
-    step_graph = graphs[0] if graphs else None
-    return OpTable(**table, providers=origin, row_invariant=invariant, step_graph=step_graph)
+    return OpTable(
+        **table,
+        providers=origin,
+        row_invariant=invariant,
+        step_graph=graphs[0] if graphs else None,
+        pairs_caches=_pair_caches([p for p, _ in candidates], origin, need),
+    )
+
+
+def _pair_caches(
+    providers: Sequence[KernelProvider], origin: Mapping[str, str], need: KernelNeed
+) -> bool:
+    """Whether all ops that touch the cache come from one provider, and that pairs caches."""
+    names = {origin[op] for op in CACHE_OPS}
+    if len(names) != 1:
+        return False
+    provider = next(p for p in providers if p.name in names)
+    return isinstance(provider, PairsCaches) and provider.pairs_caches(need)
 
 
 def _willing_providers(

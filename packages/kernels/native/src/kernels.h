@@ -13,6 +13,8 @@
 #include "quant_linear.h"
 #include "packed_rows.h"
 #include "moe.h"
+#include "attention_units.h"
+#include "attention_paired.h"
 #include "attention.h"
 #include "sampling.h"
 #include "packed.h"

@@ -12,8 +12,12 @@ struct Heads {
   int64_t heads, row_stride, head_stride;
 };
 
-// How a cache stores values; the order is that of STORAGE in ops/caches.py.
-enum Storage : int64_t { AS_COMPUTED = 0, AS_INT8 = 1, AS_E4M3 = 2, AS_E5M2 = 3 };
+// How a cache stores values; codes are those of ops/caches.py. Paired caches have the order of
+// headrace_core.ops.CacheWriteOp; only the strides of blocks and heads mean something there.
+enum Storage : int64_t {
+  AS_COMPUTED = 0, AS_INT8 = 1, AS_E4M3 = 2, AS_E5M2 = 3, AS_PAIRED_KEYS = 4, AS_PAIRED_VALUES = 5
+};
+constexpr int64_t PAIRED_KEYS = 16;  // side by side in a paired cache
 
 // A cache [N, S, Hk, D] with any strides, in elements.
 struct Cache {
@@ -66,7 +70,22 @@ inline void store_bytes(TC* to, int64_t stride, const T* x, int64_t dim, float s
   }
 }
 
+// One token of keys [S / 16][D / 2][16][2] or of values [S / 2][D][2].
+template <class T>
+inline void store_paired(const Cache& cache, int64_t slot, int64_t head, const T* x, int64_t dim) {
+  const int64_t offset = slot % cache.block_size;
+  T* to = static_cast<T*>(cache.data) + slot / cache.block_size * cache.block_stride + head * cache.head_stride;
+  if (cache.storage == AS_PAIRED_KEYS) {
+    to += offset / PAIRED_KEYS * PAIRED_KEYS * dim + offset % PAIRED_KEYS * 2;
+    for (int64_t d = 0; d < dim; d += 2, to += 2 * PAIRED_KEYS) __builtin_memcpy(to, x + d, 2 * sizeof(T));
+  } else {
+    to += offset / 2 * 2 * dim + offset % 2;
+    for (int64_t d = 0; d < dim; ++d) to[2 * d] = x[d];
+  }
+}
+
 template <class T> inline void store_token(const Cache& cache, int64_t slot, int64_t head, const T* x, int64_t dim) {
+  if (cache.storage >= AS_PAIRED_KEYS) return store_paired(cache, slot, head, x, dim);
   const int64_t at = slot / cache.block_size * cache.block_stride +
                      slot % cache.block_size * cache.token_stride + head * cache.head_stride;
   const float scale = scale_of(cache, head);
@@ -170,7 +189,9 @@ int32_t rotary(void* query, void* key, const int64_t* positions, const float* co
 inline void set_caches(TokenWork& w, void* key_cache, void* value_cache, const int64_t* geometry) {
   const int64_t* g = geometry;
   w.key_cache = {key_cache, g[0], g[1], g[2], g[3], g[4], g[5], g[10], reinterpret_cast<const float*>(g[11])};
-  w.value_cache = {value_cache, g[0], g[1], g[6], g[7], g[8], g[9], g[10], reinterpret_cast<const float*>(g[12])};
+  const int64_t value_storage = g[10] == AS_PAIRED_KEYS ? int64_t(AS_PAIRED_VALUES) : g[10];
+  w.value_cache = {value_cache, g[0], g[1], g[6], g[7], g[8], g[9], value_storage,
+                   reinterpret_cast<const float*>(g[12])};
 }
 
 int32_t cache_write(const void* key, const void* value, void* key_cache, void* value_cache,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace_core.paired import is_paired, plain_keys, plain_values
 from headrace_core.reference.cache import as_bytes
 from headrace_core.reference.dtypes import widened
 
@@ -27,6 +28,8 @@ def paged_attention(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
+    if is_paired(key_cache):
+        key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import ONE_BYTE_CACHES, HeadNorm
+from headrace_core.paired import is_paired, write_keys, write_values
 from headrace_core.reference.dtypes import widened
 from headrace_core.reference.norms import rms_norm
 from headrace_core.reference.rotary import rotary
@@ -22,9 +23,13 @@ def cache_write(
     v_scale: Tensor | None = None,
 ) -> None:
     """See :class:`headrace_core.ops.CacheWriteOp`. key and value may have more rows than slots."""
-    block_size = key_cache.shape[1]
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[rows]
+    if is_paired(key_cache):
+        write_keys(key_cache, slots, key[rows])
+        write_values(value_cache, slots, value[rows])
+        return
+    block_size = key_cache.shape[1]
     blocks, offsets = slots // block_size, slots % block_size
     as_bytes(key_cache)[blocks, offsets] = as_bytes(stored(key[rows], key_cache.dtype, k_scale))
     as_bytes(value_cache)[blocks, offsets] = as_bytes(

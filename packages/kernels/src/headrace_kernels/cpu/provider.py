@@ -10,6 +10,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
 from headrace_kernels.cpu import library
+from headrace_kernels.cpu.ops.caches import PAIRING
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class CPUProvider:
 
     def row_invariant(self, need: KernelNeed) -> bool:
         return True
+
+    def pairs_caches(self, need: KernelNeed) -> bool:
+        """See :meth:`headrace_core.ops.PairsCaches.pairs_caches`."""
+        return need.dtype == "bfloat16" and library.isa() in PAIRING
 
 
 PROVIDER = CPUProvider()

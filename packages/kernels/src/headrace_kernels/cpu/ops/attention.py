@@ -8,7 +8,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, unit_last, vector
-from headrace_kernels.cpu.ops.caches import Geometries
+from headrace_kernels.cpu.ops.caches import Geometries, sizes
 
 
 class PagedAttention:
@@ -20,7 +20,7 @@ class PagedAttention:
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.paged_attention
-        self._geometries = Geometries()
+        self._geometries = Geometries(library.isa)
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class PagedAttention:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
         q_row, q_head, _ = query.stride()
-        kv_heads, requests = key_cache.shape[2], seq_lens.shape[0]
+        (blocks, _, kv_heads), requests = sizes(key_cache), seq_lens.shape[0]
         if q_heads % kv_heads or cu_seqlens_q.shape[0] != requests + 1:
             raise ConfigError(
                 f"paged_attention: {q_heads} query heads for {kv_heads} kv heads, cu_seqlens_q "
@@ -73,7 +73,7 @@ class PagedAttention:
             )
         if status:
             raise IndexError(
-                f"paged_attention: a block table names a block outside [0, {key_cache.shape[0]}) "
+                f"paged_attention: a block table names a block outside [0, {blocks}) "
                 "or is too narrow for its seq_lens"
             )
         return out

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.paired import GROUP, is_paired
 from headrace_kernels.cpu.ops.arguments import describe
 
 _Geometry = ctypes.c_int64 * 13
@@ -21,9 +22,22 @@ STORAGE: Mapping[torch.dtype, int] = {
 }
 """Codes of the one-byte storages of a cache; 0 is the activations' own dtype."""
 
+PAIRED = 4
+"""Code of a cache in the order of :mod:`headrace_core.paired`."""
+
+PAIRING = ("avx512_bf16",)
+"""Instruction sets that multiply pairs."""
+
 
 def beyond(op: str, cache: Tensor) -> str:
-    return f"{op}: a slot is beyond the cache's {cache.shape[0]} blocks of {cache.shape[1]}"
+    blocks, size, _ = sizes(cache)
+    return f"{op}: a slot is beyond the cache's {blocks} blocks of {size}"
+
+
+def sizes(key_cache: Tensor) -> tuple[int, int, int]:
+    """Blocks, tokens of a block and kv heads of plain or paired keys."""
+    shape = key_cache.shape
+    return (shape[0], shape[2] * GROUP, shape[1]) if is_paired(key_cache) else shape[:3]
 
 
 def check_key_value(key: Tensor, value: Tensor, tokens: int) -> None:
@@ -37,10 +51,14 @@ def check_key_value(key: Tensor, value: Tensor, tokens: int) -> None:
 class Geometries:
     """Describes pairs of caches to the kernels: thirteen numbers each, see rotary_cache.h.
 
+    Args:
+        isa: of the library; paired caches are for some only.
+
     An engine has a handful of cache shapes and asks for them in every layer of every step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, isa: str) -> None:
+        self._isa = isa
         self._known: dict[Any, Any] = {}
 
     def of(
@@ -59,6 +77,8 @@ class Geometries:
             0 if v_scale is None else v_scale.data_ptr(),
         )  # fmt: skip
         numbers = self._known.get(name)
+        if is_paired(key_cache):
+            return self._paired(name, key_cache, value_cache)
         if numbers is not None and value_cache.dtype is stored and value_cache.shape == shape:
             if stored is not dtype:
                 _check_scale(k_scale, stored, shape[2])
@@ -76,13 +96,42 @@ class Geometries:
             )
         for scale in (k_scale, v_scale):
             _check_scale(scale, stored, shape[2])
+        return self._keep(
+            name, shape[0], shape[1], *name[1], *name[2], STORAGE.get(stored, 0), name[6], name[7]
+        )
+
+    def _paired(self, name: Any, keys: Tensor, values: Tensor) -> Any:
+        known = self._known.get((name, values.shape, values.dtype))
+        if known is not None:
+            return known
+        blocks, size, heads = sizes(keys)
+        dim, dtype = name[5], name[4]
+        if (
+            self._isa not in PAIRING
+            or dtype is not torch.bfloat16
+            or dim % GROUP
+            or keys.shape != (blocks, heads, size // GROUP, dim // 2, GROUP, 2)
+            or values.shape != (blocks, heads, size // 2, dim, 2)
+            or keys.stride()[2:] != (GROUP * dim, 2 * GROUP, 2, 1)
+            or values.stride()[2:] != (2 * dim, 2, 1)
+            or not keys.dtype == values.dtype == dtype
+            or name[6:] != (0, 0)
+        ):
+            raise ConfigError(
+                f"paired caches are {describe(keys)} and {describe(values)} for {dtype} and "
+                f"head_dim {dim}; they must be of headrace_core.paired, bfloat16, head_dim a "
+                f"multiple of {GROUP}, without scales, on one of {list(PAIRING)} (not {self._isa})"
+            )
+        key_strides = keys.stride(0), 0, keys.stride(1), 0
+        value_strides = values.stride(0), 0, values.stride(1), 0
+        whole_name = name, values.shape, values.dtype
+        return self._keep(whole_name, blocks, size, *key_strides, *value_strides, PAIRED, 0, 0)
+
+    def _keep(self, name: Any, *numbers: int) -> Any:
         if len(self._known) >= 1024:
             self._known.clear()
-        numbers = _Geometry(
-            shape[0], shape[1], *name[1], *name[2], STORAGE.get(stored, 0), name[6], name[7]
-        )
-        self._known[name] = numbers
-        return numbers
+        self._known[name] = geometry = _Geometry(*numbers)
+        return geometry
 
 
 def _check_scale(scale: Tensor | None, stored: torch.dtype, kv_heads: int) -> None:

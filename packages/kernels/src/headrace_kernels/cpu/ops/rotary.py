@@ -53,7 +53,7 @@ class CacheWrite:
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.cache_write
-        self._geometries = Geometries()
+        self._geometries = Geometries(library.isa)
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class RotaryCacheWrite:
 
     def __init__(self, library: Library) -> None:
         self._kernel = library.rotary_cache_write
-        self._geometries = Geometries()
+        self._geometries = Geometries(library.isa)
 
     def __call__(
         self,

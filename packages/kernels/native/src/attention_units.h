@@ -1,0 +1,673 @@
+// Causal attention over the paged cache, read in place.
+//
+// A unit of work is (request, tile of query positions, kv head, run of partitions); its rows are
+// (position, head of the group), so all query heads of a kv head share what is read of the cache.
+// Both products are small matrix products of rows with packed keys and with packed values: lanes
+// are 16 (8, 4) keys in the first and as many dimensions in the second. A word of four bytes is one
+// float, or a pair of bf16 where the machine multiplies those (weights are then rounded to bf16).
+//
+// The context is cut at multiples of PART keys, whatever the query. A partition gives each row a
+// maximum, a sum and an unscaled output; partitions are merged in ascending order (Milakov &
+// Gimelshein 2018, arXiv:1805.02867; Dao 2023, arXiv:2307.08691), so it does not matter whether one
+// thread visits them all or several share them.
+//
+// Row invariance: what a row does depends on its own position, window and keys only.
+//  - A score adds up its words over D in ascending order, in one lane.
+//  - The maximum is exact; the sum of weights has a fixed lane for each key and a fixed tree.
+//  - An output adds up its words over the keys of a partition in ascending order, in one lane. Keys
+//    that a row does not see have weight 0, and where that is not enough (0 times infinity) they are
+//    replaced by zeros for that row.
+// Hence chunks of a prefill, the other requests, and threads change no bit, and a decode step equals
+// the last row of a prefill.
+
+namespace headrace::HR_ISA {
+namespace {
+namespace paged {
+
+#define HR_UNROLL _Pragma("GCC unroll 16")
+
+constexpr int PART = 512;        // keys of a partition; its border is part of the arithmetic
+constexpr int KEYS = 64;         // keys of a tile, packed at a time
+constexpr int TASK_ROWS = 256;   // rows of a unit, if there are so many queries
+constexpr int BLOCK_ROWS = 12;   // rows whose scores stay in the first cache
+constexpr int ROWS = 6;          // of a register tile
+#if defined(HR_AVX512)
+constexpr int VECTORS = 4;       // of a register tile
+#else
+constexpr int VECTORS = 2;
+#endif
+constexpr int WIDE = VECTORS * W;  // dimensions of a panel of packed values
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float LEAST = -3.402823466e38f;
+
+struct Attention {
+  void* out;
+  const void* query;
+  const int32_t* block_table;
+  const int32_t* cu_seqlens_q;
+  const int32_t* seq_lens;
+  const float* sinks;
+  Cache keys, values;
+  int64_t tokens, requests, q_heads, kv_heads, dim;
+  int64_t q_row, q_head, table_stride, table_width;
+  float scale, soft_cap;
+  int64_t window;  // 0 = none
+};
+
+// --- words ------------------------------------------------------------------------------------
+
+#if defined(HR_AVX512)
+inline float row_max(vf a) { return _mm512_reduce_max_ps(a); }
+inline vf floor_of(vf a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+#else
+inline float row_max(vf a) { return hmax(a); }
+#endif
+
+// 2^x for x up to about 0; 2^-inf is 0. The polynomial has relative error 3e-6 or 8e-8 on [0, 1).
+template <bool coarse> inline vf exp2_of(vf x) {
+#if defined(HR_AVX512)
+  const vf r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // x - floor(x)
+#else
+  const vf low = vset(-126.0f);
+  const vf y = vmax(low, x), n = vround(vsub(y, vset(0.5f)));
+  const vf r = vsub(y, n);
+#endif
+  vf p;
+  if constexpr (coarse) {
+    p = vfma(vset(0.013426687568426132f), r, vset(0.0522424690425396f));
+    p = vfma(p, r, vset(0.2412802129983902f));
+    p = vfma(p, r, vset(0.6930448412895203f));
+  } else {
+    p = vfma(vset(0.001867130515165627f), r, vset(0.009017029777169228f));
+    p = vfma(p, r, vset(0.05579991266131401f));
+    p = vfma(p, r, vset(0.24016444385051727f));
+    p = vfma(p, r, vset(0.6931512951850891f));
+  }
+  p = vfma(p, r, vset(1.0f));
+#if defined(HR_AVX512)
+  return _mm512_scalef_ps(p, x);
+#else
+  return vless(x, low, vzero(), vmul(p, vpow2(n)));
+#endif
+}
+
+// Whether any lane of any x so far was infinite or NaN, as bits: the largest magnitude of lanes of
+// 32 bits (floats) or 16 (bf16).
+#if defined(HR_AVX512)
+using Worst = __m512i;
+inline Worst worse(Worst a, vf x) {
+  return _mm512_max_epu32(a, _mm512_and_si512((__m512i)x, _mm512_set1_epi32(0x7fffffff)));
+}
+inline bool infinite(Worst a) { return _mm512_cmpge_epu32_mask(a, _mm512_set1_epi32(0x7f800000)) != 0; }
+#elif defined(HR_AVX2)
+using Worst = __m256i;
+inline Worst worse(Worst a, vf x) {
+  return _mm256_max_epu32(a, _mm256_and_si256((__m256i)x, _mm256_set1_epi32(0x7fffffff)));
+}
+inline bool infinite(Worst a) {  // not negative as a signed number
+  return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, _mm256_set1_epi32(0x7f7fffff))) != 0;
+}
+#else
+using Worst = vi;
+inline Worst worse(Worst a, vf x) {
+  const vi b = (vi)x & 0x7fffffff;
+  return a > b ? a : b;
+}
+inline bool infinite(Worst a) {
+  bool found = false;
+  for (int i = 0; i < W; ++i) found |= a[i] >= 0x7f800000;
+  return found;
+}
+#endif
+
+// A word is one float.
+struct Single {
+  static constexpr int STEP = 1;
+  static constexpr bool COARSE = false;
+  static vf mac(vf acc, vf a, vf b) { return vfma(a, b, acc); }
+  using Bad = Worst;
+  // The next W words of a line, zeros from `left` elements on.
+  template <class T> static vf words(const T* p, int64_t left) {
+    return left <= 0 ? vzero() : ld_upto(p, left);
+  }
+  // Packs W words of each of STEP lines of values into words of STEP keys; notes bad values.
+  static void store_values(float* to, const vf* lines, Bad& bad) {
+    bad = worse(bad, lines[0]);
+    st(to, lines[0]);
+  }
+  static bool any(Bad bad) { return infinite(bad); }
+  // Weights of W * STEP keys from scores; returns sum + their sum.
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+    const vf w = exp2_of<COARSE>(vfma(ld(s), factor, shift));
+    st(p, w);
+    return vadd(sum, w);
+  }
+};
+
+#if defined(HR_DOT_BF16)
+// A word is a pair of bf16.
+struct Pair {
+  static constexpr int STEP = 2;
+  static constexpr bool COARSE = true;
+  using Bad = __m512i;
+  static vf mac(vf acc, vf a, vf b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+  static vf words(const bf16* p, int64_t left) {
+    if (left >= 2 * W) return (vf)_mm512_loadu_si512(p);
+    if (left <= 0) return vzero();
+    return (vf)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), p);
+  }
+  template <class T> static vf words(const T* p, int64_t left) {
+    const vf low = left <= 0 ? vzero() : ld_upto(p, left);
+    const vf high = left <= W ? vzero() : ld_upto(p + W, left - W);
+    return (vf)_mm512_cvtne2ps_pbh(high, low);
+  }
+  static void store_values(float* to, const vf* lines, Bad& bad) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    const __m512i a = (__m512i)lines[0], b = (__m512i)lines[1];
+    bad = _mm512_max_epu16(bad, _mm512_max_epu16(_mm512_and_si512(a, magnitude), _mm512_and_si512(b, magnitude)));
+    const __m512i first = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    st(to, (vf)_mm512_permutex2var_epi16(a, first, b));
+    st(to + W, (vf)_mm512_permutex2var_epi16(a, second, b));
+  }
+  static bool any(Bad bad) { return _mm512_cmpge_epu16_mask(bad, _mm512_set1_epi16(0x7f80)) != 0; }
+  static vf weights(const float* s, vf factor, vf shift, float* p, vf sum) {
+    const vf low = exp2_of<COARSE>(vfma(ld(s), factor, shift));
+    const vf high = exp2_of<COARSE>(vfma(ld(s + W), factor, shift));
+    const __m512bh both = _mm512_cvtne2ps_pbh(high, low);
+    st(p, (vf)both);
+    return _mm512_dpbf16_ps(sum, both, (__m512bh)_mm512_set1_epi16(0x3f80));  // times 1
+  }
+};
+#endif
+
+// Which words serve a query and a cache.
+template <class TQ, class TC> struct Choice { using Words = Single; };
+#if defined(HR_DOT_BF16)
+template <> struct Choice<bf16, bf16> { using Words = Pair; };
+// One-byte values are exact in bf16; their scale is applied to scores and to the output.
+template <> struct Choice<bf16, int8_t> { using Words = Pair; };
+template <> struct Choice<bf16, e4m3> { using Words = Pair; };
+template <> struct Choice<bf16, e5m2> { using Words = Pair; };
+#endif
+
+// W vectors of W words, transposed.
+__attribute__((always_inline)) inline void transpose(vf* x) {
+#if defined(HR_AVX512)
+  vf t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    const __m512d a = (__m512d)t[i], b = (__m512d)t[i + 1], c = (__m512d)t[i + 2], d = (__m512d)t[i + 3];
+    x[i] = (vf)_mm512_unpacklo_pd(a, c);
+    x[i + 1] = (vf)_mm512_unpackhi_pd(a, c);
+    x[i + 2] = (vf)_mm512_unpacklo_pd(b, d);
+    x[i + 3] = (vf)_mm512_unpackhi_pd(b, d);
+  }
+  // x[4 * i + j] holds in its lane l (of 128 bits) word 4 * l + j of vectors 4 * i to 4 * i + 3.
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0x88);           // lanes 0, 2 of the first two
+    t[4 + j] = _mm512_shuffle_f32x4(x[j], x[4 + j], 0xdd);       // lanes 1, 3
+    t[8 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0x88);
+    t[12 + j] = _mm512_shuffle_f32x4(x[8 + j], x[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    x[j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0x88);
+    x[8 + j] = _mm512_shuffle_f32x4(t[j], t[8 + j], 0xdd);
+    x[4 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0x88);
+    x[12 + j] = _mm512_shuffle_f32x4(t[4 + j], t[12 + j], 0xdd);
+  }
+#elif defined(HR_AVX2)
+  vf t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    const __m256d a = (__m256d)t[i], b = (__m256d)t[i + 1], c = (__m256d)t[i + 2], d = (__m256d)t[i + 3];
+    x[i] = (vf)_mm256_unpacklo_pd(a, c);
+    x[i + 1] = (vf)_mm256_unpackhi_pd(a, c);
+    x[i + 2] = (vf)_mm256_unpacklo_pd(b, d);
+    x[i + 3] = (vf)_mm256_unpackhi_pd(b, d);
+  }
+  for (int j = 0; j < 4; ++j) {
+    t[j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x20);
+    t[4 + j] = _mm256_permute2f128_ps(x[j], x[4 + j], 0x31);
+  }
+  for (int j = 0; j < 8; ++j) x[j] = t[j];
+#else
+  for (int i = 0; i < W; ++i)
+    for (int j = 0; j < i; ++j) {
+      const float a = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = a;
+    }
+#endif
+}
+
+// c (+)= a b for R rows of words and V vectors of columns.
+template <class A, int R, int V>
+inline void product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, float* c,
+                    int64_t ldc, bool more) {
+  vf acc[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) acc[r][v] = more ? ld(c + r * ldc + v * W) : vzero();
+  for (int64_t k = 0; k < depth; ++k, b += ldb) {
+    vf x[V];
+    for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
+    for (int r = 0; r < R; ++r) {
+      const vf y = vset(a[r * lda + k]);
+      for (int v = 0; v < V; ++v) acc[r][v] = A::mac(acc[r][v], y, x[v]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+}
+
+template <class A, int R>
+inline void product_of(int vectors, const float* a, int64_t lda, const float* b, int64_t ldb,
+                       int64_t depth, float* c, int64_t ldc, bool more) {
+  for (; vectors >= VECTORS; vectors -= VECTORS, b += WIDE, c += WIDE) {
+    product<A, R, VECTORS>(a, lda, b, ldb, depth, c, ldc, more);
+  }
+  if constexpr (VECTORS > 2) {
+    if (vectors == 3) return product<A, R, 3>(a, lda, b, ldb, depth, c, ldc, more);
+    if (vectors == 2) return product<A, R, 2>(a, lda, b, ldb, depth, c, ldc, more);
+  }
+  if (vectors == 1) product<A, R, 1>(a, lda, b, ldb, depth, c, ldc, more);
+}
+
+template <class A>
+inline void product_rows(int64_t rows, int vectors, const float* a, int64_t lda, const float* b,
+                         int64_t ldb, int64_t depth, float* c, int64_t ldc, bool more) {
+  for (; rows >= ROWS; rows -= ROWS, a += ROWS * lda, c += ROWS * ldc) {
+    product_of<A, ROWS>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+  }
+  switch (rows) {
+    case 1: return product_of<A, 1>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 2: return product_of<A, 2>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 3: return product_of<A, 3>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 4: return product_of<A, 4>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+    case 5: return product_of<A, 5>(vectors, a, lda, b, ldb, depth, c, ldc, more);
+  }
+}
+
+// --- units ------------------------------------------------------------------------------------
+
+// What partitions leave of some rows: an output without its divisor, the maximum (in powers of two),
+// and the sum. A row that has seen nothing has maximum -inf.
+struct State {
+  float* acc;   // [rows][lanes]
+  float* best;  // [rows]
+  float* sum;   // [rows]
+};
+
+inline int64_t lanes_of(int64_t dim) { return round_up(dim, WIDE); }
+inline int64_t state_floats(int64_t rows, int64_t dim) { return rows * lanes_of(dim) + 2 * round_up(rows, W); }
+inline State state_at(float* memory, int64_t rows, int64_t dim) {
+  float* best = memory + rows * lanes_of(dim);
+  return {memory, best, best + round_up(rows, W)};
+}
+
+// A tile of a request's query positions; its partitions are [begin, end).
+struct Tile {
+  int32_t request, first, count;
+  int32_t begin, end;
+  int32_t pieces;   // units for each kv head; partial states are kept if more than one
+  int64_t partial;  // where those are, in floats
+};
+
+inline int64_t position_of(const Attention& g, const Tile& t) {
+  const int64_t length = g.cu_seqlens_q[t.request + 1] - g.cu_seqlens_q[t.request];
+  return g.seq_lens[t.request] - length + t.first;
+}
+
+// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum.
+inline void begin_row(const Attention& g, const State& state, int64_t r, int64_t head) {
+  const float sink = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
+  state.best[r] = sink * LOG2E;
+  state.sum[r] = sink == -__builtin_inff() ? 0.0f : 1.0f;
+  const int64_t lanes = lanes_of(g.dim);
+  for (int64_t d = 0; d < lanes; d += W) st(state.acc + r * lanes + d, vzero());
+}
+
+inline void merge_row(const Attention& g, const State& into, const State& from, int64_t r) {
+  if (from.best[r] == -__builtin_inff()) return;
+  const float now = into.best[r] > from.best[r] ? into.best[r] : from.best[r];
+  const vf a = exp2_of<false>(vset(into.best[r] - now)), b = exp2_of<false>(vset(from.best[r] - now));
+  float keep[W], add[W];
+  st(keep, a);
+  st(add, b);
+  into.best[r] = now;
+  into.sum[r] = into.sum[r] * keep[0] + from.sum[r] * add[0];
+  const int64_t lanes = lanes_of(g.dim);
+  for (int64_t d = r * lanes; d < (r + 1) * lanes; d += W) {
+    st(into.acc + d, vfma(ld(from.acc + d), b, vmul(ld(into.acc + d), a)));
+  }
+}
+
+template <class TQ>
+inline void finish_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
+  const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.dim);
+  const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
+  TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.dim;
+  const float sum = state.sum[r];
+  const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
+  const vf scale = vset(scale_of(g.values, kv_head));
+  for (int64_t d = 0; d < g.dim; d += W) {
+    st_upto(to + d, vmul(vdiv(ld(state.acc + r * lanes + d), divisor), scale), g.dim - d);
+  }
+}
+
+struct Span {
+  int from, to;
+  bool empty() const { return from >= to; }
+};
+
+// What a unit does whatever the order of the cache: the rows' queries, what they see, their weights.
+template <class TQ_, class A_>
+struct UnitRows {
+  using TQ = TQ_;
+  using A = A_;
+  static constexpr int STEP = A::STEP, CHUNK = W * STEP;
+
+  const Attention& g;
+  const Tile& t;
+  int64_t kv_head, group, rows, position;
+  int64_t words, q_width;  // of a query row: in use, and apart
+  float scale;             // of scores: the call's and that of the keys
+  bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
+  float *q, *s;
+  State total, part;
+  int32_t status = OK;
+
+  UnitRows(const Attention& g, const Tile& t, int64_t kv_head, bool last_head)
+      : g(g), t(t), kv_head(kv_head), last_head(last_head) {
+    scale = g.scale * scale_of(g.keys, kv_head);
+    group = g.q_heads / g.kv_heads;
+    rows = t.count * group;
+    position = position_of(g, t);
+    words = ceil_div(g.dim, STEP);
+    q_width = round_up(words, W);
+  }
+
+  // Takes the task's scratch: for queries, scores and states, and `more` floats, where it returns.
+  float* take_scratch(int64_t more) {
+    const int64_t state = state_floats(rows, g.dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
+    const int64_t all = rows * q_width + s_floats + 2 * state + more;
+    q = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
+    s = q + rows * q_width;
+    total = state_at(s + s_floats, rows, g.dim);
+    part = state_at(s + s_floats + state, rows, g.dim);
+    load_query();
+    return s + s_floats + 2 * state;
+  }
+
+  int64_t head_of(int64_t r) const { return kv_head * group + r % group; }
+
+  void load_query() {
+    const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
+    for (int64_t r = 0; r < rows; ++r) {
+      const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
+      for (int64_t w = 0; w < q_width; w += W) {
+        st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+      }
+    }
+  }
+
+  // The keys of a partition that row r sees, from the partition's begin.
+  Span span(int64_t r, int64_t base) const {
+    const int64_t p = position + r / group, first = g.window > 0 ? max_of(0, p - g.window + 1) : 0;
+    return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(p + 1 - base, PART), 0))};
+  }
+  // ... that any of the rows [r, r + n) sees: positions rise with rows.
+  Span span(int64_t r, int64_t n, int64_t base) const {
+    return {span(r, base).from, span(r + n - 1, base).to};
+  }
+
+  // Scores of one row -> weights in words at the same place, maximum and sum. `seen` is what any
+  // row of the block sees: weights are written for all of that.
+  void soften(float* line, Span own, Span seen, float* best, float* sum) {
+    const int begin = seen.from / CHUNK * CHUNK, end = int(round_up(seen.to, CHUNK));
+    if (own.empty()) {
+      *best = -__builtin_inff();
+      *sum = 0.0f;
+      __builtin_memset(line + begin / STEP, 0, size_t(end - begin) / STEP * sizeof(float));
+      return;
+    }
+    const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
+    float factor = scale * LOG2E;
+    if (g.soft_cap > 0 || scale < 0) {
+      transform(line, from, to);
+      factor = LOG2E;
+    }
+    for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
+    for (int j = own.to; j < to; ++j) line[j] = -__builtin_inff();
+    vf top = ld(line + from);
+    for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
+    float peak = row_max(top) * factor;
+    if (peak < LEAST) peak = LEAST;
+    const vf slope = vset(factor), shift = vset(-peak);
+    vf adding = vzero();
+    if (begin < from) __builtin_memset(line + begin / STEP, 0, size_t(from - begin) / STEP * sizeof(float));
+    for (int j = from; j < to; j += CHUNK) {
+      adding = A::weights(line + j, slope, shift, line + j / STEP, adding);
+    }
+    if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
+    *best = peak;
+    *sum = hsum(adding);
+  }
+
+  void transform(float* line, int from, int to) const {
+    for (int j = from; j < to; j += W) {
+      vf x = vmul(ld(line + j), vset(scale));
+      if (g.soft_cap > 0) x = vmul(vset(g.soft_cap), vtanh(vdiv(x, vset(g.soft_cap))));
+      st(line + j, x);
+    }
+  }
+};
+
+// A unit over a cache [N, S, Hk, D] of any strides, which is packed on the way.
+template <class TQ_, class TC>
+struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
+  using Base = UnitRows<TQ_, typename Choice<TQ_, TC>::Words>;
+  using Base::g, Base::t, Base::kv_head, Base::group, Base::rows, Base::words, Base::q_width;
+  using Base::last_head, Base::q, Base::s, Base::status, Base::span, Base::soften;
+  using typename Base::A;
+  static constexpr int STEP = Base::STEP, CHUNK = Base::CHUNK;
+
+  bool once;  // few rows: each tile of the cache is packed, used and forgotten
+  float *k, *v, *spare;
+  const TC* key_lines[PART];
+  const TC* value_lines[PART];
+
+  PlainUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head) : Base(g, t, kv_head, last_head) {
+    once = rows <= BLOCK_ROWS;
+    const int64_t lanes = lanes_of(g.dim), packed = once ? KEYS : PART;
+    const int64_t k_floats = packed * q_width, v_floats = packed / STEP * lanes;
+    k = this->take_scratch(k_floats + v_floats + KEYS / STEP * lanes);
+    v = k + k_floats;
+    spare = v + v_floats;
+  }
+
+  void find_lines(const Cache& cache, int64_t base, Span seen, const TC** lines) {
+    const int32_t* blocks = g.block_table + t.request * g.table_stride;
+    for (int j = seen.from; j < seen.to;) {
+      const int64_t at = base + j, column = at / cache.block_size, offset = at % cache.block_size;
+      int64_t block = column < g.table_width ? blocks[column] : -1;
+      if (block < 0 || block >= cache.blocks) { block = 0; status = BAD_INDEX; }
+      const TC* line = static_cast<const TC*>(cache.data) + block * cache.block_stride +
+                       offset * cache.token_stride + kv_head * cache.head_stride;
+      const int many = int(min_of(cache.block_size - offset, seen.to - j));
+      for (int i = 0; i < many; ++i) lines[j + i] = line + i * cache.token_stride;
+      j += many;
+    }
+  }
+
+  // Blocks lie anywhere: no hardware prefetcher follows them. What stands at lines[at] on is fetched
+  // next, if there is as much; otherwise `here`, once more.
+  static const TC* const* coming(const TC* const* lines, Span seen, int at, int many, const TC* const* here) {
+    return at >= seen.from && at + many <= seen.to ? lines + at : here;
+  }
+
+  // W words of a line from dimension d on.
+  vf line_words(const Cache& cache, const TC* line, int64_t d) const {
+    if (line == nullptr) return vzero();
+    if (cache.dim_stride == 1) return A::words(line + d, g.dim - d);
+    TC part[CHUNK] = {};
+    for (int64_t i = 0; i < min_of(CHUNK, g.dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
+    return A::words(part, CHUNK);
+  }
+
+  // Packed keys [words][KEYS] of a tile; lanes of keys that nobody sees are zeros.
+  void pack_keys(int tile, Span seen, float* to) {
+    const bool last = (tile + 1) * KEYS >= seen.to;
+    const TC* const* next = last ? value_lines : key_lines;
+    const int next_tile = last ? seen.from / KEYS : tile + 1;
+    for (int j = 0; j < KEYS; j += W) {
+      const int at = tile * KEYS + j;
+      if (at + W <= seen.from || at >= seen.to) continue;
+      const TC* lines[W];
+      for (int i = 0; i < W; ++i) lines[i] = at + i >= seen.from && at + i < seen.to ? key_lines[at + i] : nullptr;
+      int64_t w = 0;
+      if (at >= seen.from && at + W <= seen.to && g.keys.dim_stride == 1) {
+        const TC* const* ahead = coming(next, seen, next_tile * KEYS + j, W, lines);
+        const int64_t full = g.dim / CHUNK * CHUNK;
+        int fetched = 0;  // in the order of memory, which is what the hardware's own prefetcher extends
+        int64_t fetched_d = 0;
+        for (; (w + W) * STEP <= g.dim; w += W) {
+          vf x[W];
+          HR_UNROLL for (int i = 0; i < W; ++i) x[i] = A::words(lines[i] + w * STEP, CHUNK);
+          HR_UNROLL for (int i = 0; i < W; ++i) {
+            __builtin_prefetch(ahead[fetched] + fetched_d);
+            fetched_d += CHUNK;
+            const bool line_end = fetched_d == full;
+            fetched += line_end;
+            fetched_d = line_end ? 0 : fetched_d;
+          }
+          transpose(x);
+          HR_UNROLL for (int i = 0; i < W; ++i) st(to + (w + i) * KEYS + j, x[i]);
+        }
+      }
+      for (; w < words; w += W) {
+        vf x[W];
+        for (int i = 0; i < W; ++i) x[i] = line_words(g.keys, lines[i], w * STEP);
+        transpose(x);
+        const int64_t many = min_of(W, words - w);
+        for (int64_t i = 0; i < many; ++i) st(to + (w + i) * KEYS + j, x[i]);
+      }
+    }
+  }
+
+  // Packed values of a tile, panels of [KEYS / STEP][WIDE], `apart` floats from one to the next;
+  // keys outside `seen` are zeros. False if any value is infinite or NaN.
+  bool pack_values(int tile, Span seen, float* to, int64_t apart) {
+    typename A::Bad bad{};
+    for (int j = 0; j < KEYS; j += STEP, to += WIDE) {
+      const int at = tile * KEYS + j;
+      const TC* lines[STEP];
+      for (int i = 0; i < STEP; ++i) lines[i] = at + i >= seen.from && at + i < seen.to ? value_lines[at + i] : nullptr;
+      int64_t d = 0;
+      if (at >= seen.from && at + STEP <= seen.to && g.values.dim_stride == 1) {
+        const TC* const* ahead = coming(value_lines, seen, at + KEYS, STEP, lines);
+        const TC* keys[STEP];
+        if (ahead == lines && !last_head) {
+          const int first = min_of(seen.from / KEYS * KEYS + j, seen.to - STEP);
+          for (int i = 0; i < STEP; ++i) keys[i] = key_lines[max_of(first, seen.from) + i] + g.keys.head_stride;
+          ahead = keys;
+        }
+        for (; d + CHUNK <= g.dim; d += CHUNK) {
+          vf x[STEP];
+          for (int i = 0; i < STEP; ++i) x[i] = A::words(lines[i] + d, CHUNK);
+          for (int i = 0; i < STEP; ++i) __builtin_prefetch(ahead[i] + d);
+          A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
+        }
+      }
+      for (; d < g.dim; d += CHUNK) {
+        vf x[STEP];
+        for (int i = 0; i < STEP; ++i) x[i] = line_words(g.values, lines[i], d);
+        A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
+      }
+    }
+    return !A::any(bad);
+  }
+
+  // Scores of rows [r, r + n) against a packed tile.
+  void score(int64_t r, int64_t n, int tile, Span seen, const float* packed) {
+    const int from = int(max_of(seen.from - tile * KEYS, 0)) / W * W;
+    const int to = int(min_of(seen.to - tile * KEYS, KEYS));
+    product_rows<A>(n, int(ceil_div(to - from, W)), q + r * q_width, q_width, packed + from, KEYS, words,
+                    s + tile * KEYS + from, PART, false);
+  }
+
+  // Outputs of rows [r, r + n) += weights times packed values, over the steps [from, to) of the
+  // partition; `packed` begins at step `origin`.
+  void weigh(int64_t r, int64_t n, const float* line, int from, int to, const float* packed, int origin,
+             int64_t apart, const State& state, bool more) {
+    const int64_t lanes = lanes_of(g.dim);
+    for (int64_t d = 0; d < g.dim; d += WIDE) {
+      const int vectors = int(min_of(VECTORS, ceil_div(g.dim - d, W)));
+      product_rows<A>(n, vectors, line + from, PART, packed + d / WIDE * apart + (from - origin) * WIDE, WIDE,
+                      to - from, state.acc + r * lanes + d, lanes, more);
+    }
+  }
+
+  // Tile by tile, packed as it comes. A row whose unseen keys are not finite gets zeros for them.
+  void weigh_tiles(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
+    constexpr int64_t apart = KEYS / STEP * WIDE;
+    for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
+      const int from = int(max_of(seen.from, tile * KEYS)) / STEP;
+      const int to = int(ceil_div(min_of(seen.to, (tile + 1) * KEYS), STEP));
+      const int origin = tile * KEYS / STEP;
+      const bool more = tile > seen.from / KEYS;
+      if (pack_values(tile, seen, spare, apart) || n == group) {
+        weigh(r, n, s, from, to, spare, origin, apart, state, more);
+        continue;
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        pack_values(tile, span(r + i, base), spare, apart);
+        weigh(r + i, 1, s + i * PART, from, to, spare, origin, apart, state, more);
+      }
+    }
+  }
+
+  // The state of all rows after one partition alone.
+  void visit(int64_t partition, const State& state) {
+    const int64_t base = partition * PART;
+    const Span all = span(0, rows, base);
+    find_lines(g.keys, base, all, key_lines);
+    find_lines(g.values, base, all, value_lines);
+    const int64_t tile_floats = KEYS * q_width, apart = PART / STEP * WIDE;
+    bool finite = true;
+    for (int tile = all.from / KEYS; !once && tile * KEYS < all.to; ++tile) {
+      pack_keys(tile, all, k + tile * tile_floats);
+      finite &= pack_values(tile, all, v + tile * (KEYS / STEP) * WIDE, apart);
+    }
+    for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+      const int64_t n = min_of(BLOCK_ROWS, rows - r);
+      const Span seen = span(r, n, base);
+      for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
+        if (once) pack_keys(tile, seen, k);
+        score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
+      }
+      for (int64_t i = 0; i < n; ++i) {
+        soften(s + i * PART, span(r + i, base), seen, state.best + r + i, state.sum + r + i);
+      }
+      if (seen.empty()) continue;
+      if (once || !finite) {
+        weigh_tiles(r, n, base, seen, state);
+      } else {
+        weigh(r, n, s, seen.from / STEP, int(ceil_div(seen.to, STEP)), v, 0, apart, state, false);
+      }
+    }
+  }
+};
+
+#undef HR_UNROLL
+}  // namespace paged
+}  // namespace
+}  // namespace headrace::HR_ISA
