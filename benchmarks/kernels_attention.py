@@ -74,9 +74,7 @@ class Data(NamedTuple):
     dense: tuple[Tensor, Tensor]
 
 
-def make(
-    case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: bool
-) -> list[Data]:
+def make(case: Case, shape: tuple[int, int, int], dtype: torch.dtype, pairs: bool) -> list[Data]:
     """Places to go round over; blocks are scattered, in the memory order (N, 2, Hk, S, D), in large
     pages as an engine's cache. The dense copies are of a plain cache."""
     q_heads, kv_heads, dim = shape
@@ -159,7 +157,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument("--plain", action="store_true", help="a plain cache where paired ones serve")
+    parser.add_argument(
+        "--plain", action="store_true", help="a plain cache where paired ones serve"
+    )
     parser.add_argument("--no-torch", action="store_true", help="do not time torch")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row")

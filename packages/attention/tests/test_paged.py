@@ -31,6 +31,34 @@ def test_a_block_is_one_piece_of_memory(reference_ops: OpTable) -> None:
     assert torch.equal(raw, torch.arange(world.kv_cache.numel(), dtype=torch.float32))
 
 
+@pytest.mark.spec("ATTN-KV-LAYOUT")
+def test_where_ops_pair_caches_they_get_paired_ones(reference_ops: OpTable) -> None:
+    """Same results, same bytes to allocate; other dtypes stay plain."""
+    case = dataclasses.replace(BASIC_CASES["mixed"], block_size=16, head_dim=32)
+    pairing = PagedBackend(dataclasses.replace(reference_ops, pairs_caches=True))
+    plain = PagedBackend(reference_ops)
+    cache = World(plain, case, "bfloat16").kv_cache
+    assert pairing.views(cache).key_cache.dim() == 6
+    assert pairing.views(cache.float()).key_cache.dim() == 4
+    assert plain.views(cache).key_cache.dim() == 4
+
+    layer = AttentionLayerSpec("layer", 4, 2, 32, scale=0.4)
+    metadata = PagedMetadata(
+        block_table=torch.tensor([[1, 2]], dtype=torch.int32),
+        slot_mapping=torch.arange(16, 38),
+        cu_seqlens_q=torch.tensor([0, 22], dtype=torch.int32),
+        seq_lens=torch.tensor([22], dtype=torch.int32),
+        max_seqlen_q=22,
+        max_seqlen_k=22,
+    )
+    query, (key, value) = torch.randn(22, 4, 32).bfloat16(), torch.randn(2, 22, 2, 32).bfloat16()
+    outs = []
+    for backend in (plain, pairing):
+        memory = torch.zeros(3, 2, 2, 16, 32).bfloat16().permute(1, 0, 3, 2, 4)
+        outs.append(backend.forward(layer, query, key, value, memory, metadata))
+    assert torch.equal(*outs)
+
+
 def test_half_a_pair_of_key_and_value_is_an_error(reference_ops: OpTable) -> None:
     world = World(PagedBackend(reference_ops), BASIC_CASES["decode"], "float32")
     with pytest.raises(ValueError, match="both be given, or neither"):

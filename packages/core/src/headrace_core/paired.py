@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from headrace_core.attention import KVViews
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ GROUP = 16
 def can_pair(views: KVViews) -> bool:
     """Whether plain views have the dtype (bfloat16), sizes and memory order of a paired cache."""
     return all(
-        cache.dtype is torch.bfloat16
+        str(cache.dtype) == "torch.bfloat16"
         and cache.shape[1] % GROUP == 0
         and cache.shape[3] % GROUP == 0
         and cache.stride(3) == 1
@@ -79,7 +77,7 @@ def write_keys(cache: Tensor, slots: Tensor, keys: Tensor) -> None:
     size = cache.shape[2] * GROUP
     blocks, offsets = slots // size, slots % size
     by_token = cache.permute(0, 2, 4, 1, 3, 5)  # [N, S / 16, 16, Hk, D / 2, 2]
-    by_token[blocks, offsets // GROUP, offsets % GROUP] = keys.unflatten(2, (-1, 2))
+    by_token[blocks, offsets // GROUP, offsets % GROUP] = keys.reshape(*keys.shape[:2], -1, 2)
 
 
 def write_values(cache: Tensor, slots: Tensor, values: Tensor) -> None:

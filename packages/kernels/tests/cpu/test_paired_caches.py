@@ -157,9 +157,7 @@ def test_it_is_what_the_reference_says(ops: Any) -> None:
     shape, step = SHAPES[0], step_of([1, 20], [200, 77], 16)
     caches = paired(empty_cache(shape, step.blocks))
     fill(ops, shape, step, caches)
-    expected = attend(
-        {"paged_attention": reference.paged_attention}, shape, step, caches
-    )
+    expected = attend({"paged_attention": reference.paged_attention}, shape, step, caches)
     torch.testing.assert_close(attend(ops, shape, step, caches), expected, atol=2e-2, rtol=2e-2)
 
 
@@ -207,5 +205,5 @@ def test_only_what_is_pairable_is_paired() -> None:
 def test_other_instruction_sets_refuse_paired_caches() -> None:
     portable = native_ops(library.load("portable"))
     key = torch.zeros(1, 2, 128, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="avx512_bf16.*not portable"):
+    with pytest.raises(ConfigError, match=r"avx512_bf16.*not portable"):
         portable["cache_write"](key, key, *paired(empty_cache(SHAPES[0], 2)), torch.zeros(1).long())

@@ -36,8 +36,11 @@ def beyond(op: str, cache: Tensor) -> str:
 
 def sizes(key_cache: Tensor) -> tuple[int, int, int]:
     """Blocks, tokens of a block and kv heads of plain or paired keys."""
-    shape = key_cache.shape
-    return (shape[0], shape[2] * GROUP, shape[1]) if is_paired(key_cache) else shape[:3]
+    if is_paired(key_cache):
+        blocks, heads, groups = key_cache.shape[:3]
+        return blocks, groups * GROUP, heads
+    blocks, size, heads = key_cache.shape[:3]
+    return blocks, size, heads
 
 
 def check_key_value(key: Tensor, value: Tensor, tokens: int) -> None:
