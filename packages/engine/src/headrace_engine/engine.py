@@ -249,7 +249,7 @@ class Engine:
             self._client.abort(processed.abort_core_ids)
         for state in processed.changed:
             news = self._streams.get(state.request.request_id)
-            if news is not None and (state.ready or state.error is not None):
+            if news is not None:
                 news.tell()
 
     def _wake_all(self) -> None:

@@ -28,11 +28,12 @@ class News:
         self._waiter: asyncio.Future[None] | None = None
 
     def tell(self) -> None:
-        """There is an output, or an error: pour it, or wake who waits."""
-        if self._take is None:
-            self.wake()
-        else:
+        """The request has changed: pour its output, or wake who waits for one."""
+        state = self.state
+        if self._take is not None:
             self._pour_one(self._take)
+        elif state is not None and (state.ready or state.error is not None):
+            self.wake()
 
     def wake(self) -> None:
         """End :meth:`wait` or :meth:`pour`."""
