@@ -127,7 +127,7 @@ class Chat:
                 data = opening + self._encode(output)
                 if data:
                     yield data
-                if isinstance(outputs, OutputStream):
+                if isinstance(outputs, OutputStream) and not output.finished:
                     yield Pour(outputs, self._encode)
         finally:
             await close(outputs)

@@ -127,7 +127,9 @@ class Completion:
                 data = self._encode(position, echo, output)
                 if data:
                     yield data
-                if isinstance(outputs, Numbered) and isinstance(outputs.stream, OutputStream):
+                if output.finished or not isinstance(outputs, Numbered):
+                    continue
+                if isinstance(outputs.stream, OutputStream):
                     yield Pour(outputs.stream, partial(self._encode, position, echo))
         finally:
             await close(outputs)

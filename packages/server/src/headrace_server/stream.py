@@ -98,9 +98,10 @@ class Pour:
 
         while not self._ended:
             await self._outputs.pour(take)
-            if refused:
-                data, refused = refused, b""
-                await writer.write(data)
+            if not refused:
+                return  # it has ended
+            data, refused = refused, b""
+            await writer.write(data)
 
 
 class Numbered(AsyncIterator[tuple[int, T]]):
