@@ -30,12 +30,13 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import workloads
+sys.path.append(str(Path(__file__).parent / "driven"))
+import workloads  # noqa: E402
 
 PROMPT, OUTPUT = 64, 128
 """Tokens of each request."""
@@ -207,7 +208,7 @@ def run_served(
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.listen(2048)
-    url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
 
     async def drive() -> None:
         app = create_app(engine, ServerSettings(disable_uvicorn_access_log=True))
@@ -233,14 +234,25 @@ def run_served(
 
 
 def run_client(url: str, batch: int, salt: int) -> None:
-    """The client's process: all requests at once."""
-    import online
+    """The client's process: all requests at once, as ``headrace bench serve`` sends them."""
+    from headrace.bench.backends import BACKENDS
+    from headrace.bench.datasets import Sample
+    from headrace.bench.http import Client
+    from headrace.bench.load import Call, Load
 
-    with urllib.request.urlopen(url + "/models", timeout=10) as response:
-        name = json.load(response)["data"][0]["id"]
-    records, wall = asyncio.run(online.closed_loop(url, name, requests(batch, salt), batch))
-    assert all(record.num_tokens == OUTPUT for record in records)
-    print(json.dumps({"wall": wall}))
+    async def drive() -> float:
+        client = Client(url)
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        backend = BACKENDS["openai"]()
+        samples = [Sample(r.prompt, OUTPUT, PROMPT) for r in requests(batch, salt)]
+        options = {"temperature": 0.0, "ignore_eos": True}
+        calls = [Call(s, backend.body(s, model, options), {}) for s in samples]
+        run = await Load(client, backend, backend.endpoint, calls, [0.0] * batch).run()
+        client.close()
+        assert all(outcome.num_output_tokens == OUTPUT for outcome in run.outcomes)
+        return run.duration
+
+    print(json.dumps({"wall": asyncio.run(drive())}))
 
 
 def add_rest(figures: Totals) -> None:

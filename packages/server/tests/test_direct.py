@@ -55,10 +55,11 @@ async def stream_of(server: Any, **body: Any) -> httpx2.Response:
         return await client.post(url, json={"prompt": "a", "stream": True, **body})
 
 
+@pytest.mark.parametrize("pours", [True, False])
 async def test_the_stream_is_whole_and_counted(
-    live: Any, written: list[bytes], events: Any
+    live: Any, written: list[bytes], events: Any, pours: bool
 ) -> None:
-    server = await live(FakeEngine(TEXT, delay=0.001))
+    server = await live(FakeEngine(TEXT, delay=0.001, pours=pours))
     answer = await stream_of(server, max_tokens=1000)
     assert "".join(e["choices"][0]["text"] for e in events(answer.text)) == TEXT
     assert len(written) > 5
@@ -91,6 +92,28 @@ async def test_a_client_of_http_1_0_gets_no_chunks(live: Any, written: list[byte
     writer.close()
     assert not written
     assert answer.partition(b"\r\n\r\n")[2].startswith(b"data: {")
+
+
+@pytest.mark.parametrize("pours", [True, False])
+async def test_an_answer_that_is_whole_at_once(live: Any, events: Any, pours: bool) -> None:
+    server = await live(FakeEngine("abc", tokens_per_output=100, pours=pours))
+    async with asyncio.timeout(10):
+        answer = await stream_of(server, max_tokens=100)
+    assert "".join(e["choices"][0]["text"] for e in events(answer.text)) == "abc"
+
+
+async def test_a_stretch_that_the_socket_refuses_comes_whole(
+    live: Any, events: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, asked = Protocol._write_chunk, iter(range(10**6))
+
+    def stubborn(self: Protocol, cycle: Any, data: bytes) -> bool:
+        return next(asked) % 3 == 0 and write(self, cycle, data)
+
+    monkeypatch.setattr(Protocol, "_write_chunk", stubborn)
+    server = await live(FakeEngine(TEXT, delay=0.001))
+    answer = await stream_of(server, max_tokens=1000, logprobs=1)
+    assert "".join(e["choices"][0]["text"] for e in events(answer.text)) == TEXT
 
 
 @pytest.mark.parametrize("text", [TEXT, "", "</script>\u2028"])

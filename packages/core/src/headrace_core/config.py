@@ -185,7 +185,8 @@ class SchedulerConfig:
     max_num_shared_tokens: int | None = option(
         None, "Most tokens in one step while several requests compete for it (max_num_seqs if "
         "that is more). Default: 512 on a CPU, where a step's time grows with its tokens; as "
-        "max_num_batched_tokens on a GPU.", human_int=True,
+        "max_num_batched_tokens on a GPU. Where it is less than that, a step that holds half of "
+        "it in prompts begins no further prompt.", human_int=True,
         cost="small values bring first tokens earlier, one request after the other",
     )  # fmt: skip
     max_num_seqs: int | None = option(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
@@ -71,6 +71,25 @@ class TokenizedPrompt:
     token_strings: list[str] | None = None
 
 
+@runtime_checkable
+class OutputStream(Protocol):
+    """What :meth:`EngineClient.generate` may return: outputs that need not be pulled one by one."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def pour(self, take: Callable[[RequestOutput], bool]) -> None:
+        """Call ``take`` with every further output as soon as it is there, on the event loop and
+        without a task switch; return once it says False, or after the last output.
+
+        The output with which it said False counts as taken. Pouring and iterating may alternate,
+        but not at once, and the first output must be taken by iterating. Outputs are merged as in
+        iteration while neither is under way.
+
+        Raises: what iteration would raise, and what ``take`` raises.
+        """
+        ...
+
+
 class EngineClient(Protocol):
     """An engine, in this process or in another.
 
@@ -96,6 +115,8 @@ class EngineClient(Protocol):
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Run one request. Closing the iterator, or cancelling its consumer, aborts it.
+
+        The iterator may be an :class:`OutputStream`, which costs less for each output.
 
         Outputs follow ``params.output_kind``; if the consumer is slower than the engine, waiting
         outputs are merged, so that a slow reader costs bounded memory.

@@ -52,6 +52,14 @@ class Worker(Protocol):
         """Run one step."""
         ...
 
+    def when_launching(self, call: Callable[[], None]) -> None:
+        """From now on call this in every step just before the model runs, in the worker's thread.
+
+        That is when results of the step before are best passed on: whoever takes them runs beside
+        the model then, and does not take the interpreter from a worker that prepares a step.
+        """
+        ...
+
     def close(self) -> None:
         """Free everything."""
         ...

@@ -23,6 +23,7 @@ class _Task:
 
     future: Future[Any]
     run: Callable[[Worker], Any]
+    is_step: bool
 
 
 class UniExecutor(Executor):
@@ -30,7 +31,8 @@ class UniExecutor(Executor):
 
     The worker is made, called and closed in that thread only, so device contexts and thread-local
     state are its own. The thread takes part in the process's GIL: a step holds it only while it
-    runs Python.
+    runs Python. While it prepares a step nobody else should want the GIL, so a step's result waits
+    until the model runs the next step, if that is queued already.
     """
 
     def __init__(self, worker_factory: WorkerFactory) -> None:
@@ -41,6 +43,8 @@ class UniExecutor(Executor):
         """Guards ``_closed`` together with the queue: nothing is queued after the end mark."""
         self._closed = False
         self._failure: BaseException | None = None
+        self._held: tuple[Future[Any], Any] | None = None
+        """A step's future and result, not yet passed on."""
 
     def start(self) -> None:
         """Create the worker; raises what its creation raises, with no thread left behind."""
@@ -64,7 +68,7 @@ class UniExecutor(Executor):
             EngineDead: the executor is not running.
             Exception: the method's own.
         """
-        future = self._queue(lambda worker: getattr(worker, method)(*args))
+        future = self._queue(lambda worker: getattr(worker, method)(*args), is_step=False)
         return [future.result()]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
@@ -73,7 +77,7 @@ class UniExecutor(Executor):
         Raises:
             EngineDead: the executor is not running.
         """
-        return self._queue(lambda worker: worker.execute(step))
+        return self._queue(lambda worker: worker.execute(step), is_step=True)
 
     @property
     def failure(self) -> BaseException | None:
@@ -90,13 +94,13 @@ class UniExecutor(Executor):
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _queue(self, run: Callable[[Worker], Any]) -> Future[Any]:
+    def _queue(self, run: Callable[[Worker], Any], *, is_step: bool) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None or self._closed:
                 state = "was shut down" if self._closed else "was not started"
                 raise EngineDead(f"the executor {state}; it runs no steps") from self._failure
-            self._tasks.put(_Task(future, run))
+            self._tasks.put(_Task(future, run, is_step))
         return future
 
     def _cancel_pending(self) -> None:
@@ -116,20 +120,26 @@ class UniExecutor(Executor):
             self._failure = error
             created.set_exception(error)
             return
+        worker.when_launching(self._pass_on)
         created.set_result(None)
         try:
             while (task := self._tasks.get()) is not None:
                 self._run(task, worker)
                 del task  # or it would keep the last step's result alive until the next
         finally:
+            self._pass_on()
             _close(worker)
 
     def _run(self, task: _Task, worker: Worker) -> None:
+        if not task.is_step:
+            self._pass_on()
         if not task.future.set_running_or_notify_cancel():
+            self._pass_on()
             return
         try:
             result = task.run(worker)
         except Exception as error:
+            self._pass_on()
             task.future.set_exception(error)
         except BaseException as error:  # SystemExit and the like: this worker is finished
             self._failure = error
@@ -137,9 +147,20 @@ class UniExecutor(Executor):
                 self._closed = True
                 self._cancel_pending()
                 self._tasks.put(None)
+            self._pass_on()
             task.future.set_exception(error)
         else:
-            task.future.set_result(result)
+            self._pass_on()
+            self._held = (task.future, result)
+            if not task.is_step or self._tasks.empty():
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give out the result that is held, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            future, result = held
+            future.set_result(result)
 
 
 def _close(worker: Worker) -> None:

@@ -29,6 +29,7 @@ from headrace_core.text import Tokenizer
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.emission.output import RequestState
 from headrace_engine.emission.processor import OutputProcessor, Processed
+from headrace_engine.emission.stream import News, Outputs
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
@@ -70,29 +71,6 @@ class _WeakSink:
             sink.on_death(error)
 
 
-class _Stream:
-    """One consumer of one request."""
-
-    __slots__ = ("_waiter", "state")
-
-    def __init__(self, state: RequestState) -> None:
-        self.state = state
-        self._waiter: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        """There is news."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
-        """For news that come after this call: the caller has looked at what there is."""
-        self._waiter = loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-
 class Engine:
     """An :class:`~headrace_core.engine.EngineClient` over any :class:`CoreClient`.
 
@@ -125,7 +103,7 @@ class Engine:
         self._intake = intake
         self._processor = OutputProcessor(intake.tokenizer, scheduler.stream_interval)
         self._max_queued = scheduler.max_queued_requests
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, News] = {}
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
@@ -154,7 +132,7 @@ class Engine:
     def dead_error(self) -> BaseException | None:
         return self._dead or self._client.failure
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -162,30 +140,34 @@ class Engine:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> Outputs:
         """See :meth:`headrace_core.engine.EngineClient.generate`."""
-        self._check_open()
-        self._check_queue(params.n)
-        request = await self._off_loop_if_large(
-            prompt,
-            lambda: self._intake.prepare(
+
+        def prepare() -> PreparedRequest:
+            return self._intake.prepare(
                 prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
-            ),
-        )
-        stream = self._open_stream(request)
-        state, loop = stream.state, asyncio.get_running_loop()
+            )
+
+        news = News()
+        return Outputs(self._pull(news, prompt, params.n, prepare), news, self._raise_failure)
+
+    async def _pull(
+        self, news: News, prompt: Prompt, n: int, prepare: Callable[[], PreparedRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Take the request in and yield its outputs, as far as they are not poured."""
+        self._check_open()
+        self._check_queue(n)
+        state = self._open_stream(await self._off_loop_if_large(prompt, prepare), news)
         try:
-            while True:
+            while not state.exhausted:
                 output = state.take()
                 if output is not None and state.error is None:
                     yield output
-                    if output.finished:
-                        return
                     continue
                 self._raise_failure(state)
-                await stream.wait(loop)
+                await news.wait()
         finally:
-            self._close_stream(stream)
+            self._close_stream(state, news)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See :meth:`headrace_core.engine.EngineClient.abort`."""
@@ -266,13 +248,13 @@ class Engine:
         if processed.abort_core_ids:
             self._client.abort(processed.abort_core_ids)
         for state in processed.changed:
-            stream = self._streams.get(state.request.request_id)
-            if stream is not None and (state.ready or state.error is not None):
-                stream.wake()
+            news = self._streams.get(state.request.request_id)
+            if news is not None:
+                news.tell()
 
     def _wake_all(self) -> None:
-        for stream in self._streams.values():
-            stream.wake()
+        for news in self._streams.values():
+            news.wake()
 
     def _check_open(self) -> None:
         if self.dead_error is not None:
@@ -295,23 +277,23 @@ class Engine:
                 retry_after=min(MAX_RETRY_AFTER, math.ceil(seconds)),
             )
 
-    def _open_stream(self, request: PreparedRequest) -> _Stream:
+    def _open_stream(self, request: PreparedRequest, news: News) -> RequestState:
         self._check_open()  # preparing may have taken a while
-        stream = _Stream(self._processor.add(request))
-        self._streams[request.request_id] = stream
+        state = news.state = self._processor.add(request)
+        self._streams[request.request_id] = news
         try:
             self._client.add(request.core_requests)
         except BaseException:
-            self._close_stream(stream)
+            self._close_stream(state, news)
             raise
-        return stream
+        return state
 
-    def _close_stream(self, stream: _Stream) -> None:
+    def _close_stream(self, state: RequestState, news: News) -> None:
         """Whatever still runs of the request is aborted: its consumer has gone."""
-        request_id = stream.state.request.request_id
-        if self._streams.get(request_id) is stream:
+        request_id = state.request.request_id
+        if self._streams.get(request_id) is news:
             del self._streams[request_id]
-        core_ids = self._processor.remove(stream.state)
+        core_ids = self._processor.remove(state)
         if core_ids and self.dead_error is None:
             with contextlib.suppress(EngineDead):
                 self._client.abort(core_ids)

@@ -3,7 +3,8 @@
 Two loops with the same parts. :meth:`EngineLoop._simple_step` runs one step after the other and
 explains the other one; :meth:`EngineLoop._overlapped_step` schedules step t+1 before step t's
 result is known, so that scheduling, updating and whatever consumers do with the outputs happen
-while the model runs. Both give identical outputs.
+while the model runs. It does so as late as it safely can: a request that comes while step t runs is
+part of step t+1 then, instead of waiting for that one too. Both give identical outputs.
 
 Everything else that wants something of the core (new requests, aborts, statistics) sends a command,
 which is handled between steps. Idle, the thread sleeps on the command queue.
@@ -26,6 +27,7 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import EngineCore
 from headrace_engine.messages import CoreOutput, CoreOutputs
+from headrace_engine.pace import StepPace
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,10 @@ class _Command(NamedTuple):
     reply: Future[Any] | None = None
 
 
+_WAKE = _Command(lambda: None)
+"""Makes a waiting loop look around."""
+
+
 class EngineLoop:
     """Runs an :class:`~headrace_engine.core.EngineCore` in a thread of its own.
 
@@ -73,8 +79,11 @@ class EngineLoop:
         self._core = core
         self._sink = sink
         self._clock = clock
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._in_flight: deque[tuple[ScheduledStep, Future[StepResult]]] = deque()
+        self._pace = StepPace()
+        self._began = clock()
+        """When the oldest step in flight began, about."""
         self._stopping = False
         self._closed = False
         self._idle = False
@@ -90,7 +99,7 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End after the step that runs and shut the core down; waits for it. Idempotent."""
-        self._commands.put(None)
+        self._commands.put(_Command(self._leave))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_TIMEOUT)
 
@@ -155,16 +164,34 @@ class EngineLoop:
         return True
 
     def _overlapped_step(self) -> bool:
-        """Fill the executor's queue, then finish the oldest step while the next one runs."""
-        while len(self._in_flight) < OVERLAP_DEPTH:
-            step = self._core.schedule()
-            if step is None:
-                break
-            self._in_flight.append((step, self._core.execute(step)))
-        if not self._in_flight:
+        """Schedule the next step towards the end of the one that runs, then finish that one."""
+        if not self._in_flight and not self._launch():
             return False
-        self._finish(*self._in_flight.popleft())
+        self._listen(*self._in_flight[0])
+        if len(self._in_flight) < OVERLAP_DEPTH:
+            self._launch()
+        if self._in_flight:  # a command may have finished everything
+            self._finish(*self._in_flight.popleft())
         return True
+
+    def _launch(self) -> bool:
+        """Schedule a step and hand it to the executor; False if there is nothing to run now."""
+        step = self._core.schedule()
+        if step is None:
+            return False
+        if not self._in_flight:
+            self._began = self._clock()
+        self._in_flight.append((step, self._core.execute(step)))
+        return True
+
+    def _listen(self, step: ScheduledStep, future: Future[StepResult]) -> None:
+        """Handle commands until little of the running step is left, or it has ended after all."""
+        deadline = self._began + self._pace.spare(step)
+        if deadline <= self._clock():
+            return
+        future.add_done_callback(lambda _: self._commands.put(_WAKE))
+        while not (future.done() or self._stopping) and (left := deadline - self._clock()) > 0:
+            self._handle_commands(left)
 
     def _finish(self, step: ScheduledStep, future: Future[StepResult]) -> None:
         """Wait for a step and pass on what it did; a step that raised ends its own requests."""
@@ -176,6 +203,8 @@ class EngineLoop:
             logger.exception("step %d failed; its requests end", step.step_id)
             self._emit(self._core.fail(step, f"{type(error).__name__}: {error}"))
             return
+        self._began = self._clock()  # of the step behind it, if there is one
+        self._pace.record(step, result.forward_seconds)
         self._emit(self._core.update(step, result))
 
     def _wait_for(self, future: Future[StepResult]) -> StepResult:
@@ -206,17 +235,21 @@ class EngineLoop:
             self._finish(*self._in_flight.popleft())
         return self._core.reset_prefix_cache(reset_running_requests)
 
-    def _handle_commands(self, first: _Command | None = None) -> None:
-        """Run all waiting commands."""
-        command = first
-        while True:
-            if command is not None:
-                self._handle(command)
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            self._stopping |= command is None
+    def _leave(self) -> None:
+        self._stopping = True
+
+    def _handle_commands(self, wait: float = 0.0) -> None:
+        """Run all commands that are there, waiting for the first so many seconds."""
+        command = self._next_command(wait)
+        while command is not None:
+            self._handle(command)
+            command = self._next_command(0.0)
+
+    def _next_command(self, wait: float) -> _Command | None:
+        try:
+            return self._commands.get(block=wait > 0, timeout=wait)
+        except queue.Empty:
+            return None
 
     def _handle(self, command: _Command) -> None:
         """Run one command. What it raises goes to who asked, or else is fatal."""
@@ -232,14 +265,10 @@ class EngineLoop:
         blocked = self._core.has_unfinished
         self._idle = not blocked
         try:
-            command = self._commands.get(timeout=BLOCKED_WAIT if blocked else IDLE_WAIT)
-        except queue.Empty:
-            return
+            self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT)
         finally:
             self._beat = self._clock()
             self._idle = False
-        self._stopping |= command is None
-        self._handle_commands(command)
 
     def _close(self) -> None:
         """Free everything, then tell everyone who still waits."""
@@ -254,16 +283,8 @@ class EngineLoop:
             self._sink.on_death(self.failure)
 
     def _refuse_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if (
-                command is not None
-                and command.reply is not None
-                and command.reply.set_running_or_notify_cancel()
-            ):
+        while (command := self._next_command(0.0)) is not None:
+            if command.reply is not None and command.reply.set_running_or_notify_cancel():
                 command.reply.set_exception(self.failure or EngineDead("the engine is shut down"))
 
 

@@ -174,6 +174,20 @@ def test_an_empty_step(tiny: Any) -> None:
     assert worker.execute(ScheduledStep(4, {})).requests == {}
 
 
+def test_it_says_when_the_model_is_about_to_run(tiny: Any) -> None:
+    model, seen = tiny.LM(), []
+    worker = make_worker(model)
+    worker.when_launching(lambda: seen.append(len(model.forwards)))
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    ran = len(model.forwards)
+    new = NewRequest("a", [1, 2], 2, SamplingParams(), frozenset(), [], ([1],), 0)
+    worker.execute(ScheduledStep(1, {"a": 2}, [new]))
+    worker.execute(ScheduledStep(2, {"a": 1}))
+    assert seen == [ran, ran + 1]
+    assert len(model.forwards) == ran + 2
+
+
 def test_layers_of_one_group_need_one_kind_of_backend(tiny: Any) -> None:
     model = tiny.LM()
     model.layers[1].backend = tiny.BlocksFirst(model.layers[0].backend.ops)

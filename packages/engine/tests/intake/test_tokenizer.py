@@ -34,6 +34,8 @@ class TestByteLevel(TokenizerConformance):
 
 
 class TestLlama(TokenizerConformance):
+    space_mark = "▁"
+
     @pytest.fixture
     def tokenizer(self) -> Tokenizer:
         return cached("llama")
@@ -45,6 +47,8 @@ class TestLlama(TokenizerConformance):
 
 
 class TestGemma(TokenizerConformance):
+    space_mark = "▁"
+
     @pytest.fixture
     def tokenizer(self) -> Tokenizer:
         return cached("gemma")

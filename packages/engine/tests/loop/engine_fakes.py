@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -130,6 +130,9 @@ class FakeWorker:
     def warm_up(self) -> None:
         self.calls.append("warm_up")
 
+    def when_launching(self, call: Callable[[], None]) -> None:
+        self.calls.append("when_launching")
+
     def close(self) -> None:
         self.calls.append("close")
 
@@ -142,7 +145,7 @@ class FakeWorker:
             self.held[request.request_id] = _Held(request)
         self.batch_sizes.append(len(step.num_scheduled_tokens))
         results = {i: self._run(i, n) for i, n in step.num_scheduled_tokens.items()}
-        return StepResult(step.step_id, results)
+        return StepResult(step.step_id, results, forward_seconds=self.step_seconds)
 
     def _run(self, request_id: str, num_tokens: int) -> RequestStepResult:
         held = self.held[request_id]

@@ -175,6 +175,91 @@ async def test_slow_reader_gets_merged_outputs() -> None:
     await engine.shutdown()
 
 
+async def pour_all(engine: Engine, prompt: str, params: SamplingParams) -> list[RequestOutput]:
+    """The first output by iteration, the others poured, refusing every third."""
+    stream = engine.generate(prompt, params, prompt)
+    outputs = [await anext(stream)]
+
+    def take(output: RequestOutput) -> bool:
+        outputs.append(output)
+        return len(outputs) % 3 != 0
+
+    while not outputs[-1].finished:
+        await stream.pour(take)
+    await stream.pour(take)  # nothing is left: returns at once
+    assert [output async for output in stream] == []
+    return outputs
+
+
+async def test_poured_outputs_are_those_of_iteration(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True, output_kind=DELTA)
+    prompts = [f"poured {i}" for i in range(16)]
+    for prompt, outputs in zip(
+        prompts, await asyncio.gather(*(pour_all(engine, p, params) for p in prompts))
+    ):
+        expected = expected_tokens(prompt, params)
+        assert [t for o in outputs for t in o.outputs[0].token_ids] == expected
+        assert "".join(o.outputs[0].text for o in outputs) == text_of(expected)
+    await until_free(engine)
+
+
+async def test_pouring_switches_no_task() -> None:
+    engine = make_engine(step_seconds=0.001)
+    params = SamplingParams(max_tokens=50, ignore_eos=True, output_kind=DELTA)
+    stream, tasks = engine.generate("p", params, "r"), set()
+    await anext(stream)
+
+    def take(output: RequestOutput) -> bool:
+        tasks.add(asyncio.current_task())
+        return True
+
+    await stream.pour(take)
+    assert tasks - {asyncio.current_task()} == {None}, "called by the loop, not by a task"
+    await engine.shutdown()
+
+
+async def test_a_refusal_lets_outputs_merge() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA)
+    stream = engine.generate("slow", params, "r")
+    outputs = [await anext(stream)]
+    while not outputs[-1].finished:
+        await asyncio.sleep(0.05)
+        await stream.pour(lambda output: outputs.append(output) is not None)
+    assert [t for o in outputs for t in o.outputs[0].token_ids] == expected_tokens("slow", params)
+    assert len(outputs) < 60
+    await engine.shutdown()
+
+
+async def test_pouring_raises_what_goes_wrong() -> None:
+    engine = make_engine(step_seconds=0.002)
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
+    with pytest.raises(RuntimeError, match="by iterating"):
+        await engine.generate("x", params, "x").pour(lambda _: True)
+
+    def broken(output: RequestOutput) -> bool:
+        raise ZeroDivisionError
+
+    stream = engine.generate("y", params, "y")
+    await anext(stream)
+    with pytest.raises(ZeroDivisionError):
+        await stream.pour(broken)
+    await stream.aclose()
+    cancelled = asyncio.create_task(pour_all(engine, "cancelled", params))
+    await asyncio.sleep(0.02)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await until_free(engine)
+    doomed = asyncio.create_task(pour_all(engine, "doomed", params))
+    fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 10})
+    with pytest.raises(EngineDead, match="died as told"):
+        await collect(engine, "fatal", fatal, "fatal")
+    with pytest.raises(EngineDead):
+        async with asyncio.timeout(5):
+            await doomed
+    await engine.shutdown()
+
+
 async def test_stream_interval_first_and_last_at_once() -> None:
     engine = make_engine(stream_interval=10, step_seconds=0.001)
     params = SamplingParams(max_tokens=35, ignore_eos=True, output_kind=DELTA)

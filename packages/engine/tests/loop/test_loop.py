@@ -54,6 +54,31 @@ def request(name: str, max_tokens: int = 10, **changes: Any) -> CoreRequest:
     return CoreRequest(**{**values, **changes})
 
 
+def test_who_comes_early_in_a_step_is_part_of_the_next() -> None:
+    core, sink = make_core(step_seconds=0.2), Sink()
+    loop = EngineLoop(core, sink)
+    loop.add([request("a", 12)])
+    loop.start()
+    wait_until(lambda: len(sink.steps) == 3)  # the fourth step has just begun
+    loop.add([request("b", 2)])
+    wait_until(lambda: bool(sink.of("b")))
+    loop.stop()
+    first = next(i for i, step in enumerate(sink.steps) if len(step.outputs) == 2)
+    assert first == 4, "scheduled for the fifth step, not for the sixth"
+
+
+def test_a_running_step_does_not_keep_commands_waiting() -> None:
+    core = make_core(step_seconds=0.5)
+    loop = EngineLoop(core, Sink())
+    loop.add([request("a", 100)])
+    loop.start()
+    wait_until(lambda: core.stats().num_steps >= 3)
+    start = time.monotonic()
+    loop.stats().result(5)
+    assert time.monotonic() - start < 0.45
+    loop.stop()
+
+
 def test_a_step_s_outputs_arrive_together() -> None:
     core, sink = make_core(), Sink()
     loop = EngineLoop(core, sink)

@@ -142,6 +142,24 @@ def test_decoding_requests_all_fit_into_a_small_shared_step(make_world: Any) -> 
     world.run()
 
 
+def test_a_small_step_with_half_of_it_in_prompts_begins_no_further_one(make_world: Any) -> None:
+    world = make_world(budget=40, max_num_shared_tokens=20, max_num_seqs=4)
+    for name, length in {"a": 12, "b": 5, "c": 5, "d": 2}.items():
+        world.add(name, length, max_tokens=9)
+    assert world.step() == {"a": 12}
+    assert world.step() == {"a": 1, "b": 5, "c": 5}
+    assert world.step() == {"a": 1, "b": 1, "c": 1, "d": 2}
+    world.run()
+
+
+def test_large_steps_are_filled_with_prompts(make_world: Any) -> None:
+    world = make_world(budget=40)
+    for name, length in {"a": 24, "b": 10}.items():
+        world.add(name, length, max_tokens=2)
+    assert world.step() == {"a": 24, "b": 10}
+    world.run()
+
+
 def test_prompts_that_must_stay_whole_are_not_cut_by_the_shared_size(make_world: Any) -> None:
     world = make_world(budget=20, max_num_shared_tokens=5, enable_chunked_prefill=False)
     world.add("a", 15, max_tokens=1)

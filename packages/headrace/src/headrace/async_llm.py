@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
 from headrace_core.engine import EngineStats, ServedModel
-from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from headrace_core.text import Tokenizer
+    from headrace_engine.emission.stream import Outputs
 
 
 class AsyncLLM:
-    """Serves many concurrent requests; each is an async generator of outputs.
+    """Serves many concurrent requests; each is an async iterator of outputs.
 
     Make it with :meth:`from_engine_args`; it starts the engine and waits until it is ready. All
     methods belong to one asyncio event loop.
@@ -43,8 +43,8 @@ class AsyncLLM:
         request_id: str,
         *,
         priority: int = 0,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; closing the iterator aborts it.
+    ) -> Outputs:
+        """Run one request: an async iterator of outputs; closing it aborts the request.
 
         Raises (on first iteration):
             RequestError: the prompt or a parameter is wrong.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
 
+from headrace_core.engine import OutputStream
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.text import ParsedDelta
 from headrace_server import convert
@@ -35,7 +36,7 @@ from headrace_server.protocol.chat import (
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
-from headrace_server.stream import EventTemplate, close, event
+from headrace_server.stream import Events, EventTemplate, Pour, close, event
 
 
 class Chat:
@@ -75,6 +76,10 @@ class Chat:
         )
         self._parsers = [self._parser(state.parsers) for _ in range(body.n)]
         self._tally = Tally(state.metrics, self._params)
+        self._plain: list[EventTemplate] = []
+        """Of a stream whose events are nothing but text, by index."""
+        self._running = False
+        """Whether each event has the usage so far."""
 
     def _parser(self, chosen: Parsers) -> AnswerParser:
         tools = chosen.tools
@@ -108,33 +113,41 @@ class Chat:
             prompt_token_ids=last.prompt_token_ids if ids else None,
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> Events:
         """The answer as server-sent events, the terminal one left out."""
         options = self.body.stream_options
-        running = options is not None and options.continuous_usage_stats
-        templates = [] if running else self._templates()
+        self._running = options is not None and options.continuous_usage_stats
+        self._plain = [] if self._running else self._templates()
         outputs = self._generate()
         opened = False
         try:
             async for output in outputs:
-                self._tally.count(output)
-                if not opened:
-                    opened = True
-                    for chunk in self._opening(output, running):
-                        yield chunk
-                for part in output.outputs:
-                    if templates and part.finish_reason is None:
-                        if part.text:
-                            yield templates[part.index](part.text)
-                        continue
-                    choice = self._chunk(part)
-                    if choice is not None:
-                        yield event(self._wrap([choice], running))
+                opening = b"" if opened else self._opening(output)
+                opened = True
+                data = opening + self._encode(output)
+                if data:
+                    yield data
+                if isinstance(outputs, OutputStream) and not output.finished:
+                    yield Pour(outputs, self._encode)
         finally:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage
         if forced or (options is not None and options.include_usage):
             yield event(self._wrap([], True))
+
+    def _encode(self, output: RequestOutput) -> bytes:
+        """The events of one output; b"" if it says nothing."""
+        self._tally.count(output)
+        events = []
+        for part in output.outputs:
+            if self._plain and part.finish_reason is None:
+                if part.text:
+                    events.append(self._plain[part.index](part.text))
+                continue
+            choice = self._chunk(part)
+            if choice is not None:
+                events.append(event(self._wrap([choice], self._running)))
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
@@ -195,17 +208,17 @@ class Chat:
 
     # Streams
 
-    def _opening(self, output: RequestOutput, running: bool) -> list[bytes]:
+    def _opening(self, output: RequestOutput) -> bytes:
         """One chunk per choice with the role, and the echo."""
         chunks = []
         echoed = self._echoed()
         for index in range(self.body.n):
             delta = ChunkDelta(role=self._role, content=echoed)
-            chunk = self._wrap([ChatChunkChoice(index, delta)], running)
+            chunk = self._wrap([ChatChunkChoice(index, delta)], self._running)
             if self.body.return_token_ids:
                 chunk.prompt_token_ids = output.prompt_token_ids
             chunks.append(event(chunk))
-        return chunks
+        return b"".join(chunks)
 
     def _templates(self) -> list[EventTemplate]:
         """By choice, for streams whose events are nothing but text; none for others."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
 
+from headrace_core.engine import OutputStream
 from headrace_core.output import CompletionOutput, Logprobs, RequestOutput
 from headrace_core.request import Prompt
 from headrace_server import convert
@@ -27,7 +29,7 @@ from headrace_server.protocol.completions import (
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
-from headrace_server.stream import EventTemplate, Numbered, close, event, merge
+from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
 
 
 @dataclass
@@ -80,6 +82,12 @@ class Completion:
         self._as_ids = _choose(body.return_tokens_as_token_ids,
                                state.settings.return_tokens_as_token_ids)  # fmt: skip
         self._echoes: dict[int, _Echo] = {}
+        self._choices: list[_Choice] = []
+        """Of a stream, by index."""
+        self._plain: list[EventTemplate] = []
+        """Of a stream whose events are nothing but text, by index."""
+        self._running = False
+        """Whether each event has the usage so far."""
         self._tallies = [Tally(state.metrics, self._params) for _ in self._prompts]
 
     async def whole(self) -> CompletionResponse:
@@ -105,31 +113,44 @@ class Completion:
             usage=self._usage(),
         )
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> Events:
         """The answer as server-sent events, the terminal one left out."""
         options = self.body.stream_options
         forced = self.state.settings.enable_force_include_usage
-        running = options is not None and options.continuous_usage_stats
-        choices = [_Choice(self._format()) for _ in range(len(self._prompts) * self.body.n)]
-        templates = [] if running else self._templates()
+        self._running = options is not None and options.continuous_usage_stats
+        self._choices = [_Choice(self._format()) for _ in range(len(self._prompts) * self.body.n)]
+        self._plain = [] if self._running else self._templates()
         outputs = self._outputs()
         try:
             async for position, output in outputs:
-                self._tallies[position].count(output)
-                echo = await self._echo(position, output) if self.body.echo else None
-                for part in output.outputs:
-                    index = position * self.body.n + part.index
-                    if templates and part.finish_reason is None:
-                        if part.text:
-                            yield templates[index](part.text)
-                        continue
-                    chunk = self._chunk(choices[index], index, part, output, echo)
-                    if chunk is not None:
-                        yield event(self._wrap([chunk], self._usage() if running else None))
+                echo = await self._echo(position, output)
+                data = self._encode(position, echo, output)
+                if data:
+                    yield data
+                if output.finished or not isinstance(outputs, Numbered):
+                    continue
+                if isinstance(outputs.stream, OutputStream):
+                    yield Pour(outputs.stream, partial(self._encode, position, echo))
         finally:
             await close(outputs)
         if forced or (options is not None and options.include_usage):
             yield event(self._wrap([], self._usage()))
+
+    def _encode(self, position: int, echo: _Echo | None, output: RequestOutput) -> bytes:
+        """The events of one output; b"" if it says nothing."""
+        self._tallies[position].count(output)
+        events = []
+        for part in output.outputs:
+            index = position * self.body.n + part.index
+            if self._plain and part.finish_reason is None:
+                if part.text:
+                    events.append(self._plain[index](part.text))
+                continue
+            chunk = self._chunk(self._choices[index], index, part, output, echo)
+            if chunk is not None:
+                used = self._usage() if self._running else None
+                events.append(event(self._wrap([chunk], used)))
+        return events[0] if len(events) == 1 else b"".join(events)
 
     def _templates(self) -> list[EventTemplate]:
         """By choice, for streams whose events are nothing but text; none for others."""

@@ -1,6 +1,7 @@
 """Answers that take a while: event streams, and waiting while watching the client.
 
-A stream is an async iterator of encoded events. :class:`EventStream` sends them, straight to the
+A stream is an async iterator of encoded events, or of :class:`Pour` for a stretch that needs no
+task of its own. :class:`EventStream` sends them, straight to the
 socket where the server allows it (:mod:`headrace_server.http`), else as one ASGI message
 each, and ends with exactly one ``data: [DONE]``; an error on the way becomes an event before it.
 Memory is bounded: nothing is fetched from the engine while the socket's buffer (64 KiB) is full,
@@ -20,6 +21,8 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headrace_core.engine import OutputStream
+from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
 from headrace_server.http import DirectWrite, direct_write
 from headrace_server.state import Lifecycle, ServerState
@@ -64,18 +67,54 @@ class EventTemplate:
         return self._head + _encoder.encode(text) + self._tail
 
 
+class Pour:
+    """The rest of a request's outputs, encoded and written as they come from the engine.
+
+    Args:
+        outputs: the first is taken already.
+        encode: an output's events; b"" for none.
+    """
+
+    def __init__(self, outputs: OutputStream, encode: Callable[[RequestOutput], bytes]) -> None:
+        self._outputs = outputs
+        self._encode = encode
+        self._ended = False
+
+    async def into(self, writer: _Writer) -> None:
+        """Write everything. While the socket is full the engine merges what comes.
+
+        Raises: what the engine, encoding or writing raises.
+        """
+        refused = b""
+
+        def take(output: RequestOutput) -> bool:
+            nonlocal refused
+            self._ended = output.finished
+            data = self._encode(output)
+            if not data or writer.write_now(data):
+                return True
+            refused = data
+            return False
+
+        while not self._ended:
+            await self._outputs.pour(take)
+            if not refused:
+                return  # it has ended
+            data, refused = refused, b""
+            await writer.write(data)
+
+
 class Numbered(AsyncIterator[tuple[int, T]]):
     """The items of one stream as :func:`merge` would give them, at less cost."""
 
     def __init__(self, stream: AsyncIterator[T]) -> None:
-        self._stream = stream
-        self._next = stream.__anext__
+        self.stream = stream
 
     async def __anext__(self) -> tuple[int, T]:
-        return 0, await self._next()
+        return 0, await self.stream.__anext__()
 
     async def aclose(self) -> None:
-        await close(self._stream)
+        await close(self.stream)
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
@@ -122,6 +161,10 @@ async def close(stream: AsyncIterator[Any]) -> None:
         await aclose()
 
 
+Events = AsyncGenerator[bytes | Pour, None]
+"""What a route yields: encoded events, and stretches of them."""
+
+
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
@@ -131,9 +174,9 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
 class Opened:
     """A stream whose first event was already waited for, so that early errors keep a status."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: Events) -> None:
         self._events = events
-        self._first: asyncio.Task[bytes] = asyncio.ensure_future(_next(events))
+        self._first: asyncio.Task[bytes | Pour] = asyncio.ensure_future(_next(events))
 
     async def wait(self, seconds: float) -> None:
         """Until the first event or error is there, or so long.
@@ -145,7 +188,7 @@ class Opened:
         if error is not None and not isinstance(error, _Ended):
             raise error
 
-    async def first(self) -> bytes:
+    async def first(self) -> bytes | Pour:
         """The first event. Once; :attr:`rest` has the others.
 
         Raises: what the stream raises before it; :class:`_Ended` if there is none.
@@ -153,7 +196,7 @@ class Opened:
         return await asyncio.shield(self._first)
 
     @property
-    def rest(self) -> AsyncIterator[bytes]:
+    def rest(self) -> AsyncIterator[bytes | Pour]:
         """The events after the first."""
         return self._events
 
@@ -167,7 +210,7 @@ class _Ended(Exception):
     """The stream had no event (a task cannot raise StopAsyncIteration)."""
 
 
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
+async def _next(events: Events) -> bytes | Pour:
     try:
         return await events.__anext__()
     except StopAsyncIteration:
@@ -219,10 +262,9 @@ class EventStream(Response):
     async def _send_events(self, writer: _Writer, headers: list[tuple[bytes, bytes]]) -> None:
         await writer.start(headers)
         try:
-            await writer.write(await self._events.first())
-            async for data in self._events.rest:
-                if not writer.write_now(data):
-                    await writer.write(data)
+            await _send_item(writer, await self._events.first())
+            async for item in self._events.rest:
+                await _send_item(writer, item)
         except _Ended:
             await writer.finish(None, self._request_id)
         except (TimeoutError, OSError):
@@ -231,6 +273,13 @@ class EventStream(Response):
             await writer.finish(error, self._request_id)
         else:
             await writer.finish(None, self._request_id)
+
+
+async def _send_item(writer: _Writer, item: bytes | Pour) -> None:
+    if isinstance(item, Pour):
+        await item.into(writer)
+    elif not writer.write_now(item):
+        await writer.write(item)
 
 
 class _Writer:
@@ -284,7 +333,7 @@ class _Writer:
 
 
 async def start_stream(
-    events: AsyncGenerator[bytes, None], request: Request, state: ServerState, request_id: str
+    events: Events, request: Request, state: ServerState, request_id: str
 ) -> Response:
     """A response that streams ``events``.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,6 +108,7 @@ class FakeEngine:
         die_after: this many outputs over all requests, then the engine is dead.
         max_running: more concurrent requests raise QueueFull.
         cached_tokens: reported as ``num_cached_tokens`` (at most the prompt's length - 1).
+        pours: whether iterators are :class:`~headrace_core.engine.OutputStream` objects.
     """
 
     def __init__(
@@ -124,12 +125,14 @@ class FakeEngine:
         die_after: int | None = None,
         max_running: int | None = None,
         cached_tokens: int = 0,
+        pours: bool = True,
     ) -> None:
         self.reply: Reply = reply if reply is not None else _echo
         self.tokens_per_output = tokens_per_output
         self.first_delay, self.delay, self.gate = first_delay, delay, gate
         self.reject, self.fail_after, self.die_after = reject, fail_after, die_after
         self.max_running, self.cached_tokens = max_running, cached_tokens
+        self.pours = pours
         self.requests: list[RecordedRequest] = []
         """Every ``generate`` call that got past validation, in order."""
         self.aborted: list[str] = []
@@ -163,7 +166,7 @@ class FakeEngine:
         for stop in self._running.values():
             stop.set()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
@@ -172,6 +175,17 @@ class FakeEngine:
         priority: int = 0,
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
+        pulled = self._pull(prompt, params, request_id, priority, add_special_tokens)
+        return _Outputs(pulled) if self.pours else pulled
+
+    async def _pull(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        add_special_tokens: bool | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         text, token_ids = self._take_in(prompt, params, request_id, add_special_tokens)
         self.requests.append(
             RecordedRequest(prompt, text, params, request_id, priority, add_special_tokens)
@@ -384,6 +398,24 @@ class FakeEngine:
     def _raise_if_dead(self) -> None:
         if self._dead is not None:
             raise EngineDead(str(self._dead)) from self._dead
+
+
+class _Outputs(AsyncIterator[RequestOutput]):
+    """An :class:`~headrace_core.engine.OutputStream` over a generator."""
+
+    def __init__(self, pulled: AsyncGenerator[RequestOutput, None]) -> None:
+        self._pulled = pulled
+
+    async def __anext__(self) -> RequestOutput:
+        return await self._pulled.__anext__()
+
+    async def aclose(self) -> None:
+        await self._pulled.aclose()
+
+    async def pour(self, take: Callable[[RequestOutput], bool]) -> None:
+        async for output in self._pulled:
+            if not take(output):
+                return
 
 
 def _echo(prompt: str, index: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -21,8 +22,8 @@ PATIENCE = 30.0
 class EchoWorker:
     """A worker without a model: each request of a step gets its number of tokens back.
 
-    Requests steer it by their ids: ``raise`` fails the step; ``wait`` blocks it until
-    :attr:`release` is set.
+    Requests steer it by their ids: ``raise`` fails the step, ``unlaunched`` before its model would
+    run; ``wait`` blocks it, the model running, until :attr:`release` is set.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class EchoWorker:
         self.steps: list[int] = []
         self.closed = 0
         self.threads: set[int] = {threading.get_ident()}
+        self.launching: Callable[[], None] = lambda: None
         self.waiting = threading.Event()
         self.release = threading.Event()
 
@@ -52,6 +54,9 @@ class EchoWorker:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         self._note(f"execute {step.step_id}")
+        if "unlaunched" in step.num_scheduled_tokens:
+            raise ArithmeticError(f"step {step.step_id}")
+        self.launching()
         if "wait" in step.num_scheduled_tokens:
             self.waiting.set()
             assert self.release.wait(PATIENCE)
@@ -63,6 +68,9 @@ class EchoWorker:
             for request_id, count in step.num_scheduled_tokens.items()
         }
         return StepResult(step.step_id, results)
+
+    def when_launching(self, call: Callable[[], None]) -> None:
+        self.launching = call
 
     def close(self) -> None:
         self._note("close")
@@ -78,6 +86,10 @@ class UnbuildableWorker(EchoWorker):
 
     def __init__(self) -> None:
         raise MemoryError("no room for this worker")
+
+
+def _note_index(into: list[int], index: int, _: object) -> None:
+    into.append(index)
 
 
 def make_step(step_id: int, *request_ids: str) -> ScheduledStep:
@@ -116,6 +128,25 @@ class ExecutorConformance:
         assert result.step_id == 7
         assert {k: v.token_ids for k, v in result.requests.items()} == {"a": [3], "b": [1]}
         assert executor.failure is None
+
+    def test_a_result_is_there_while_the_next_step_runs(
+        self, executor: Executor, workers: list[EchoWorker]
+    ) -> None:
+        first, second = executor.submit(make_step(1)), executor.submit(make_step(2, "wait"))
+        assert first.result(PATIENCE).step_id == 1
+        assert not second.done()
+        workers[0].release.set()
+        assert second.result(PATIENCE).step_id == 2
+
+    @pytest.mark.parametrize("how", ["raise", "unlaunched"])
+    def test_results_come_in_order_whatever_fails(self, executor: Executor, how: str) -> None:
+        done: list[int] = []
+        futures = [executor.submit(make_step(i, how if i % 3 == 1 else "a")) for i in range(9)]
+        for index, future in enumerate(futures):
+            future.add_done_callback(functools.partial(_note_index, done, index))
+        for index, future in enumerate(futures):
+            assert (future.exception(PATIENCE) is not None) == (index % 3 == 1)
+        assert done == sorted(done)
 
     def test_steps_run_in_the_order_of_submission(
         self, executor: Executor, workers: list[EchoWorker]

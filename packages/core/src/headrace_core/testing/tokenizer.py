@@ -32,6 +32,9 @@ class TokenizerConformance:
 
     lossless: ClassVar[bool] = True
     """Decoding an encoded text gives the text back, character for character."""
+    space_mark: ClassVar[str] = ""
+    """The character that the vocabulary writes for a space, if it has one: decoding cannot tell
+    one that stood in the text from a space."""
     texts: ClassVar[tuple[str, ...]] = TEXTS
 
     @pytest.fixture
@@ -60,8 +63,9 @@ class TokenizerConformance:
     def test_any_text(self, tokenizer: Tokenizer, text: str) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         decoded = tokenizer.decode(ids)
-        if self.lossless:
-            assert decoded == text
+        # What stands beside a special token may get or lose a space, as the family has it.
+        if self.lossless and tokenizer.special_token_ids.isdisjoint(ids):
+            assert decoded == (text.replace(self.space_mark, " ") if self.space_mark else text)
 
     def test_nothing_is_nothing(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.encode("", add_special_tokens=False) == []

@@ -264,6 +264,11 @@ class RequestState:
             return self._only.ready(self._interval)
         return any(c.ready(self._interval) for c in self._list)
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last output was taken."""
+        return self._taken_finished
+
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as the output kind asks; None if that is too little."""
         if not self.ready:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class ModelRunner:
         self.populator = populator
         self.graph: StepGraph | None = None
         """Runs the steps that fit it; None: all run eagerly."""
+        self.launching: Callable[[], None] = lambda: None
+        """Called before the model runs; see :meth:`headrace_core.executor.Worker.when_launching`."""
         self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
 
     @torch.inference_mode()
@@ -81,6 +83,7 @@ class ModelRunner:
             results[request_id].error = reason
         seconds = 0.0
         if inputs.batch is not None:
+            self.launching()
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)

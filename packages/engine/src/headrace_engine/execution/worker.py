@@ -81,6 +81,7 @@ class ModelWorker:
         self._capture = capture
         self._cache_ahead_bytes = cache_ahead_bytes
         self._meter: MemoryMeter = memory_meter(self._device)
+        self._launching: Callable[[], None] = lambda: None
         self._available = 0
         self._weights = 0
         self._model: CausalLM | None = None
@@ -182,6 +183,7 @@ class ModelWorker:
             seed=self._seed,
             populator=self._populator,
         )
+        self._runner.launching = self._launching
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -208,6 +210,12 @@ class ModelWorker:
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
         return self._ready().execute(step)
+
+    def when_launching(self, call: Callable[[], None]) -> None:
+        """Call this in every step just before the model runs."""
+        self._launching = call
+        if self._runner is not None:
+            self._runner.launching = call
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""

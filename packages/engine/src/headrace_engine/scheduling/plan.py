@@ -20,6 +20,8 @@ class StepPlan:
         """Tokens that it may hold in all."""
         self.budget = budget
         self.contended = contended
+        self.num_prompt_tokens = 0
+        """Tokens of prompts, or of what is computed again after a preemption."""
         self.num_partial = 0
         """Prompts that will still be incomplete after this step."""
         self.num_long_partial = 0
@@ -32,6 +34,7 @@ class StepPlan:
     def add(self, state: RequestState, num_tokens: int, long_threshold: int) -> None:
         """Count ``num_tokens`` of a request as computed by this step."""
         self.budget -= num_tokens
+        self.num_prompt_tokens += num_tokens
         self.num_scheduled_tokens[state.request_id] = num_tokens
         state.num_computed_tokens += num_tokens
         state.num_steps_in_flight += 1

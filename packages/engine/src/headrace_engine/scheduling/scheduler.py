@@ -87,6 +87,11 @@ class Scheduler:
         shared = max(config.max_num_shared_tokens or self._max_tokens, self._max_seqs)
         # Whole prompts must fit into a step where they may not be cut.
         self._shared_tokens = shared if config.enable_chunked_prefill else self._max_tokens
+        # Where steps are to be small, a step that holds this much of prompts begins no further one:
+        # it would only delay the first tokens of those that it holds (ADR 0017).
+        tight = self._shared_tokens < self._max_tokens
+        half = max(self._shared_tokens // 2, self._max_seqs)
+        self._enough_prompt = half if tight else self._max_tokens
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._by_priority = config.policy == "priority"
         self._long_threshold = config.long_prefill_token_threshold
@@ -327,6 +332,7 @@ class Scheduler:
         while (
             len(waiting)
             and plan.budget > 0
+            and plan.num_prompt_tokens < self._enough_prompt
             and len(self._running) < self._max_seqs
             and len(passed_over) < self._max_seqs
         ):

@@ -1,0 +1,110 @@
+"""One consumer of one request, on the event loop: it pulls outputs one by one, or has them poured.
+
+Pulling wakes a task for every output, which costs several times what the output itself does. Pouring
+calls the consumer in the round of the loop that takes a step's outputs in, all requests of the step
+in one go: no future, no task switch. See :class:`headrace_core.engine.OutputStream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+from headrace_core.output import RequestOutput
+from headrace_engine.emission.output import RequestState
+
+Take = Callable[[RequestOutput], bool]
+
+
+class News:
+    """Tells the consumer of a request that there is news. Made before the request is taken in."""
+
+    __slots__ = ("_take", "_waiter", "state")
+
+    def __init__(self) -> None:
+        self.state: RequestState | None = None
+        """Set once the request is under way."""
+        self._take: Take | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def tell(self) -> None:
+        """The request has changed: pour its output, or wake who waits for one."""
+        state = self.state
+        if self._take is not None:
+            self._pour_one(self._take)
+        elif state is not None and (state.ready or state.error is not None):
+            self.wake()
+
+    def wake(self) -> None:
+        """End :meth:`wait` or :meth:`pour`."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """For news that come after this call: the caller has looked at what there is."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def pour(self, take: Take) -> None:
+        """Until the consumer refuses, the request ends or fails, or somebody calls :meth:`wake`."""
+        self._take, self._waiter = take, asyncio.get_running_loop().create_future()
+        try:
+            self._pour_one(take)  # what has come meanwhile
+            await self._waiter
+        finally:
+            self._take = self._waiter = None
+
+    def _pour_one(self, take: Take) -> None:
+        assert self.state is not None
+        assert self._waiter is not None
+        if self._waiter.done():
+            return  # refused, and not yet asked for more
+        try:
+            output = self.state.take() if self.state.error is None else None
+            more = output is None or take(output)
+        except Exception as error:  # the consumer's own: its, not the loop's
+            self._waiter.set_exception(error)
+            return
+        if not more or self.state.exhausted or self.state.error is not None:
+            self.wake()
+
+
+class Outputs(AsyncIterator[RequestOutput]):
+    """A :class:`headrace_core.engine.OutputStream`.
+
+    Args:
+        pulled: yields the outputs; closing it ends the request.
+        news: of the same request.
+        check: raises what has gone wrong with the request.
+    """
+
+    def __init__(
+        self,
+        pulled: AsyncGenerator[RequestOutput, None],
+        news: News,
+        check: Callable[[RequestState], None],
+    ) -> None:
+        self._pulled = pulled
+        self._news = news
+        self._check = check
+
+    async def __anext__(self) -> RequestOutput:
+        return await self._pulled.__anext__()
+
+    async def aclose(self) -> None:
+        """End the request if it still runs."""
+        await self._pulled.aclose()
+
+    async def pour(self, take: Take) -> None:
+        """See :meth:`headrace_core.engine.OutputStream.pour`."""
+        state = self._news.state
+        if state is None:
+            raise RuntimeError("pour: the first output must be taken by iterating")
+        if not state.exhausted:
+            self._check(state)
+            await self._news.pour(take)
+            if not state.exhausted:
+                self._check(state)
