@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 Call = Callable[[], object]
 
+SETTLE_SECONDS = 0.02
+"""Rest before a turn: OpenMP's threads spin for milliseconds after their last work, and would take a
+core from the next candidate if that has threads of its own."""
+
 
 class Timing(NamedTuple):
     """Seconds of one call."""
@@ -50,6 +54,7 @@ def compare(
     for turn in range(rounds):
         # Every other round goes backwards: no candidate always follows the same neighbour.
         for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+            time.sleep(SETTLE_SECONDS)
             seconds[name].append(_timed(calls[name], repeats[name]))
     return {
         name: Timing(statistics.median(each), min(each), max(each), rounds, repeats[name])

@@ -257,6 +257,16 @@ class LinearOp(Protocol):
         """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
         ...
 
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """A gate and what it lets through: ``activation_and_mul(self(x, packed, bias), kind)``.
+
+        The same bits, in one pass where the implementation has one. N is even and the weight's
+        first N / 2 rows are the gate's: x [T, K] -> [T, N / 2]; bias [N].
+        """
+        ...
+
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         """Rows of the packed weight: ids [T] int64 within [0, N) -> [T, K], bit for bit.
 
@@ -327,6 +337,12 @@ class QuantLinearOp(Protocol):
         ``"float"`` rows enter as they are, or in fixed point of at least 16 bits (22 if x is
         float32) over the row's largest magnitude.
         """
+        ...
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`LinearOp.gated`."""
         ...
 
 

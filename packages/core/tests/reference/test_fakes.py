@@ -55,9 +55,11 @@ def test_packed_ops():
     x, weight = rand(5, 16), rand(24, 16)
     for module in (fakes, reference):
         assert module.linear(x, module.linear.pack(weight)).shape == (5, 24)
+        assert module.linear.gated(x, module.linear.pack(weight), "silu").shape == (5, 12)
         integers = QuantizedWeight(weight.to(torch.int8), rand(24, 1))
         packed = module.quant_linear.pack(integers, "float32", activations="int8")
         assert module.quant_linear(x, packed).shape == (5, 24)
+        assert module.quant_linear.gated(x, packed, "silu").shape == (5, 12)
         packed = module.moe.pack(rand(3, 8, 16), rand(3, 16, 4))
         routing = torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64)
         assert module.moe(x, packed, *routing, "silu").shape == (5, 16)

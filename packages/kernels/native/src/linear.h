@@ -161,10 +161,11 @@ template <class A> struct Rows {
   const A* row(int64_t i) const { return data + (index == nullptr ? i : index[i]) * stride; }
 };
 
-// sums [rows][PANEL] = activations of rows [begin, begin + rows) times one panel.
+// sums [rows][PANEL] = activations of rows [begin, begin + rows) times one panel. `after` is what will
+// be read next, fetched on the way (a panel's last piece fetches the first of what comes after it).
 template <class WT, class A>
 inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t K, const WT* panel,
-                          int vectors, float* sums) {
+                          int vectors, float* sums, const WT* after) {
   const int64_t width = int64_t(vectors) * W;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
   const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
@@ -173,7 +174,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
   for (int64_t k = 0; k < K || k == 0; k += piece) {
     const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
     const WT* b = panel + k * width;
-    const char* next = reinterpret_cast<const char*>(b + count * width);
+    const char* next = reinterpret_cast<const char*>(k + count < K ? b + count * width : after);
     // A lone tile reads once, in order: the machine fetches that by itself.
     const char* const end = tiles == 1 ? next : next + steps * step_bytes;
     for (int64_t i = 0; i < tiles; ++i) {
@@ -242,6 +243,20 @@ inline void finish_row(T* out, const float* sums, const T* bias, int64_t n) {
   }
 }
 
+// f(begin, many, p, scratch) for every panel p < panels and piece of the rows, on all threads; scratch
+// has SUMS floats for each of PANEL features of `many` rows.
+template <int SUMS, class F>
+inline void over_panels(int64_t rows, int64_t panels, int64_t work, const F& f) {
+  const int64_t pieces = ceil_div(rows, ROWS_PIECE);
+  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  parallel(runs * pieces, work, [&](int64_t task) {
+    const int64_t i = task / runs, run = task % runs;
+    const int64_t begin = i * rows / pieces, many = (i + 1) * rows / pieces - begin;
+    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * ROWS_PIECE * PANEL) * sizeof(float)));
+    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
+  });
+}
+
 template <class T, class WT>
 inline void run_linear(T* out, const T* x, const WT* weight, const T* bias,
                        int64_t rows, int64_t N, int64_t K, int64_t stride) {
@@ -249,19 +264,40 @@ inline void run_linear(T* out, const T* x, const WT* weight, const T* bias,
   if (rows == 0) return;
   const Packed<WT> packed{weight, N, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
-  const int64_t pieces = ceil_div(rows, ROWS_PIECE), panels = packed.panels();
-  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
-  parallel(runs * pieces, rows * N * K / 32, [&](int64_t task) {
-    const int64_t i = task / runs, run = task % runs;
-    const int64_t begin = i * rows / pieces, many = (i + 1) * rows / pieces - begin;
-    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
-    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) {
-      panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums);
-      const int64_t at = p * PANEL;
-      for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
-                   packed.features(p));
-      }
+  over_panels<1>(rows, packed.panels(), rows * N * K / 32, [&](int64_t begin, int64_t many, int64_t p, float* sums) {
+    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
+    const int64_t at = p * PANEL;
+    for (int64_t r = 0; r < many; ++r) {
+      finish_row(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
+                 packed.features(p));
+    }
+  });
+}
+
+// out [rows, I] = act(x Wg + bg) * (x Wu + bu), the weight's first I outputs being Wg. A panel of gates
+// and its panel of ups are multiplied one after the other; both are rounded to T before the
+// activation, as they would be on their way through memory: the bits are those of two steps. I is a
+// multiple of PANEL.
+template <class T, class WT>
+inline void run_linear_gated(T* out, const T* x, const WT* weight, const T* bias, int64_t rows, int64_t I,
+                             int64_t K, int64_t stride, int32_t kind) {
+  using A = typename Meeting<WT>::A;
+  if (rows == 0) return;
+  const Packed<WT> packed{weight, 2 * I, K};
+  const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
+  const int64_t panels = I / PANEL;
+  over_panels<2>(rows, panels, rows * I * K / 16, [&](int64_t begin, int64_t many, int64_t p, float* gates) {
+    const WT* gate = packed.panel(p);
+    const WT* up = packed.panel(panels + p);
+    float* ups = gates + many * PANEL;
+    panel_product(a, begin, many, K, gate, MAX_VECTORS, gates, up);
+    panel_product(a, begin, many, K, up, MAX_VECTORS, ups, packed.panel(p + 1));
+    const int64_t at = p * PANEL;
+    for (int64_t r = 0; r < many; ++r) {
+      T rounded_gates[PANEL], rounded_ups[PANEL];
+      finish_row(rounded_gates, gates + r * PANEL, bias == nullptr ? nullptr : bias + at, PANEL);
+      finish_row(rounded_ups, ups + r * PANEL, bias == nullptr ? nullptr : bias + I + at, PANEL);
+      act_mul_row(kind, out + (begin + r) * I + at, rounded_gates, rounded_ups, PANEL);
     }
   });
 }
@@ -288,6 +324,22 @@ void linear(void* out, const void* x, const void* packed, const void* bias, int6
     using T = typename pointee<decltype(t)>::type;
     run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
                static_cast<const T*>(bias), rows, N, K, stride);
+  });
+}
+
+// kind: of enum Activation; the packed weight has 2 * I outputs, and so has the bias.
+void linear_gated(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t I,
+                  int64_t K, int64_t stride, int32_t kind, int32_t dtype) {
+  if (I % PANEL != 0) {  // ups begin inside a panel
+    void* both = scratch(SCRATCH_C, size_t(rows * 2 * I) * sizeof(float));
+    linear(both, x, packed, bias, rows, 2 * I, K, stride, dtype);
+    activation_and_mul(out, both, rows, I, 2 * I, kind, dtype);
+    return;
+  }
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    run_linear_gated(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
+                     static_cast<const T*>(bias), rows, I, K, stride, kind);
   });
 }
 

@@ -498,6 +498,41 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
   });
 }
 
+// out [rows, N / 2] = act(gates) * ups, the first half of the outputs being the gates; the bits are
+// those of run() and then activation_and_mul (see run_linear_gated). N / 2 is a multiple of QPANEL.
+template <class T>
+inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
+                      const Layout& l, int limbs, int32_t kind) {
+  if (rows == 0) return;
+  const int64_t I = l.N / 2, panels = I / QPANEL;
+  const FixedRows f = fix_rows(x, rows, stride, l, limbs);
+  const int64_t block = BLOCK_LIMB_ROWS / limbs, blocks = ceil_div(rows, block);
+  const int64_t ranges = rows * limbs <= 2 * MAX_LIMB_ROWS ? min_of(panels, 4 * int64_t(pool_size())) : panels;
+  parallel(ranges * blocks, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
+    const int64_t range = task / blocks, begin = task % blocks * block, many = min_of(block, rows - begin);
+    const size_t lines = size_t(many) * QPANEL;
+    float* gates = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(2 + limbs) * 4));
+    float* ups = gates + lines;
+    int32_t* whole = reinterpret_cast<int32_t*>(ups + lines);
+    for (int64_t p = range * panels / ranges; p < (range + 1) * panels / ranges; ++p) {
+      const bool first_block = task % blocks == 0;
+      const uint8_t* gate = packed + p * l.panel_bytes();
+      const uint8_t* up = gate + panels * l.panel_bytes();
+      const uint8_t* after = p + 1 < panels ? gate + l.panel_bytes() : nullptr;
+      panel_rows_of(l, gate, first_block ? up : nullptr, f, begin, many, {whole, gates});
+      panel_rows_of(l, up, first_block ? after : nullptr, f, begin, many, {whole, ups});
+      const int64_t at = p * QPANEL;
+      for (int64_t i = 0; i < many; ++i) {
+        T rounded_gates[QPANEL], rounded_ups[QPANEL];
+        const float scale = f.scales[begin + i];
+        finish_row(rounded_gates, gates + i * QPANEL, scale, bias == nullptr ? nullptr : bias + at, QPANEL);
+        finish_row(rounded_ups, ups + i * QPANEL, scale, bias == nullptr ? nullptr : bias + I + at, QPANEL);
+        act_mul_row(kind, out + (begin + i) * I + at, rounded_gates, rounded_ups, QPANEL);
+      }
+    }
+  });
+}
+
 #undef HR_UNROLL
 
 }  // namespace quant
@@ -531,6 +566,25 @@ void quant_linear(void* out, const void* x, const void* packed, const void* bias
     using T = typename pointee<decltype(t)>::type;
     quant::run(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const uint8_t*>(packed),
                static_cast<const T*>(bias), rows, stride, l, limbs);
+  });
+}
+
+// The packed weight's first half of N outputs are gates, the second ups: out [rows, N / 2].
+void quant_linear_gated(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t N,
+                        int64_t K, int64_t stride, int64_t group, int32_t bits, int32_t has_zeros,
+                        int32_t scale_dtype, int32_t limbs, int32_t kind, int32_t dtype) {
+  const int64_t I = N / 2;
+  if (I % quant::QPANEL != 0) {  // ups begin inside a panel
+    void* both = scratch(SCRATCH_C, size_t(rows * N) * sizeof(float));
+    quant_linear(both, x, packed, bias, rows, N, K, stride, group, bits, has_zeros, scale_dtype, limbs, dtype);
+    activation_and_mul(out, both, rows, I, N, kind, dtype);
+    return;
+  }
+  const quant::Layout l{N, K, group, bits, has_zeros, scale_dtype};
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    quant::run_gated(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const uint8_t*>(packed),
+                     static_cast<const T*>(bias), rows, stride, l, limbs, kind);
   });
 }
 

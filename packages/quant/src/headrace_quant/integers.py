@@ -33,6 +33,16 @@ class IntegerMethod(LinearMethod):
     def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.quant_linear(x, state, bias)
 
+    def apply_gated(
+        self,
+        ops: OpTable,
+        state: PackedLinear,
+        x: Tensor,
+        kind: str,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return ops.quant_linear.gated(x, state, kind, bias)
+
 
 class RoundedWeight(IntegerMethod):
     """``weight`` of any floating dtype, rounded when it has arrived.

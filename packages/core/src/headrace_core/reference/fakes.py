@@ -112,10 +112,20 @@ class _FakeLinear(Linear):
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return _like(x, x.shape[0], packed.out_features)
 
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return _like(x, x.shape[0], packed.out_features // 2)
+
 
 class _FakeQuantLinear(QuantLinear):
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return _like(x, x.shape[0], packed.out_features)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return _like(x, x.shape[0], packed.out_features // 2)
 
 
 class _FakeMoE(MoE):

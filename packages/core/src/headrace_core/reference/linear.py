@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear
+from headrace_core.reference.activations import activation_and_mul
 
 
 class Linear:
@@ -24,6 +25,11 @@ class Linear:
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, packed.data, bias)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return activation_and_mul(self(x, packed, bias), kind)
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         found: Tensor = packed.data[ids]

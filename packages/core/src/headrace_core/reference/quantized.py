@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear, QuantizedWeight
+from headrace_core.reference.activations import activation_and_mul
 from headrace_core.reference.dtypes import widened
 
 
@@ -60,6 +61,11 @@ class QuantLinear:
         if bias is not None:
             out = out + bias.to(wide.dtype)
         return out.to(x.dtype)
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return activation_and_mul(self(x, packed, bias), kind)
 
 
 quant_linear = QuantLinear()

@@ -105,7 +105,7 @@ class SmallModel:
         return projected
 
     def _mlp(self, x: Tensor) -> Tensor:
-        inner = self.ops["activation_and_mul"](self.ops["linear"](x, self.gate_up), "silu")
+        inner = self.ops["linear"].gated(x, self.gate_up, "silu")
         out: Tensor = self.ops["linear"](inner, self.down)
         return out
 

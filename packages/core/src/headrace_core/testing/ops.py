@@ -521,6 +521,35 @@ class OpConformance:
         x, bias = self.rand(110, inputs, dtype=dtype), self.rand(features, dtype=dtype)
         self.check_rows(x, lambda rows: linear(rows, packed, bias), "linear")
 
+    GATED_SHAPES: ClassVar = [(2, 1), (64, 33), (130, 64), (128, 64), (384, 1100)]
+    """(N, K): gates that end inside whatever an implementation cuts outputs into, and at its ends."""
+
+    def check_gated(self, op: Callable[[str], Any], name: str, packed: Any, x: Tensor) -> None:
+        """``gated`` is its two steps, bit for bit, with every activation, with and without bias."""
+        linear, two_steps = op(name), op("activation_and_mul")
+        bias = self.rand(packed.out_features, dtype=packed.dtype)
+        for kind, added in [*((kind, None) for kind in ACTIVATIONS), ("silu", bias)]:
+            expected = two_steps(linear(x, packed, added), kind)
+            assert bits_equal(linear.gated(x, packed, kind, added), expected), (kind, x.shape)
+
+    @pytest.mark.parametrize(("features", "inputs"), GATED_SHAPES)
+    def test_gated_linear(
+        self, op: Callable[[str], Any], dtype: str, features: int, inputs: int
+    ) -> None:
+        packed = op("linear").pack(self.rand(features, inputs, dtype=dtype) * inputs**-0.5)
+        for rows in (0, 1, 5, 7, 200):
+            self.check_gated(op, "linear", packed, self.rand(rows, inputs, dtype=dtype))
+        strided = self.rand(9, inputs + 8, dtype=dtype)[::2, 8:]
+        self.check_gated(op, "linear", packed, strided)
+
+    def test_gated_linear_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        linear = invariant_op("linear")
+        packed = linear.pack(self.rand(256, 1100, dtype=dtype))
+        x, bias = self.rand(110, 1100, dtype=dtype), self.rand(256, dtype=dtype)
+        self.check_rows(x, lambda rows: linear.gated(rows, packed, "silu", bias), "gated linear")
+
     QUANTIZED: ClassVar = [
         (8, None, False),
         (8, 32, False),
@@ -583,6 +612,23 @@ class OpConformance:
                 if bias is not None:
                     expected = expected + bias.cpu().double()
                 self.check(linear(x, packed, bias), expected, dtype)
+
+    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED[::2])
+    @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+    def test_gated_quant_linear(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        activations: str,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+    ) -> None:
+        for features, inputs in [(130, 64), (384, 1100)]:
+            weight = self.quantized(features, inputs, bits, group_size, has_zeros)
+            packed = op("quant_linear").pack(weight, dtype, activations=activations)
+            for rows in (0, 1, 7, 130):
+                self.check_gated(op, "quant_linear", packed, self.rand(rows, inputs, dtype=dtype))
 
     def test_quant_linear_sums_integers_exactly(self, op: Callable[[str], Any], dtype: str) -> None:
         """The largest sums that there are, which no shortcut in 16 bits survives."""

@@ -122,6 +122,14 @@ class QuantConformance(ABC):
             error = (out.double() - expected)[:, part].abs().max()
             assert float(error) <= TOLERANCES[dtype] * float(expected[:, part].abs().max())
 
+    def test_gated_product_is_its_two_steps(self) -> None:
+        spec = self.spec()
+        ops, layer = self.ops("float32"), self.method().for_layer(spec)
+        state = layer.finish(spec, self.make_tensors(spec, self.weight(spec))[0])
+        x, bias = torch.randn(5, spec.in_features), torch.randn(spec.out_features)
+        expected = ops.activation_and_mul(layer.apply(state, x.clone(), bias), "silu")
+        assert torch.equal(layer.apply_gated(ops, state, x, "silu", bias), expected)
+
     def test_refusals_name_key_and_value(self) -> None:
         for key, value in self.refused.items():
             with pytest.raises(ConfigError) as caught:

@@ -59,6 +59,7 @@ class Linear(WeightLayer):
         reduce: bool = False,
     ) -> None:
         self.name = name
+        self.ops = context.ops
         self.communicator = context.communicator
         self.parts = tuple(parts)
         self.in_shard = in_shard
@@ -98,6 +99,12 @@ class Linear(WeightLayer):
         """x [T, in_features] -> [T, out_features], both as this rank holds them."""
         out = self.method.apply(self.state, x, self.bias)
         return self.communicator.all_reduce(out) if self.reduce else out
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """``act(gate(x)) * up(x)`` of a layer whose two parts are gate and up, of equal size:
+        x [T, in_features] -> [T, out_features / 2]."""
+        assert not self.reduce, self.name
+        return self.method.apply_gated(self.ops, self.state, x, activation, self.bias)
 
 
 def column_parallel(

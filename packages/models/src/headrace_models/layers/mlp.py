@@ -40,7 +40,6 @@ class GatedMLP(MLPLayer):
         bias: bool = False,
         stored_fused: bool = False,
     ) -> None:
-        self.ops = context.ops
         self.activation = activation
         self.gate_up = column_parallel(
             context,
@@ -55,7 +54,7 @@ class GatedMLP(MLPLayer):
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.activation_and_mul(self.gate_up(x), self.activation))
+        return self.down(self.gate_up.gated(x, self.activation))
 
 
 class MLP(MLPLayer):

@@ -153,8 +153,8 @@ class Experts(WeightLayer):
         for expert in torch.unique(ids).tolist():
             rows, places = (ids == expert).nonzero(as_tuple=True)
             gate_up, down = self.states[expert]
-            inner = self.gate_up_methods[expert].apply(gate_up, x[rows])
-            inner = self.ops.activation_and_mul(inner, self.activation)
+            method = self.gate_up_methods[expert]
+            inner = method.apply_gated(self.ops, gate_up, x[rows], self.activation)
             out = self.down_methods[expert].apply(down, inner)
             chosen[rows, places] = out.float()
         return (chosen * weights[..., None]).sum(dim=1).to(x.dtype)

@@ -24,6 +24,15 @@ def mismatch(op: str, x: Tensor, packed: PackedLinear) -> str:
     return f"{op}: x is {describe(x)}, packed for {packed.dtype} [*, {packed.in_features}]"
 
 
+def gate_width(op: str, packed: PackedLinear) -> int:
+    """How many of the outputs are gates: half."""
+    if packed.out_features % 2:
+        raise ConfigError(
+            f"{op}: a weight of {packed.out_features} outputs is no gate and up of equal size"
+        )
+    return packed.out_features // 2
+
+
 def dtype_code(dtype: torch.dtype) -> int:
     try:
         return CODES[dtype]

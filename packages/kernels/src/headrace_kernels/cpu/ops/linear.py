@@ -12,7 +12,9 @@ from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
+    activation_code,
     dtype_code,
+    gate_width,
     int64,
     matrix,
     mismatch,
@@ -30,7 +32,8 @@ class Linear:
     pack_copies = True
 
     def __init__(self, library: Library) -> None:
-        self._library, self._kernel = library, library.linear
+        self._library = library
+        self._kernel, self._gated_kernel = library.linear, library.linear_gated
 
     def pack(self, weight: Tensor) -> PackedLinear:
         weight, out_features, stride = matrix(weight)
@@ -43,10 +46,8 @@ class Linear:
         return PackedLinear(in_features, out_features, NAMES[weight.dtype], data, num_bytes)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        x, rows, stride = matrix(x)
+        x, rows, stride = self._rows_of(x, packed)
         dtype, out_features = x.dtype, packed.out_features
-        if x.shape[1] != packed.in_features or NAMES.get(dtype) != packed.dtype:
-            raise ConfigError(mismatch("linear", x, packed))
         bias_pointer = None
         if bias is not None:
             bias = vector(bias, dtype, out_features, "linear: bias")
@@ -57,6 +58,29 @@ class Linear:
             out_features, packed.in_features, stride, CODES[dtype],
         )  # fmt: skip
         return out
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        x, rows, stride = self._rows_of(x, packed)
+        dtype, width = x.dtype, gate_width("linear", packed)
+        bias_pointer = None
+        if bias is not None:
+            bias = vector(bias, dtype, packed.out_features, "linear: bias")
+            bias_pointer = bias.data_ptr()
+        out = torch.empty(rows, width, dtype=dtype)
+        self._gated_kernel(
+            out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows, width,
+            packed.in_features, stride, activation_code(kind), CODES[dtype],
+        )  # fmt: skip
+        return out
+
+    def _rows_of(self, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int]:
+        """x readable by rows: (x, T, row stride)."""
+        x, rows, stride = matrix(x)
+        if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
+            raise ConfigError(mismatch("linear", x, packed))
+        return x, rows, stride
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         ids = int64(ids)

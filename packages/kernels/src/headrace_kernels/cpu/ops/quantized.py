@@ -12,7 +12,15 @@ from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear, QuantizedWeight
 from headrace_kernels.cpu.library import DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
-from headrace_kernels.cpu.ops.arguments import CODES, NAMES, matrix, mismatch, vector
+from headrace_kernels.cpu.ops.arguments import (
+    CODES,
+    NAMES,
+    activation_code,
+    gate_width,
+    matrix,
+    mismatch,
+    vector,
+)
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
 """Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
@@ -42,7 +50,8 @@ class QuantLinear:
     """
 
     def __init__(self, library: Library) -> None:
-        self._library, self._kernel = library, library.quant_linear
+        self._library = library
+        self._kernel, self._gated_kernel = library.quant_linear, library.quant_linear_gated
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         if dtype not in DTYPES:
@@ -71,10 +80,8 @@ class QuantLinear:
         return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        x, rows, stride = matrix(x)
+        x, rows, stride = self._rows_of(x, packed)
         dtype, out_features = x.dtype, packed.out_features
-        if x.shape[1] != packed.in_features or NAMES.get(dtype) != packed.dtype:
-            raise ConfigError(mismatch("quant_linear", x, packed))
         bias_pointer = None
         if bias is not None:
             bias = vector(bias, dtype, out_features, "quant_linear: bias")
@@ -87,6 +94,31 @@ class QuantLinear:
             weight.scale_dtype, weight.limbs, CODES[dtype],
         )  # fmt: skip
         return out
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        x, rows, stride = self._rows_of(x, packed)
+        dtype, out_features = x.dtype, packed.out_features
+        bias_pointer = None
+        if bias is not None:
+            bias = vector(bias, dtype, out_features, "quant_linear: bias")
+            bias_pointer = bias.data_ptr()
+        weight: _Packed = packed.data
+        out = torch.empty(rows, gate_width("quant_linear", packed), dtype=dtype)
+        self._gated_kernel(
+            out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias_pointer, rows, out_features,
+            packed.in_features, stride, weight.group_size, weight.bits, weight.has_zeros,
+            weight.scale_dtype, weight.limbs, activation_code(kind), CODES[dtype],
+        )  # fmt: skip
+        return out
+
+    def _rows_of(self, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int]:
+        """x readable by rows: (x, T, row stride)."""
+        x, rows, stride = matrix(x)
+        if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
+            raise ConfigError(mismatch("quant_linear", x, packed))
+        return x, rows, stride
 
 
 def _cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:
