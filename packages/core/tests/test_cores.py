@@ -39,7 +39,7 @@ def test_a_list_keeps_its_order():
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "1-", "-1", "0-2,1", "0..3", "1.5", "²"])
 def test_what_is_no_list_is_refused_by_field(text):
-    with pytest.raises(ConfigError, match="device.cpu_bind") as caught:
+    with pytest.raises(ConfigError, match=r"device\.cpu_bind") as caught:
         DeviceConfig(cpu_bind=text)
     assert caught.value.field == "device.cpu_bind"
     assert repr(text) in str(caught.value)

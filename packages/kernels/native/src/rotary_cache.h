@@ -178,6 +178,33 @@ template <class F> inline void with_shape(const TokenWork& w, const F& f) {
   f(WholeVectors<int64_t, int64_t>{w.dim, half});
 }
 
+// Tokens' heads and slots lie pages apart, where the machine does not look ahead by itself.
+template <class T> inline void look_ahead(const Heads& heads, int64_t token, int64_t dim) {
+  for (int64_t h = 0; h < heads.heads; ++h) {
+    const char* x = reinterpret_cast<const char*>(head_of<T>(heads, token, h));
+    for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(x + at, 1);
+  }
+}
+inline void look_ahead(const Cache& cache, int64_t slot, int64_t heads, int64_t dim, int64_t value_bytes) {
+  const int64_t bytes = cache.storage == AS_COMPUTED ? value_bytes : 1;
+  const char* first = static_cast<const char*>(cache.data) + place_of(cache, slot) * bytes;
+  if (cache.dim_stride != 1) return;
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t at = 0; at < dim * bytes; at += 64) {
+      __builtin_prefetch(first + h * cache.head_stride * bytes + at, 1);
+    }
+  }
+}
+template <class T> inline void look_ahead(const TokenWork& w, int64_t token) {
+  look_ahead<T>(w.query, token, w.dim);
+  look_ahead<T>(w.key, token, w.dim);
+  if (w.slots == nullptr || w.slots[token] < 0) return;
+  look_ahead<T>(w.value, token, w.dim);
+  if (w.slots[token] >= w.key_cache.blocks * w.key_cache.block_size) return;
+  look_ahead(w.key_cache, w.slots[token], w.key.heads, w.dim, sizeof(T));
+  look_ahead(w.value_cache, w.slots[token], w.key.heads, w.dim, sizeof(T));
+}
+
 template <class T, class Shape> inline int32_t do_token(const TokenWork& w, int64_t t, const Shape& shape) {
   const float* cos = nullptr;
   if (w.cos_sin != nullptr) {
@@ -206,6 +233,7 @@ int32_t do_tokens(const TokenWork& w, int64_t tokens, int32_t dtype) {
     with_shape(w, [&](const auto& shape) {
       parallel_ranges(tokens, work, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
+          if (i + 1 < end) look_ahead<T>(w, i + 1);
           if (do_token<T>(w, i, shape) != OK) __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
         }
       });
