@@ -216,7 +216,7 @@ void layer_norm(void* out, const void* x, const void* weight, const void* bias, 
 inline vf act(Activation kind, vf x) {
   const vf one = vset(1.0f), half = vset(0.5f);
   switch (kind) {
-    case SILU: return vsilu(x);
+    case SILU: return vdiv(x, vadd(one, vexp(vsub(vzero(), x))));
     case GELU: return vmul(vmul(half, x), vadd(one, verf(vmul(x, vset(0.70710678118654752f)))));
     case GELU_TANH: {
       const vf cube = vmul(vmul(x, x), x);
@@ -229,21 +229,12 @@ inline vf act(Activation kind, vf x) {
   return x;
 }
 
-template <Activation kind> inline Four act4(const Four& x) {
-  return each([](vf v) { return act(kind, v); }, x);
-}
-template <> inline Four act4<SILU>(const Four& x) { return vsilu(x); }
-
 template <Activation kind, class T> inline void act_row(T* out, const T* x, int64_t n) {
-  int64_t j = 0;
-  for (; j + 4 * W <= n; j += 4 * W) st4(out + j, act4<kind>(ld4(x + j)));
-  for (; j < n; j += W) st_upto(out + j, act(kind, ld_upto(x + j, n - j)), n - j);
+  for (int64_t j = 0; j < n; j += W) st_upto(out + j, act(kind, ld_upto(x + j, n - j)), n - j);
 }
 template <Activation kind, class T, class U>
 inline void act_mul_row(U* out, const T* gate, const T* up, int64_t n) {
-  int64_t j = 0;
-  for (; j + 4 * W <= n; j += 4 * W) st4(out + j, vmul(act4<kind>(ld4(gate + j)), ld4(up + j)));
-  for (; j < n; j += W) {
+  for (int64_t j = 0; j < n; j += W) {
     st_upto(out + j, vmul(act(kind, ld_upto(gate + j, n - j)), ld_upto(up + j, n - j)), n - j);
   }
 }

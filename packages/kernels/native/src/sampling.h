@@ -43,7 +43,6 @@ struct Sum {
     a = _mm512_add_pd(a, _mm512_cvtps_pd(_mm512_castps512_ps256(x)));
     b = _mm512_add_pd(b, _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)));
   }
-  void add(const Four& x) { add(x.a), add(x.b), add(x.c), add(x.d); }
   double total() const {
     double s[8];
     _mm512_storeu_pd(s, _mm512_add_pd(a, b));
@@ -59,7 +58,6 @@ struct Sum {
     a = _mm256_add_pd(a, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
     b = _mm256_add_pd(b, _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)));
   }
-  void add(const Four& x) { add(x.a), add(x.b), add(x.c), add(x.d); }
   double total() const {
     double s[4];
     _mm256_storeu_pd(s, _mm256_add_pd(a, b));
@@ -74,7 +72,6 @@ inline uint32_t at_least(vf a, vf b) {
 struct Sum {
   double s[4] = {0, 0, 0, 0};
   void add(vf x) { for (int i = 0; i < 4; ++i) s[i] += double(x[i]); }
-  void add(const Four& x) { add(x.a), add(x.b), add(x.c), add(x.d); }
   double total() const { return (s[0] + s[2]) + (s[1] + s[3]); }
 };
 #endif
@@ -91,14 +88,27 @@ inline int64_t append(vf y, uint32_t mask, int32_t first, float* ys, int32_t* id
 }
 #endif
 
+#if defined(HR_AVX512)
+inline vf scaled(vf x, vf power) { return _mm512_scalef_ps(x, power); }
+#else
+inline vf scaled(vf x, vf power) { return vmul(x, vpow2(power)); }
+#endif
+
 // e^(y - largest) where y >= least, else 0. least is not below largest - WEIGHTLESS, which spares
 // what vexp does for other arguments.
 inline vf weight_of(vf y, vf largest, vf least) {
-  return vless(y, least, vzero(), vexp_within(vmax(vsub(y, largest), vset(-80.0f))));
-}
-inline Four weight_of(const Four& y, vf largest, vf least) {
-  const Four w = vexp_within(vmax(vsub(y, largest), vset(-80.0f)));
-  return each([least](vf v, vf e) { return vless(v, least, vzero(), e); }, y, w);
+  const vf x = vmax(vsub(y, largest), vset(-80.0f));
+  const vf n = vround(vmul(x, vset(1.44269504088896341f)));
+  vf r = vfma(n, vset(-0.693359375f), x);
+  r = vfma(n, vset(2.12194440e-4f), r);
+  vf p = vset(1.9875691500e-4f);
+  p = vfma(p, r, vset(1.3981999507e-3f));
+  p = vfma(p, r, vset(8.3334519073e-3f));
+  p = vfma(p, r, vset(4.1665795894e-2f));
+  p = vfma(p, r, vset(1.6666665459e-1f));
+  p = vfma(p, r, vset(5.0000001201e-1f));
+  const vf e = vadd(vfma(p, vmul(r, r), r), vset(1.0f));
+  return vless(y, least, vzero(), scaled(e, n));
 }
 
 // Floats in the order of integers; -0 is just below 0.
@@ -313,15 +323,6 @@ template <class T> struct Row {
     }
   }
 
-  // Collects what of y is within [from, to] behind the n collected; returns how many.
-  int64_t keep(vf y, vf from, vf to, int32_t first, int64_t n) {
-    const uint32_t mask = at_least(y, from) & at_least(to, y);
-#if !defined(HR_AVX512)  // where appending nothing costs less than guessing whether there is something
-    if (mask == 0) return 0;
-#endif
-    return append(y, mask, first, found.ys + n, found.ids + n);
-  }
-
   struct Sums { double above, between, below; };
 
   // Weights of y = f(x) >= floor, which is not above `low`: those above `high` summed by chunk into chunk_sums, those in
@@ -334,25 +335,22 @@ template <class T> struct Row {
       chunk_sums[c] = 0;
       if (at_least(ld(lane_maxima + c * W), least) == 0) continue;
       const T* p = chunk(c);
-      Sum whole, above;
-      if (all || at_least(ld(lane_maxima + c * W), from) == 0) {
-        for (int j = 0; j < 16; j += 4) whole.add(weight_of(each(f, ld4(p + j * W)), most, least));
-        (all ? sums.above : sums.below) += chunk_sums[c] = whole.total();
-        if (!all) chunk_sums[c] = 0;
-        continue;
+      Sum above, below;
+      for (int j = 0; j < 16; ++j) {
+        const vf y = f(ld(p + j * W));
+        const vf w = weight_of(y, most, least);
+        if (all) {
+          above.add(w);
+          continue;
+        }
+        above.add(vless(to, y, w, vzero()));
+        below.add(vless(y, from, w, vzero()));
+        const uint32_t mask = at_least(y, from) & at_least(to, y);
+        if (mask != 0) n += append(y, mask, int32_t(c * CHUNK + j * W), found.ys + n, found.ids + n);
       }
-      for (int j = 0; j < 16; j += 4) {
-        const Four y = each(f, ld4(p + j * W)), w = weight_of(y, most, least);
-        above.add(each([to](vf v, vf e) { return vless(to, v, e, vzero()); }, y, w));
-        whole.add(each([from](vf v, vf e) { return vless(v, from, e, vzero()); }, y, w));
-        const int32_t first = int32_t(c * CHUNK + j * W);
-        n += keep(y.a, from, to, first, n);
-        n += keep(y.b, from, to, first + W, n);
-        n += keep(y.c, from, to, first + 2 * W, n);
-        n += keep(y.d, from, to, first + 3 * W, n);
-      }
-      sums.above += chunk_sums[c] = above.total();
-      sums.below += whole.total();
+      chunk_sums[c] = above.total();
+      sums.above += chunk_sums[c];
+      if (!all) sums.below += below.total();
     }
     while (n > 0 && found.ids[n - 1] >= size) --n;
     found.size = n;

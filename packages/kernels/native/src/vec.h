@@ -250,74 +250,7 @@ inline float hmax(vf a) {
   return best;
 }
 
-// x * 2^n for integral n; where the machine has no such instruction, n is in [-126, 127].
-#if defined(HR_AVX512)
-inline vf vscale2(vf x, vf n) { return _mm512_scalef_ps(x, n); }
-#else
-inline vf vscale2(vf x, vf n) { return vmul(x, vpow2(n)); }
-#endif
-
-// Four vectors that go through the same steps. A long chain of dependent operations, as e^x is, waits
-// in the machine's schedulers, which hold few vectors' worth of it; four chains side by side keep
-// the units busy. Each lane's operations are those of one vector alone.
-struct Four { vf a, b, c, d; };
-template <class F> inline Four each(const F& f, const Four& x) { return {f(x.a), f(x.b), f(x.c), f(x.d)}; }
-template <class F> inline Four each(const F& f, const Four& x, const Four& y) {
-  return {f(x.a, y.a), f(x.b, y.b), f(x.c, y.c), f(x.d, y.d)};
-}
-inline Four four(vf x) { return {x, x, x, x}; }
-inline const Four& four(const Four& x) { return x; }
-
-#define HR_FOUR_1(op) inline Four op(const Four& x) { return {op(x.a), op(x.b), op(x.c), op(x.d)}; }
-#define HR_FOUR_2(op)                                                               \
-  inline Four op(const Four& x, const Four& y) {                                    \
-    return {op(x.a, y.a), op(x.b, y.b), op(x.c, y.c), op(x.d, y.d)};                \
-  }                                                                                 \
-  inline Four op(const Four& x, vf y) { return op(x, four(y)); }                    \
-  inline Four op(vf x, const Four& y) { return op(four(x), y); }
-HR_FOUR_1(vround)
-HR_FOUR_2(vadd)
-HR_FOUR_2(vsub)
-HR_FOUR_2(vmul)
-HR_FOUR_2(vdiv)
-HR_FOUR_2(vmin)
-HR_FOUR_2(vmax)
-HR_FOUR_2(vscale2)
-#undef HR_FOUR_1
-#undef HR_FOUR_2
-template <class A, class B, class C> inline Four vfma4(const A& a, const B& b, const C& c) {
-  const Four x = four(a), y = four(b), z = four(c);
-  return {vfma(x.a, y.a, z.a), vfma(x.b, y.b, z.b), vfma(x.c, y.c, z.c), vfma(x.d, y.d, z.d)};
-}
-inline Four vfma(const Four& a, vf b, const Four& c) { return vfma4(a, b, c); }
-inline Four vfma(vf a, const Four& b, vf c) { return vfma4(a, b, c); }
-inline Four vfma(const Four& a, const Four& b, vf c) { return vfma4(a, b, c); }
-inline Four vfma(const Four& a, const Four& b, const Four& c) { return vfma4(a, b, c); }
-template <class T> inline Four ld4(const T* p) { return {ld(p), ld(p + W), ld(p + 2 * W), ld(p + 3 * W)}; }
-template <class T> inline void st4(T* p, const Four& x) {
-  st(p, x.a), st(p + W, x.b), st(p + 2 * W, x.c), st(p + 3 * W, x.d);
-}
-
 // --- functions --------------------------------------------------------------------------------
-
-// e^x for x in [-86.5, 88.37], where it is a normal number; coefficients of Cephes' expf.
-template <class V> inline V vexp_within(const V& x) {
-  const V n = vround(vmul(x, vset(1.44269504088896341f)));
-  V r = vfma(n, vset(-0.693359375f), x);
-  r = vfma(n, vset(2.12194440e-4f), r);
-  V p = vfma(vset(1.9875691500e-4f), r, vset(1.3981999507e-3f));
-  p = vfma(p, r, vset(8.3334519073e-3f));
-  p = vfma(p, r, vset(4.1665795894e-2f));
-  p = vfma(p, r, vset(1.6666665459e-1f));
-  p = vfma(p, r, vset(5.0000001201e-1f));
-  return vscale2(vadd(vfma(p, vmul(r, r), r), vset(1.0f)), n);
-}
-
-// x / (1 + e^-x). Below -88.4 it is x times a constant of 1e-39.
-template <class V> inline V vsilu(const V& x) {
-  const V y = vmax(vset(-86.5f), vmin(vset(88.3762626f), vsub(vzero(), x)));
-  return vdiv(x, vadd(vset(1.0f), vexp_within(y)));
-}
 
 // e^x; coefficients of Cephes' expf. Below -86.5 it is 0, above 88.7 the largest finite value.
 inline vf vexp(vf x) {
