@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from headrace_core.attention import BLOCK_SIZES
+from headrace_core.cores import parse_cores
 from headrace_core.errors import ConfigError
 from headrace_core.kv import CACHE_DTYPES
 
@@ -264,13 +265,26 @@ class DeviceConfig:
     """Where it runs."""
 
     device: str = option("auto", "auto, cpu, cuda, or a platform plug-in's name.")
-    num_threads: int = option(0, "CPU threads for the model; 0: one per core.")
+    num_threads: int = option(
+        0, "CPU threads for the model; 0: one for each core that the process may use."
+    )
+    cpu_bind: str = option(
+        "none", "Cores to which those threads are bound, one each: none, auto (physical cores "
+        "first), or a list such as 0-3,8. Linux only.",
+        cost="a bound thread waits for its core while others are idle: give it to nothing else",
+    )  # fmt: skip
     kernels: Mapping[str, str] = option(
         {}, 'JSON, op name (or "*") -> kernel provider, to insist on one: {"*": "reference"}.'
     )
 
     def __post_init__(self) -> None:
         _check(self.num_threads >= 0, "device.num_threads", self.num_threads, "at least 0")
+        if self.cpu_bind not in ("none", "auto"):
+            try:
+                parse_cores(self.cpu_bind)
+            except ValueError as error:
+                _check(False, "device.cpu_bind", self.cpu_bind,
+                       f"none, auto or a list of cores such as '0-3,8': {error}")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -471,7 +471,9 @@ class KernelNeed:
     dtype: str
     """Of activations: ``float32``, ``float16`` or ``bfloat16``."""
     num_threads: int = 0
-    """CPU threads, 0 = torch's setting."""
+    """CPU threads, 0 = torch's setting, but no more than the process has cores."""
+    cores: tuple[int, ...] = ()
+    """Cores to bind these threads to, one each; the first is the calling thread's own affair."""
 
 
 class KernelProvider(Protocol):

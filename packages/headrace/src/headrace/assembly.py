@@ -19,6 +19,7 @@ from headrace import demo
 from headrace_core import plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
 from headrace_core.config import EngineConfig, resolve
+from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.graph import capture_sizes
@@ -294,8 +295,10 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
         max_num_batched_tokens=tokens,
     )
 
+    threads = cpu_threads(resolved)
+
     def make_worker() -> ModelWorker:
-        ops = choose_ops(resolved, timeline)
+        ops = choose_ops(resolved, timeline, threads)
         return ModelWorker(
             lambda: build_model(resolved, ops, timeline),
             ops=ops,
@@ -307,7 +310,8 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
             max_num_seqs=seqs,
             logprobs_mode=config.model.logprobs_mode,
             seed=config.model.seed,
-            num_threads=config.device.num_threads,
+            num_threads=threads.num_threads,
+            cores=threads.cores,
             cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
@@ -317,12 +321,41 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
     return make_worker
 
 
-def choose_ops(resolved: Resolved, timeline: StartupTimeline) -> OpTable:
+def cpu_threads(resolved: Resolved) -> CpuThreads:
+    """How many threads compute on the CPU, and on which cores.
+
+    Raises:
+        ConfigError: more threads, or other cores, than this process may use; cores for a device
+            that is not the CPU.
+    """
+    import torch
+
+    device, platform = resolved.config.device, resolved.platform
+    if device.cpu_bind != "none" and platform.device != "cpu":
+        raise ConfigError(
+            f"device.cpu_bind = {device.cpu_bind!r}: must be 'none' on device {platform.device!r}, "
+            "whose steps are not computed by CPU threads",
+            field="device.cpu_bind",
+        )
+    threads = plan_threads(device.num_threads, device.cpu_bind, default=torch.get_num_threads())
+    if threads.cores:
+        logger.info("cpu_bind: CPU threads on cores %s", format_cores(threads.cores))
+    return threads
+
+
+def choose_ops(resolved: Resolved, timeline: StartupTimeline, threads: CpuThreads) -> OpTable:
     """The best installed implementation of every op, for this device and dtype."""
     config, info, platform, _ = resolved
-    need = KernelNeed(platform.device, info.dtype, config.device.num_threads)
+    need = KernelNeed(platform.device, info.dtype, threads.num_threads, threads.cores)
     with timeline.phase("bind kernels"):
         ops = bind_ops(need, choose=config.device.kernels)
+    if threads.cores and "cpu" not in ops.providers.values():
+        raise ConfigError(
+            f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' without the native CPU "
+            "kernels: torch's threads cannot be bound one by one (`headrace collect-env` says why "
+            "the native ones are not used)",
+            field="device.cpu_bind",
+        )
     if platform.device == "cpu" and not ops.row_invariant:
         logger.warning(
             "these kernels do not promise that outputs are independent of batching; "

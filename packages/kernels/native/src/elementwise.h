@@ -6,9 +6,11 @@ namespace {
 // f(row, first, many) over pieces of all rows.
 template <class F> inline void over_pieces(int64_t rows, int64_t n, const F& f) {
   const int64_t grain = 4096, pieces = ceil_div(n, grain);  // a multiple of W: one tail a row
-  parallel(rows * pieces, rows * n / 4, [&](int64_t i) {
-    const int64_t at = i % pieces * grain;
-    f(i / pieces, at, min_of(grain, n - at));
+  parallel_ranges(rows * pieces, rows * n / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t at = i % pieces * grain;
+      f(i / pieces, at, min_of(grain, n - at));
+    }
   });
 }
 

@@ -14,10 +14,14 @@
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #ifndef _WIN32
 #include <pthread.h>
+#endif
+#if defined(__linux__)
+#include <sched.h>
 #endif
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -38,6 +42,28 @@ void relax() {
   _mm_pause();
 #else
   std::this_thread::yield();
+#endif
+}
+
+// Lets a thread run on that core alone; whether the system agreed.
+bool bind_to_core(std::thread& thread, int core) {
+#if defined(__linux__)
+  if (core < 0 || core >= CPU_SETSIZE) return false;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  return pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0;
+#else
+  (void)thread, (void)core;
+  return false;
+#endif
+}
+
+void name_thread(std::thread& thread) {
+#if defined(__linux__)
+  pthread_setname_np(thread.native_handle(), "headrace-kernel");
+#else
+  (void)thread;
 #endif
 }
 
@@ -79,6 +105,16 @@ class Pool {
     size_ = size;
   }
 
+  // From now on the i-th thread runs on cores[i] alone, except the first, the caller, which is not
+  // ours, and those beyond the cores. Returns how many threads the system would not bind.
+  int bind(std::vector<int> cores) {
+    std::lock_guard<std::mutex> turn(turn_);
+    if (cores == cores_) return 0;
+    stop();
+    cores_ = std::move(cores);
+    return cores_.empty() ? 0 : start();
+  }
+
  private:
   // Runs one task of the current job; false if none is left.
   bool take() {
@@ -116,10 +152,16 @@ class Pool {
     }
   }
 
-  void start() {
+  // Returns how many of the threads that it started could not be bound.
+  int start() {
+    int failed = 0;
     while (static_cast<int>(workers_.size()) < size_ - 1) {
       workers_.emplace_back([this] { work(); });
+      name_thread(workers_.back());
+      const size_t thread = workers_.size();
+      if (thread < cores_.size()) failed += !bind_to_core(workers_.back(), cores_[thread]);
     }
+    return failed;
   }
 
   void stop() {
@@ -134,6 +176,7 @@ class Pool {
   }
 
   int size_;
+  std::vector<int> cores_;  // of the threads, the caller's first; empty = not bound
   std::mutex turn_;
   std::vector<std::thread> workers_;
   alignas(64) std::atomic<uint64_t> head_{CLOSED};
@@ -150,7 +193,8 @@ class Pool {
 Pool* current = nullptr;
 
 #ifndef _WIN32
-// Threads do not survive a fork: the child begins with a new pool and leaks the old one.
+// Threads do not survive a fork: the child begins with a new pool and leaks the old one. Its threads
+// are not bound: the parent's are at work on those cores.
 void after_fork_in_child() {
   if (current != nullptr) current = new Pool(current->size());
 }
@@ -196,6 +240,12 @@ void* scratch(ScratchSlot slot, size_t bytes) {
 }  // namespace headrace
 
 HR_EXPORT void hr_set_num_threads(int32_t count) { headrace::pool().resize(count < 1 ? 1 : count); }
+// Binds the pool's threads but the first to cores[1..count); count 0 lets new threads run anywhere.
+// Returns how many could not be bound.
+HR_EXPORT int32_t hr_bind_threads(const int32_t* cores, int32_t count) {
+  return headrace::pool().bind(std::vector<int>(cores, cores + count));
+}
+
 // Runs `jobs` jobs, one after the other, of as many tasks as there are threads; each task waits until
 // all of its job have begun, `patience` yields at most. Returns the jobs in which that happened: all,
 // unless a thread sleeps through work. For tests.

@@ -70,24 +70,38 @@ inline void store_bytes(TC* to, int64_t stride, const T* x, int64_t dim, float s
   }
 }
 
-// One token of keys [S / 16][D / 2][16][2] or of values [S / 2][D][2].
-template <class T>
-inline void store_paired(const Cache& cache, int64_t slot, int64_t head, const T* x, int64_t dim) {
-  const int64_t offset = slot % cache.block_size;
-  T* to = static_cast<T*>(cache.data) + slot / cache.block_size * cache.block_stride + head * cache.head_stride;
-  if (cache.storage == AS_PAIRED_KEYS) {
-    to += offset / PAIRED_KEYS * PAIRED_KEYS * dim + offset % PAIRED_KEYS * 2;
-    for (int64_t d = 0; d < dim; d += 2, to += 2 * PAIRED_KEYS) __builtin_memcpy(to, x + d, 2 * sizeof(T));
-  } else {
-    to += offset / 2 * 2 * dim + offset % 2;
-    for (int64_t d = 0; d < dim; ++d) to[2 * d] = x[d];
+// Where a slot's first head begins.
+inline int64_t place_of(const Cache& cache, int64_t slot, int64_t dim) {
+  const int64_t block = slot / cache.block_size * cache.block_stride, offset = slot % cache.block_size;
+  switch (cache.storage) {
+    case AS_PAIRED_KEYS: return block + offset / PAIRED_KEYS * PAIRED_KEYS * dim + offset % PAIRED_KEYS * 2;
+    case AS_PAIRED_VALUES: return block + offset / 2 * 2 * dim + offset % 2;
   }
+  return block + offset * cache.token_stride;
 }
 
-template <class T> inline void store_token(const Cache& cache, int64_t slot, int64_t head, const T* x, int64_t dim) {
-  if (cache.storage >= AS_PAIRED_KEYS) return store_paired(cache, slot, head, x, dim);
-  const int64_t at = slot / cache.block_size * cache.block_stride +
-                     slot % cache.block_size * cache.token_stride + head * cache.head_stride;
+// One token of keys [S / 16][D / 2][16][2].
+template <class T, class N> inline void store_paired_keys(T* to, const T* x, N dim) {
+  for (int64_t d = 0; d < dim; d += 2) __builtin_memcpy(to + d * PAIRED_KEYS, x + d, 2 * sizeof(T));
+}
+
+// One token of values [S / 2][D][2].
+template <class T, class N> inline void store_paired_values(T* to, const T* x, N dim) {
+#if defined(HR_AVX512)
+  if constexpr (sizeof(T) == 2) {  // every other number; dim is a multiple of 16
+    for (int64_t d = 0; d < dim; d += W) {
+      const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + d)));
+      _mm512_mask_storeu_epi16(to + 2 * d, 0x55555555u, words);
+    }
+    return;
+  }
+#endif
+  for (int64_t d = 0; d < dim; ++d) to[2 * d] = x[d];
+}
+
+template <class T, class N>
+inline void store_head(const Cache& cache, int64_t place, int64_t head, const T* x, N dim) {
+  const int64_t at = place + head * cache.head_stride;
   const float scale = scale_of(cache, head);
   switch (cache.storage) {
     case AS_INT8: return store_bytes(static_cast<int8_t*>(cache.data) + at, cache.dim_stride, x, dim, scale);
@@ -95,6 +109,8 @@ template <class T> inline void store_token(const Cache& cache, int64_t slot, int
     case AS_E5M2: return store_bytes(static_cast<e5m2*>(cache.data) + at, cache.dim_stride, x, dim, scale);
   }
   T* to = static_cast<T*>(cache.data) + at;
+  if (cache.storage == AS_PAIRED_KEYS) return store_paired_keys(to, x, dim);
+  if (cache.storage == AS_PAIRED_VALUES) return store_paired_values(to, x, dim);
   if (cache.dim_stride == 1) {
     __builtin_memcpy(to, x, size_t(dim) * sizeof(T));
   } else {
@@ -110,9 +126,9 @@ struct TokenWork {
   int64_t num_positions, cos_sin_stride, rotary_dim;
   const int64_t* slots;
   Cache key_cache, value_cache;
-  const void* query_weight;
-  const void* key_weight;
-  float eps, offset;
+  const float* query_weight;  // [dim], the norm's offset added
+  const float* key_weight;
+  float eps;
   int64_t dim;
   bool interleaved;
 };
@@ -121,50 +137,157 @@ template <class T> inline T* head_of(const Heads& h, int64_t token, int64_t head
   return static_cast<T*>(h.data) + token * h.row_stride + head * h.head_stride;
 }
 
-template <class T, class WT>
-inline void norm_and_rotate(const TokenWork& w, T* x, const void* weight, const float* cos) {
-  if (weight != nullptr) rms_row(x, x, static_cast<const WT*>(weight), w.dim, w.eps, w.offset);
-  if (cos != nullptr) {
-    const int64_t half = w.rotary_dim / 2;
-    rotate_row(x, x, cos, cos + half, half, w.interleaved);
+// Heads of whole vectors whose rotated halves are whole vectors too: each is read once for its norm
+// and once for the rest. A shape is the types of `dim` and `half`.
+template <class N, class H> struct WholeVectors {
+  N dim;
+  H half;  // 0 = no rotation
+
+  template <bool normed, class T>
+  void one(T* x, const float* weight, float scale, const float* cos) const {
+    const vf f = vset(scale);
+    const auto value = [&](int64_t j) {
+      const vf v = ld(x + j);
+      return normed ? vrounded<T>(vmul(vmul(v, f), ld(weight + j))) : v;
+    };
+    for (int64_t i = 0; i < half; i += W) {
+      const vf a = value(i), b = value(i + half), c = ld(cos + i), s = ld(cos + half + i);
+      st(x + i, vsub(vmul(a, c), vmul(b, s)));
+      st(x + i + half, vadd(vmul(b, c), vmul(a, s)));
+    }
+    if (!normed) return;
+    for (int64_t j = 2 * half; j < dim; j += W) st(x + j, value(j));
   }
+
+  template <class T>
+  void operator()(const TokenWork& w, const Heads& heads, int64_t token, const float* weight,
+                  const float* cos) const {
+    T* x = head_of<T>(heads, token, 0);
+    const int64_t stride = heads.head_stride;
+    if (weight == nullptr) {
+      for (int64_t h = 0; h < heads.heads; ++h) one<false>(x + h * stride, weight, 0, cos);
+      return;
+    }
+    for (int64_t h = 0; h < heads.heads; h += GROUP, x += GROUP * stride) {
+      const int64_t many = min_of(GROUP, heads.heads - h);
+      float scales[GROUP];
+      row_sums(many, [&](int64_t i) {
+        const T* from = x + i * stride;
+        return sum_lanes(dim, [from](int64_t j, int64_t) {
+          const vf v = ld(from + j);
+          return vmul(v, v);
+        });
+      }, scales);
+      inverse_roots(scales, dim, w.eps);
+      for (int64_t i = 0; i < many; ++i) one<true>(x + i * stride, weight, scales[i], cos);
+    }
+  }
+};
+
+// Heads of any size, rotated either way.
+struct AnyShape {
+  int64_t dim;
+
+  template <class T>
+  void operator()(const TokenWork& w, const Heads& heads, int64_t token, const float* weight,
+                  const float* cos) const {
+    const int64_t half = w.rotary_dim / 2;
+    for (int64_t h = 0; h < heads.heads; ++h) {
+      T* x = head_of<T>(heads, token, h);
+      if (weight != nullptr) rms_row(x, x, weight, dim, w.eps, -0.0f);  // which changes no weight
+      if (cos != nullptr) rotate_row(x, x, cos, cos + half, half, w.interleaved);
+    }
+  }
+};
+
+template <class F> inline void with_shape(const TokenWork& w, const F& f) {
+  const int64_t half = w.cos_sin == nullptr ? 0 : w.rotary_dim / 2;
+  if (w.dim % W != 0 || half % W != 0 || (w.interleaved && half != 0)) return f(AnyShape{w.dim});
+  if (w.dim == 128 && half == 64) return f(WholeVectors<Known<128>, Known<64>>());
+  if (w.dim == 64 && half == 32) return f(WholeVectors<Known<64>, Known<32>>());
+  f(WholeVectors<int64_t, int64_t>{w.dim, half});
 }
 
-template <class T, class WT> inline int32_t do_token(const TokenWork& w, int64_t t) {
+// Tokens' heads and slots lie pages apart, where the machine does not look ahead by itself.
+template <class T> inline void look_ahead(const Heads& heads, int64_t token, int64_t dim) {
+  for (int64_t h = 0; h < heads.heads; ++h) {
+    const char* x = reinterpret_cast<const char*>(head_of<T>(heads, token, h));
+    for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += 64) __builtin_prefetch(x + at, 1);
+  }
+}
+inline void look_ahead(const Cache& cache, int64_t slot, int64_t heads, int64_t dim, int64_t value_bytes) {
+  const int64_t bytes = cache.storage >= AS_INT8 && cache.storage <= AS_E5M2 ? 1 : value_bytes;
+  const char* first = static_cast<const char*>(cache.data) + place_of(cache, slot, dim) * bytes;
+  int64_t span = dim * bytes;  // in which a head's values lie
+  switch (cache.storage) {
+    case AS_PAIRED_KEYS: span *= PAIRED_KEYS; break;
+    case AS_PAIRED_VALUES: span *= 2; break;
+    default: if (cache.dim_stride != 1) return;
+  }
+  for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t at = 0; at < span; at += 64) __builtin_prefetch(first + h * cache.head_stride * bytes + at, 1);
+  }
+}
+template <class T> inline void look_ahead(const TokenWork& w, int64_t token) {
+  look_ahead<T>(w.query, token, w.dim);
+  look_ahead<T>(w.key, token, w.dim);
+  if (w.slots == nullptr || w.slots[token] < 0) return;
+  look_ahead<T>(w.value, token, w.dim);
+  if (w.slots[token] >= w.key_cache.blocks * w.key_cache.block_size) return;
+  // Paired tokens share lines: in a prompt, those of the token before.
+  const bool shared = w.key_cache.storage == AS_PAIRED_KEYS && token > 0 &&
+                      w.slots[token] % PAIRED_KEYS != 0 && w.slots[token - 1] == w.slots[token] - 1;
+  if (shared) return;
+  look_ahead(w.key_cache, w.slots[token], w.key.heads, w.dim, sizeof(T));
+  look_ahead(w.value_cache, w.slots[token], w.key.heads, w.dim, sizeof(T));
+}
+
+template <class T, class Shape> inline int32_t do_token(const TokenWork& w, int64_t t, const Shape& shape) {
   const float* cos = nullptr;
   if (w.cos_sin != nullptr) {
     const int64_t p = w.positions[t];
     if (p < 0 || p >= w.num_positions) return BAD_INDEX;
     cos = w.cos_sin + p * w.cos_sin_stride;
   }
-  for (int64_t h = 0; h < w.query.heads; ++h) {
-    norm_and_rotate<T, WT>(w, head_of<T>(w.query, t, h), w.query_weight, cos);
-  }
+  shape.template operator()<T>(w, w.query, t, w.query_weight, cos);
   const int64_t slot = w.slots == nullptr ? -1 : w.slots[t];
   if (slot >= w.key_cache.blocks * w.key_cache.block_size && w.slots != nullptr) return BAD_INDEX;
+  shape.template operator()<T>(w, w.key, t, w.key_weight, cos);
+  if (slot < 0) return OK;
+  const int64_t key_at = place_of(w.key_cache, slot, w.dim), value_at = place_of(w.value_cache, slot, w.dim);
   for (int64_t h = 0; h < w.key.heads; ++h) {
-    T* key = head_of<T>(w.key, t, h);
-    norm_and_rotate<T, WT>(w, key, w.key_weight, cos);
-    if (slot < 0) continue;
-    store_token(w.key_cache, slot, h, key, w.dim);
-    store_token(w.value_cache, slot, h, head_of<T>(w.value, t, h), w.dim);
+    store_head(w.key_cache, key_at, h, head_of<T>(w.key, t, h), shape.dim);
+    store_head(w.value_cache, value_at, h, head_of<T>(w.value, t, h), shape.dim);
   }
   return OK;
 }
 
-int32_t do_tokens(const TokenWork& w, int64_t tokens, int32_t dtype, int32_t weight_dtype) {
+int32_t do_tokens(const TokenWork& w, int64_t tokens, int32_t dtype) {
   int32_t status = OK;
-  const int64_t work = tokens * (w.query.heads + 2 * w.key.heads) * w.dim / 4;
-  with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
+  const int64_t work = tokens * (w.query.heads + 2 * w.key.heads) * w.dim / 8;
+  with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    using WT = typename pointee<decltype(wt)>::type;
-    parallel_ranges(tokens, work, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (do_token<T, WT>(w, i) != OK) __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
-      }
+    with_shape(w, [&](const auto& shape) {
+      parallel_ranges(tokens, work, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          if (i + 1 < end) look_ahead<T>(w, i + 1);
+          if (do_token<T>(w, i, shape) != OK) __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
+        }
+      });
     });
   });
   return status;
+}
+
+// out = weight + offset in float32; nothing for no weight.
+inline void widen_weight(float* out, const void* weight, int64_t n, float offset, int32_t dtype) {
+  if (weight == nullptr) return;
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    for (int64_t j = 0; j < n; j += W) {
+      st_upto(out + j, vadd(ld_upto(static_cast<const T*>(weight) + j, n - j), vset(offset)), n - j);
+    }
+  });
 }
 
 int32_t rotary(void* query, void* key, const int64_t* positions, const float* cos_sin, int64_t tokens,
@@ -181,7 +304,7 @@ int32_t rotary(void* query, void* key, const int64_t* positions, const float* co
   w.rotary_dim = rotary_dim;
   w.dim = dim;
   w.interleaved = interleaved != 0;
-  return do_tokens(w, tokens, dtype, dtype);
+  return do_tokens(w, tokens, dtype);
 }
 
 // geometry: blocks, block_size, then block, token, head and dim stride of keys, then of values,
@@ -204,7 +327,7 @@ int32_t cache_write(const void* key, const void* value, void* key_cache, void* v
   w.slots = slots;
   w.dim = dim;
   set_caches(w, key_cache, value_cache, geometry);
-  return do_tokens(w, tokens, dtype, dtype);
+  return do_tokens(w, tokens, dtype);
 }
 
 int32_t rotary_cache_write(void* query, void* key, const void* value, const int64_t* positions,
@@ -225,14 +348,16 @@ int32_t rotary_cache_write(void* query, void* key, const void* value, const int6
   w.cos_sin_stride = cos_sin_stride;
   w.rotary_dim = rotary_dim;
   w.slots = slots;
-  w.query_weight = query_weight;
-  w.key_weight = key_weight;
+  float* weights = static_cast<float*>(scratch(SCRATCH_A, size_t(2 * dim) * sizeof(float)));
+  widen_weight(weights, query_weight, dim, offset, weight_dtype);
+  widen_weight(weights + dim, key_weight, dim, offset, weight_dtype);
+  w.query_weight = query_weight == nullptr ? nullptr : weights;
+  w.key_weight = key_weight == nullptr ? nullptr : weights + dim;
   w.eps = eps;
-  w.offset = offset;
   w.dim = dim;
   w.interleaved = interleaved != 0;
   set_caches(w, key_cache, value_cache, geometry);
-  return do_tokens(w, tokens, dtype, weight_dtype);
+  return do_tokens(w, tokens, dtype);
 }
 
 }  // namespace

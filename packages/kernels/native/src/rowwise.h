@@ -24,45 +24,76 @@ int32_t embedding(void* out, const int64_t* ids, const void* weight, int64_t row
   return status;
 }
 
-// Sum of f(x[j]) in float32: four running vectors, then a fixed tree.
-template <class T, class F> inline float sum_row(const T* x, int64_t n, const F& f) {
+// A length that the compiler knows.
+template <int64_t n> struct Known { constexpr operator int64_t() const { return n; } };
+
+// The vector whose lanes add up to the sum of g(j, left) over a row, in float32: four running
+// vectors, then a fixed tree. g gets the place of W values, or of the `left` < W last ones.
+template <class N, class G> inline vf sum_lanes(N n, const G& g) {
   vf s[4] = {vzero(), vzero(), vzero(), vzero()};
   int64_t j = 0;
   for (; j + 4 * W <= n; j += 4 * W) {
-    for (int u = 0; u < 4; ++u) s[u] = vadd(s[u], f(ld(x + j + u * W)));
+    for (int u = 0; u < 4; ++u) s[u] = vadd(s[u], g(j + u * W, W));
   }
-  for (; j + W <= n; j += W) s[0] = vadd(s[0], f(ld(x + j)));
+  for (; j + W <= n; j += W) s[0] = vadd(s[0], g(j, W));
   if (j < n) {
-    // f(0) need not be 0, so what lies past the end is cut off after f.
+    // g of 0 need not be 0, so what lies past the end is cut off after g.
     float part[W] = {};
-    stn(part, f(ldn(x + j, n - j)), n - j);
+    stn(part, g(j, n - j), n - j);
     s[1] = vadd(s[1], ld(part));
   }
-  return hsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
+  return vadd(vadd(s[0], s[1]), vadd(s[2], s[3]));
+}
+
+// Sum of f(x[j]) in float32.
+template <class T, class F> inline float sum_row(const T* x, int64_t n, const F& f) {
+  return hsum(sum_lanes(n, [&](int64_t j, int64_t left) { return f(ld_upto(x + j, left)); }));
+}
+
+// Rows are worked on in groups: sums across lanes, divisions and square roots of one row each wait
+// for the one before, those of four rows overlap. A row's operations are the same in every group.
+constexpr int64_t GROUP = 4;
+constexpr int64_t GROUP_BYTES = 24 << 10;  // of rows that are read a second time: half the first-level cache
+
+template <class T> inline int64_t group_of(int64_t n, int64_t left) {
+  return n * int64_t(sizeof(T)) * GROUP > GROUP_BYTES ? 1 : min_of(GROUP, left);
+}
+
+// sums[i] = sum of the lanes of lanes(i), for all i < rows <= GROUP; what follows is undefined.
+template <class F> inline void row_sums(int64_t rows, const F& lanes, float* sums) {
+  if (rows == GROUP) return hsum4(lanes(0), lanes(1), lanes(2), lanes(3), sums);
+  vf v[GROUP] = {vzero(), vzero(), vzero(), vzero()};
+  for (int64_t i = 0; i < rows; ++i) v[i] = lanes(i);
+  hsum4(v[0], v[1], v[2], v[3], sums);
+}
+
+// 1 / sqrt(mean + eps) in place of each of GROUP sums of n squares.
+inline void inverse_roots(float* sums, int64_t n, float eps) {
+  for (int i = 0; i < GROUP; ++i) sums[i] = 1.0f / __builtin_sqrtf(sums[i] / float(n) + eps);
+}
+
+// out = x * scale * (weight + offset)
+template <class T, class WT>
+inline void scale_row(T* out, const T* x, const WT* weight, int64_t n, float scale, float offset) {
+  const vf s = vset(scale), o = vset(offset);
+  for (int64_t j = 0; j < n; j += W) {
+    const vf w = vadd(ld_upto(weight + j, n - j), o);
+    st_upto(out + j, vmul(vmul(ld_upto(x + j, n - j), s), w), n - j);
+  }
 }
 
 // out = x / sqrt(mean x^2 + eps) * (weight + offset)
 template <class T, class WT>
 inline void rms_row(T* out, const T* x, const WT* weight, int64_t n, float eps, float offset) {
-  const float squares = sum_row(x, n, [](vf v) { return vmul(v, v); });
-  const vf scale = vset(1.0f / __builtin_sqrtf(squares / float(n) + eps));
-  for (int64_t j = 0; j < n; j += W) {
-    const vf w = vadd(ld_upto(weight + j, n - j), vset(offset));
-    st_upto(out + j, vmul(vmul(ld_upto(x + j, n - j), scale), w), n - j);
-  }
-}
-
-template <class T, class WT>
-inline void layer_norm_row(T* out, const T* x, const WT* weight, const WT* bias, int64_t n, float eps) {
-  const float mean = sum_row(x, n, [](vf v) { return v; }) / float(n);
-  const vf m = vset(mean);
-  const float squares = sum_row(x, n, [m](vf v) { return vmul(vsub(v, m), vsub(v, m)); });
-  const vf scale = vset(1.0f / __builtin_sqrtf(squares / float(n) + eps));
-  for (int64_t j = 0; j < n; j += W) {
-    vf y = vmul(vmul(vsub(ld_upto(x + j, n - j), m), scale), ld_upto(weight + j, n - j));
-    if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
-    st_upto(out + j, y, n - j);
-  }
+  float scales[GROUP];
+  row_sums(1, [&](int64_t) {
+    return sum_lanes(n, [&](int64_t j, int64_t left) {
+      const vf v = ld_upto(x + j, left);
+      return vmul(v, v);
+    });
+  }, scales);
+  inverse_roots(scales, n, eps);
+  scale_row(out, x, weight, n, scales[0], offset);
 }
 
 // Calls f with null pointers of the types of the rows and of the weight (the rows' or float32).
@@ -72,16 +103,40 @@ template <class F> inline void with_weight_dtype(int32_t dtype, int32_t weight_d
   });
 }
 
+// f(first, many) over groups of all rows of n values.
+template <class T, class F>
+inline void over_groups(int64_t rows, int64_t n, int64_t work, const F& f) {
+  parallel_ranges(rows, work, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end;) {
+      const int64_t many = group_of<T>(n, end - i);
+      f(i, many);
+      i += many;
+    }
+  });
+}
+
 void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t n, int64_t inner,
               int64_t outer_stride, int64_t inner_stride, float eps, float offset, int32_t dtype,
               int32_t weight_dtype) {
   with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
     using T = typename pointee<decltype(t)>::type;
     using WT = typename pointee<decltype(wt)>::type;
-    parallel_ranges(rows, rows * n / 8, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const T* row = static_cast<const T*>(x) + i / inner * outer_stride + i % inner * inner_stride;
-        rms_row(static_cast<T*>(out) + i * n, row, static_cast<const WT*>(weight), n, eps, offset);
+    const auto row = [&](int64_t i) {
+      return static_cast<const T*>(x) + i / inner * outer_stride + i % inner * inner_stride;
+    };
+    over_groups<T>(rows, n, rows * n / 16, [&](int64_t first, int64_t many) {
+      float scales[GROUP];
+      row_sums(many, [&](int64_t i) {
+        const T* from = row(first + i);
+        return sum_lanes(n, [from](int64_t j, int64_t left) {
+          const vf v = ld_upto(from + j, left);
+          return vmul(v, v);
+        });
+      }, scales);
+      inverse_roots(scales, n, eps);
+      for (int64_t i = 0; i < many; ++i) {
+        scale_row(static_cast<T*>(out) + (first + i) * n, row(first + i),
+                  static_cast<const WT*>(weight), n, scales[i], offset);
       }
     });
   });
@@ -93,17 +148,36 @@ void add_rms_norm(void* out, const void* x, void* residual, const void* weight, 
   with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
     using T = typename pointee<decltype(t)>::type;
     using WT = typename pointee<decltype(wt)>::type;
-    parallel_ranges(rows, rows * n / 6, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const T* from = static_cast<const T*>(x) + i * n;
-        T* sum = static_cast<T*>(residual) + i * n;
-        for (int64_t j = 0; j < n; j += W) {
-          st_upto(sum + j, vadd(ld_upto(from + j, n - j), ld_upto(sum + j, n - j)), n - j);
-        }
-        rms_row(static_cast<T*>(out) + i * n, sum, static_cast<const WT*>(weight), n, eps, offset);
+    over_groups<T>(rows, n, rows * n / 10, [&](int64_t first, int64_t many) {
+      float scales[GROUP];
+      row_sums(many, [&](int64_t i) {
+        const T* from = static_cast<const T*>(x) + (first + i) * n;
+        T* sum = static_cast<T*>(residual) + (first + i) * n;
+        return sum_lanes(n, [from, sum](int64_t j, int64_t left) {
+          const vf v = vrounded<T>(vadd(ld_upto(from + j, left), ld_upto(sum + j, left)));
+          st_upto(sum + j, v, left);
+          return vmul(v, v);
+        });
+      }, scales);
+      inverse_roots(scales, n, eps);
+      for (int64_t i = first; i < first + many; ++i) {
+        scale_row(static_cast<T*>(out) + i * n, static_cast<const T*>(residual) + i * n,
+                  static_cast<const WT*>(weight), n, scales[i - first], offset);
       }
     });
   });
+}
+
+// out = (x - mean) * scale * weight + bias
+template <class T, class WT>
+inline void centre_row(T* out, const T* x, const WT* weight, const WT* bias, int64_t n, float mean,
+                       float scale) {
+  const vf m = vset(mean), s = vset(scale);
+  for (int64_t j = 0; j < n; j += W) {
+    vf y = vmul(vmul(vsub(ld_upto(x + j, n - j), m), s), ld_upto(weight + j, n - j));
+    if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
+    st_upto(out + j, y, n - j);
+  }
 }
 
 void layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t rows,
@@ -112,11 +186,28 @@ void layer_norm(void* out, const void* x, const void* weight, const void* bias, 
   with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
     using T = typename pointee<decltype(t)>::type;
     using WT = typename pointee<decltype(wt)>::type;
-    parallel_ranges(rows, rows * n / 6, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const T* row = static_cast<const T*>(x) + i / inner * outer_stride + i % inner * inner_stride;
-        layer_norm_row(static_cast<T*>(out) + i * n, row, static_cast<const WT*>(weight),
-                       static_cast<const WT*>(bias), n, eps);
+    const auto row = [&](int64_t i) {
+      return static_cast<const T*>(x) + i / inner * outer_stride + i % inner * inner_stride;
+    };
+    over_groups<T>(rows, n, rows * n / 10, [&](int64_t first, int64_t many) {
+      float means[GROUP], scales[GROUP];
+      row_sums(many, [&](int64_t i) {
+        const T* from = row(first + i);
+        return sum_lanes(n, [from](int64_t j, int64_t left) { return ld_upto(from + j, left); });
+      }, means);
+      for (int i = 0; i < GROUP; ++i) means[i] /= float(n);
+      row_sums(many, [&](int64_t i) {
+        const T* from = row(first + i);
+        const vf m = vset(means[i]);
+        return sum_lanes(n, [from, m](int64_t j, int64_t left) {
+          const vf v = vsub(ld_upto(from + j, left), m);
+          return vmul(v, v);
+        });
+      }, scales);
+      inverse_roots(scales, n, eps);
+      for (int64_t i = 0; i < many; ++i) {
+        centre_row(static_cast<T*>(out) + (first + i) * n, row(first + i), static_cast<const WT*>(weight),
+                   static_cast<const WT*>(bias), n, means[i], scales[i]);
       }
     });
   });
@@ -185,10 +276,12 @@ void activation_and_mul(void* out, const void* x, int64_t rows, int64_t n, int64
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
     const int64_t grain = 4096, pieces = ceil_div(n, grain);
-    parallel(rows * pieces, rows * n, [&](int64_t i) {
-      const int64_t row = i / pieces, at = i % pieces * grain;
-      const T* gate = static_cast<const T*>(x) + row * stride + at;
-      act_mul_row(kind, static_cast<T*>(out) + row * n + at, gate, gate + n, min_of(grain, n - at));
+    parallel_ranges(rows * pieces, rows * n / 3, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / pieces, at = i % pieces * grain;
+        const T* gate = static_cast<const T*>(x) + row * stride + at;
+        act_mul_row(kind, static_cast<T*>(out) + row * n + at, gate, gate + n, min_of(grain, n - at));
+      }
     });
   });
 }

@@ -26,7 +26,10 @@ inline float to_float(f16 x) {
 
 inline void from_float(float x, float& out) { out = x; }
 inline void from_float(float x, bf16& out) {
-  const uint32_t u = float_bits(x);
+  uint32_t u = float_bits(x);
+#if defined(HR_DOT_BF16)
+  if ((u & 0x7f800000u) == 0) u &= 0x80000000u;  // as the machine's conversion below does
+#endif
   out.bits = x != x ? uint16_t(u >> 16 | 0x40u) : uint16_t((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
 inline void from_float(float x, f16& out) {
@@ -98,6 +101,10 @@ inline vf ld(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 inline void st(float* p, vf x) { _mm512_storeu_ps(p, x); }
+#if defined(HR_DOT_BF16)
+// Subnormal numbers (below 1.2e-38) become 0, as they do in this level's products.
+inline void st(bf16* p, vf x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+#else
 inline void st(bf16* p, vf x) {
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_epi32(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -106,6 +113,7 @@ inline void st(bf16* p, vf x) {
   r = _mm512_mask_or_epi32(r, nan, _mm512_srli_epi32(u, 16), _mm512_set1_epi32(0x40));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
 }
+#endif
 inline void st(f16* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -208,6 +216,13 @@ template <class T> inline void stn(T* p, vf x, int64_t n) {
 // The next W values, or as many as are left.
 template <class T> inline vf ld_upto(const T* p, int64_t left) { return left >= W ? ld(p) : ldn(p, left); }
 template <class T> inline void st_upto(T* p, vf x, int64_t left) { left >= W ? st(p, x) : stn(p, x, left); }
+// x rounded to T and back.
+template <class T> inline vf vrounded(vf x) {
+  T part[W];
+  st(part, x);
+  return ld(part);
+}
+template <> inline vf vrounded<float>(vf x) { return x; }
 
 // Sums of the lanes of four vectors. The tree is the same for each of the four.
 #if defined(HR_AVX512) || defined(HR_AVX2)

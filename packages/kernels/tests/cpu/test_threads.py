@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
-from headrace_core.ops import QuantizedWeight
+from headrace_core.errors import ConfigError
+from headrace_core.ops import KernelNeed, QuantizedWeight
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 
@@ -73,6 +77,78 @@ def test_thread_count_changes_no_bit(kernels, count):
     for _ in range(3):
         for actual, expected in zip(everything(ops), alone, strict=True):
             assert bits_equal(actual, expected)
+
+
+def cores_of_pool() -> list[set[int]]:
+    """On which cores each thread of the pool may run."""
+    tasks = Path("/proc/self/task").iterdir()
+    ours = [t for t in tasks if (t / "comm").read_text().strip() == "headrace-kernel"]
+    return [os.sched_getaffinity(int(task.name)) for task in ours]
+
+
+@pytest.fixture
+def portable():
+    kernels = library.load("portable")
+    before = kernels.num_threads()
+    yield kernels
+    kernels.bind_threads(())
+    kernels.set_num_threads(before)
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
+
+
+@on_linux
+def test_bound_threads_run_on_their_cores_alone(portable):
+    usable = sorted(os.sched_getaffinity(0))
+    first, last = usable[0], usable[-1]
+    portable.set_num_threads(4)
+    portable.bind_threads((first, last, first))
+    bound, unbound = [{last}, {first}], set(usable)
+    assert sorted(cores_of_pool(), key=str) == sorted([*bound, unbound], key=str)
+    assert portable.rendezvous(50) == 50
+    portable.set_num_threads(3)  # new threads, the same cores
+    assert portable.rendezvous(50) == 50
+    assert sorted(cores_of_pool(), key=str) == sorted(bound, key=str)
+    assert os.sched_getaffinity(0) == unbound  # the caller's own affair
+    portable.bind_threads(())
+    portable.rendezvous(1)
+    assert cores_of_pool() == [unbound] * 2
+
+
+@on_linux
+def test_a_core_that_the_process_lacks_is_refused(portable):
+    portable.set_num_threads(2)
+    for missing in (1023, -1, 1 << 20):
+        with pytest.raises(ConfigError, match=rf"cores = \(0, {missing}\)"):
+            portable.bind_threads((0, missing))
+    assert portable.rendezvous(50) == 50
+
+
+@on_linux
+def test_the_provider_binds_as_asked(portable):
+    from headrace_kernels.cpu.provider import PROVIDER
+
+    core = min(os.sched_getaffinity(0))
+    PROVIDER.operations(KernelNeed("cpu", "float32", 2, (core, core)))
+    assert cores_of_pool() == [{core}]
+    PROVIDER.operations(KernelNeed("cpu", "float32", 2))
+    portable.rendezvous(1)
+    assert cores_of_pool() == [os.sched_getaffinity(0)]
+
+
+@on_linux
+def test_no_more_threads_than_cores_by_default():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from headrace_core.ops import KernelNeed\n"
+        "from headrace_kernels.cpu.provider import PROVIDER\n"
+        "library = PROVIDER.operations(KernelNeed('cpu', 'float32')).library\n"
+        "assert library.num_threads() == 1, library.num_threads()\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "8"}
+    )
 
 
 def test_two_python_threads_at_once():

@@ -15,6 +15,7 @@ from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.model import AttentionLayer, CausalLM
 from headrace_core.ops import OpTable
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import bind_cache, group_backends
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
@@ -47,6 +48,8 @@ class ModelWorker:
         logprobs_mode: see :class:`~headrace_engine.sampling.Sampler`.
         seed: of requests that bring none.
         num_threads: CPU threads that torch uses in this process; 0 leaves its setting.
+        cores: of the threads that compute, the worker's first; see
+            :class:`~headrace_engine.execution.binding.ThreadBinding`. Empty: not bound.
         capture: how steps are captured; None: all run eagerly.
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
     """
@@ -65,6 +68,7 @@ class ModelWorker:
         logprobs_mode: str = "raw_logprobs",
         seed: int = 0,
         num_threads: int = 0,
+        cores: tuple[int, ...] = (),
         capture: Capture | None = None,
         cache_ahead_bytes: int = 0,
     ) -> None:
@@ -78,6 +82,7 @@ class ModelWorker:
         self._sampler = Sampler(ops.sample, ops.top_logprobs, logprobs_mode=logprobs_mode)
         self._seed = seed
         self._num_threads = num_threads
+        self._binding = ThreadBinding(cores)
         self._capture = capture
         self._cache_ahead_bytes = cache_ahead_bytes
         self._meter: MemoryMeter = memory_meter(self._device)
@@ -94,6 +99,7 @@ class ModelWorker:
         """Build the model, noting the memory that was free before and what the model took."""
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
+        self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
         self._model = self._build_model()
@@ -206,6 +212,7 @@ class ModelWorker:
             )
         if self._populator is not None:
             self._populator.start()
+        self._binding.narrow()
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
@@ -229,6 +236,7 @@ class ModelWorker:
                 layer.bind_cache(None, 0)
         self._layers = {}
         self._model = self._runner = self._cache = None
+        self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

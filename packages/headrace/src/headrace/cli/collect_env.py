@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import distributions
 
 from headrace.arguments import Parser
+from headrace_core.cores import cpu_quota, format_cores, usable_cores
 
 PACKAGES = re.compile(
     r"^(headrace.*|torch|numpy|triton|transformers|tokenizers|safetensors|huggingface.hub|fastapi|"
@@ -58,6 +59,9 @@ def _processor() -> Iterator[str]:
     if flags:
         useful = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
         yield "instruction sets: " + " ".join(f for f in useful if f in flags.group(1).split())
+    quota = cpu_quota()
+    yield f"cores that this process may use: {format_cores(usable_cores())}"
+    yield f"CPU quota: {'none' if quota is None else f'{quota:g} cores'}"
     with open("/proc/meminfo", encoding="ascii") as file:
         yield from (line.strip() for line in file if line.startswith(("MemTotal", "MemAvailable")))
 

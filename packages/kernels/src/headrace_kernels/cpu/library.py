@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,23 @@ class Library:
     def num_threads(self) -> int:
         return int(self._handle.hr_num_threads())
 
+    def bind_threads(self, cores: Sequence[int]) -> None:
+        """Bind the pool's threads, one core each; empty: new threads run anywhere. Linux only.
+
+        The first core is for the calling thread, which takes part in every job and is not touched.
+
+        Raises:
+            ConfigError: the system would not bind a thread, as when a core is not the process's.
+        """
+        failed = self._handle.hr_bind_threads((ctypes.c_int32 * len(cores))(*cores), len(cores))
+        if failed:
+            self._handle.hr_bind_threads((ctypes.c_int32 * 0)(), 0)
+            raise ConfigError(
+                f"cores = {tuple(cores)!r}: the system bound all but {failed} of "
+                f"{self.num_threads()} threads; name cores that this process may use, and none "
+                "where only Linux can bind"
+            )
+
     def rendezvous(self, jobs: int, patience: int = 1_000_000) -> int:
         """In how many of so many jobs, one after the other, all threads of the pool took part.
 
@@ -222,5 +239,6 @@ def _handle() -> ctypes.CDLL:
     handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
+    handle.hr_bind_threads.restype, handle.hr_bind_threads.argtypes = _I, [_P, _I]
     handle.hr_rendezvous.restype, handle.hr_rendezvous.argtypes = _I, [_I, _I]
     return handle

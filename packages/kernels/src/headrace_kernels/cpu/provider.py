@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from headrace_core.cores import format_cores, most_threads
 from headrace_core.errors import ConfigError
 from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
@@ -40,14 +41,17 @@ class CPUProvider:
         return 100
 
     def operations(self, need: KernelNeed) -> Mapping[str, Any]:
-        """All ops; sets the size of the process's kernel thread pool (0 = torch's setting)."""
+        """All ops; sets the size of the process's kernel thread pool, and binds its threads."""
         import torch
 
         from headrace_kernels.cpu.ops import native_ops
 
         kernels = library.load(library.isa())
-        kernels.set_num_threads(need.num_threads or torch.get_num_threads())
-        logger.info("native CPU kernels: %s, %d threads", kernels.isa, kernels.num_threads())
+        threads = need.num_threads or min(torch.get_num_threads(), most_threads())
+        kernels.set_num_threads(threads)
+        kernels.bind_threads(need.cores)
+        bound = f" on cores {format_cores(need.cores)}" if need.cores else ""
+        logger.info("native CPU kernels: %s, %d threads%s", kernels.isa, threads, bound)
         return native_ops(kernels)
 
     def step_graph(self, operations: Mapping[str, Any]) -> StepGraph:
