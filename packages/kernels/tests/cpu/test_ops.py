@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, bind_ops
+from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, Rounding, bind_ops
+from headrace_core.reference.quantized import dequantized
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import PROVIDER
@@ -142,6 +143,42 @@ def test_sums_beyond_32_bits_are_cut(ops, activations):
     packed = ops["quant_linear"].pack(weight, "float32", activations=activations)
     out = ops["quant_linear"](torch.ones(1, inputs), packed)
     torch.testing.assert_close(out, torch.full((1, 3), 127.0 * inputs), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+@pytest.mark.parametrize(
+    ("options", "activations"),
+    [({}, "int8"), ({"group_size": 1000}, "float"), ({"bits": 4, "group_size": 3000}, "float")],
+    ids=str,
+)
+def test_rows_that_are_cut_in_pieces_stay_the_same(level, options, activations):
+    """A lone tile reads a panel in one go, several cut it: 12,000 inputs are over a piece."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    from headrace_kernels.cpu.ops import native_ops
+
+    linear, inputs = native_ops(library.load(level))["quant_linear"], 12_000
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randint(-8, 8, (70, inputs), generator=generator).to(torch.int8)
+    scales = rand(70, -(-inputs // options.get("group_size", inputs))).abs()
+    packed = linear.pack(
+        QuantizedWeight(values, scales, **options), "bfloat16", activations=activations
+    )
+    x = rand(200, inputs, dtype="bfloat16")
+    together = linear(x, packed)
+    for row in (0, 99, 199):
+        assert bits_equal(linear(x[row : row + 1], packed), together[row : row + 1])
+    exact = x.double() @ dequantized(QuantizedWeight(values, scales, **options)).double().T
+    tolerance = {"int8": 0.02, "float": 0.005}[activations] * float(exact.abs().max())
+    assert float((together.double() - exact).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_rounding_a_long_row_cuts_its_sum(ops, activations):
+    weight = torch.ones(3, 70_000)
+    packed = ops["quant_linear"].round(weight, "float32", Rounding(8), activations=activations)
+    out = ops["quant_linear"](torch.ones(1, 70_000), packed)
+    torch.testing.assert_close(out, torch.full((1, 3), 70_000.0), rtol=1e-5, atol=0)
 
 
 def test_quant_linear_refusals(ops):

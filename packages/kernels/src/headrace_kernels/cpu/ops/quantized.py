@@ -8,11 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
-from headrace_core.ops import PackedLinear, QuantizedWeight
-from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
+from headrace_core.reference.rounding import rounded
+from headrace_kernels.cpu.library import BAD_VALUES, DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
-from headrace_kernels.cpu.ops.arguments import CODES, NAMES, matrix, mismatch, vector
+from headrace_kernels.cpu.ops.arguments import (
+    CODES,
+    NAMES,
+    dtype_code,
+    matrix,
+    mismatch,
+    vector,
+)
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
 """Bytes of fixed point that stand for an activation that stays a float; int8 ones have one."""
@@ -45,8 +53,7 @@ class QuantLinear:
         self._library, self._kernel = library, library.quant_linear
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
-        if dtype not in DTYPES:
-            raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
+        _check_dtype(dtype)
         weight = _cut_long_groups(weight)
         values, out_features, stride = matrix(weight.values)
         in_features = values.shape[1]
@@ -70,6 +77,30 @@ class QuantLinear:
         packed = _Packed(data, group, weight.bits, zeros is not None, scale_dtype, limbs)
         return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
 
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        _check_dtype(dtype)
+        weight, out_features, stride = matrix(weight)
+        in_features, bits = weight.shape[1], rounding.bits
+        group = rounding.group_size or max(4, in_features)
+        if min(group, in_features) > 2 * _MAX_GROUP or (group % 4 and group < in_features):
+            return self.pack(rounded(weight, rounding), dtype, activations=activations)
+        scale_dtype = DTYPES["float32" if rounding.group_size is None else "bfloat16"]
+        num_bytes = self._library.quant_linear_packed_bytes(
+            out_features, in_features, group, bits, 0, scale_dtype
+        )
+        data = packed_buffer(num_bytes)
+        status = self._library.quant_linear_round(
+            data.data_ptr(), weight.data_ptr(), out_features, in_features, stride, group, bits,
+            scale_dtype, dtype_code(weight.dtype),
+        )  # fmt: skip
+        if status == BAD_VALUES:
+            raise WeightsError("the weight holds infinities or NaN")
+        limbs = 1 if activations == "int8" else _LIMBS[dtype]
+        packed = _Packed(data, group, bits, 0, scale_dtype, limbs)
+        return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
+
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         x, rows, stride = matrix(x)
         dtype, out_features = x.dtype, packed.out_features
@@ -87,6 +118,11 @@ class QuantLinear:
             weight.scale_dtype, weight.limbs, CODES[dtype],
         )  # fmt: skip
         return out
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
 
 
 def _cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:
