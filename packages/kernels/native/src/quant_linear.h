@@ -26,9 +26,14 @@ constexpr int QV = 4;                     // vectors of a panel
 constexpr int QPANEL = QV * W;            // features of a panel
 constexpr int VECTOR_BYTES = 4 * W;
 constexpr int MAX_LIMB_ROWS = 6;          // rows times limbs of a register tile
-constexpr int64_t PIECE_BYTES = 128 << 10; // of a panel: stays in the second cache
+constexpr int64_t FEW_TILES = 4;          // so many share pieces that stay in the first cache,
+constexpr int64_t PIECE_BYTES = 16 << 10; // of this size; more share
+constexpr int64_t MANY_PIECE_BYTES = 128 << 10;  // in the second cache
+constexpr int64_t AHEAD = 8192;           // bytes that a lone tile fetches ahead
 constexpr int64_t TASK_LINES = 192;       // rows times limbs of a task
 constexpr int64_t RUNS = 8;               // tasks for each thread: evens out what delays one
+constexpr int64_t TASK_BYTES = 256 << 10;  // at least, of weights that a few rows read: what comes before
+                                          // a task's first fetch is waited for
 constexpr int UNROLL = 4;                 // steps of K between two fetches
 
 // --- vectors of integers ----------------------------------------------------------------------
@@ -246,25 +251,86 @@ inline void split(vf x, int limbs, int8_t* out, int64_t line, int64_t n) {
 
 inline int32_t sum_of(const int8_t* p, int64_t n) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += p[i];
+  int64_t i = 0;
+#if defined(HR_DOT_BF16)
+  vi sums = iset(0);
+  for (; i + 64 <= n; i += 64) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(p + i));
+  if (i > 0) sum = _mm512_reduce_add_epi32(sums);
+#endif
+  for (; i < n; ++i) sum += p[i];
   return sum;
+}
+
+// x / divisor, lane by lane. Where multiply-add rounds once, two corrections of x * (1 / divisor)
+// give the same bits in a fraction of the time: the first leaves an error below a unit in the last
+// place, from where the second is known to round correctly (Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990). Not so if a remainder is subnormal,
+// hence the bounds; of quotients below a quarter, which round to zero, it may be.
+struct Quotient {
+  vf divisor, inverse;
+  bool by_inverse;
+  explicit Quotient(float d) : divisor(vset(d)), inverse(vset(1.0f / d)) {
+#if defined(HR_AVX512) || defined(HR_AVX2)
+    by_inverse = d > 0x1p-90f && d < 0x1p90f;
+#else
+    by_inverse = false;
+#endif
+  }
+  vf of(vf x) const {
+    if (!by_inverse) return vdiv(x, divisor);
+    const vf minus = vsub(vzero(), divisor);
+    vf q = vmul(x, inverse);
+    q = vfma(vfma(minus, q, x), inverse, q);
+    return vfma(vfma(minus, q, x), inverse, q);
+  }
+};
+
+// The largest magnitude in x [n], and zero or, if it holds NaN or infinity, NaN.
+struct Extent { float largest, poison; };
+
+template <class T> inline Extent extent_of(const T* x, int64_t n) {
+  constexpr int CHAINS = 4;  // so that none of them waits
+  vf most[CHAINS], poison[CHAINS];
+  for (int c = 0; c < CHAINS; ++c) most[c] = poison[c] = vzero();
+  int64_t k = 0;
+  for (; k + CHAINS * W <= n; k += CHAINS * W) {
+    for (int c = 0; c < CHAINS; ++c) {
+      const vf v = ld(x + k + c * W);
+      most[c] = vmax(most[c], vabs(v));
+      poison[c] = vfma(v, vzero(), poison[c]);
+    }
+  }
+  for (; k < n; k += W) {
+    const vf v = ld_upto(x + k, n - k);
+    most[0] = vmax(most[0], vabs(v));
+    poison[0] = vfma(v, vzero(), poison[0]);
+  }
+  for (int c = 1; c < CHAINS; ++c) {
+    most[0] = vmax(most[0], most[c]);
+    poison[0] = vadd(poison[0], poison[c]);
+  }
+  return {hmax(most[0]), hsum(poison[0])};
+}
+
+template <int LIMBS, class T>
+inline void split_row(const T* x, int64_t n, float scale, int8_t* lines, int64_t line) {
+  const Quotient quotient(scale);
+  int64_t k = 0;
+  for (; k + W <= n; k += W) split(quotient.of(ld(x + k)), LIMBS, lines + k, line, W);
+  if (k < n) split(quotient.of(ldn(x + k, n - k)), LIMBS, lines + k, line, n - k);
 }
 
 template <class T>
 inline void fix_row(const FixedRows& f, int64_t row, const T* x, const Layout& l) {
-  vf most = vzero(), poison = vzero();  // poison: NaN if the row holds NaN or infinity
-  for (int64_t k = 0; k < l.K; k += W) {
-    const vf v = ld_upto(x + k, l.K - k);
-    most = vmax(most, vabs(v));
-    poison = vfma(v, vzero(), poison);
-  }
-  const float largest = hmax(most), scale = largest > 0 ? largest / largest_code(f.limbs) : 1.0f;
-  const vf divisor = vset(scale);
+  const Extent extent = extent_of(x, l.K);
+  const float scale = extent.largest > 0 ? extent.largest / largest_code(f.limbs) : 1.0f;
   int8_t* lines = f.bytes + row * f.limbs * f.line;
-  for (int64_t k = 0; k < l.K; k += W) {
-    split(vdiv(ld_upto(x + k, l.K - k), divisor), f.limbs, lines + k, f.line, l.K - k);
+  switch (f.limbs) {
+    case 1: split_row<1>(x, l.K, scale, lines, f.line); break;
+    case 2: split_row<2>(x, l.K, scale, lines, f.line); break;
+    case 3: split_row<3>(x, l.K, scale, lines, f.line); break;
   }
-  f.scales[row] = scale + hsum(poison);
+  f.scales[row] = scale + extent.poison;
   const int64_t inputs = 4 * l.group_steps();
   for (int j = 0; j < f.limbs; ++j) {
     int8_t* line = lines + j * f.line;
@@ -284,7 +350,7 @@ inline FixedRows fix_rows(const T* x, int64_t rows, int64_t stride, const Layout
   f.bytes = static_cast<int8_t*>(scratch(SCRATCH_A, size_t(rows * limbs * f.line + 64)));
   f.scales = static_cast<float*>(scratch(SCRATCH_B, size_t(rows * (1 + limbs * f.groups)) * 4 + 64));
   f.sums = reinterpret_cast<int32_t*>(f.scales + rows);
-  parallel_ranges(rows, rows * l.K / 8, [&](int64_t begin, int64_t end) {
+  parallel_ranges(rows, rows * l.K / 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) fix_row(f, i, x + i * stride, l);
   });
   return f;
@@ -435,14 +501,14 @@ inline void panel_rows(const Layout& l, const uint8_t* panel, const FixedRows& f
   constexpr int64_t TILE_ROWS = MAX_LIMB_ROWS / LIMBS;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = l.steps();
   const int64_t lines = ceil_div(UNROLL * l.step_bytes() / 64, tiles);  // of each tile, at each fetch
-  const int64_t piece = tiles == 1 ? max_of(1, steps) : PIECE_BYTES / l.step_bytes();
-  const uint8_t* const panel_end = panel + l.panel_bytes();
+  const int64_t shared = (tiles <= FEW_TILES ? PIECE_BYTES : MANY_PIECE_BYTES) / l.step_bytes();
+  const int64_t piece = tiles == 1 ? max_of(1, steps) : shared;
   for (int64_t s = 0; s < steps || s == 0; s += piece) {
     const int64_t end = min_of(s + piece, steps), share = (end - s) / UNROLL * 64 * lines;
-    const uint8_t* next = end == steps ? panel_end
-                                       : panel + (end / l.group_steps() + 1) * l.header_bytes() + end * l.step_bytes();
-    // A lone tile reads once, in order: the machine fetches that by itself.
-    const uint8_t* const last = tiles == 1 ? next : next + (end - s) * l.step_bytes();
+    const uint8_t* next = panel + (end / l.group_steps() + 1) * l.header_bytes() + end * l.step_bytes();
+    if (end == steps) next = panel + l.panel_bytes();
+    if (tiles == 1) next = panel + AHEAD;
+    const uint8_t* const last = next + (end - s) * l.step_bytes();
     for (int64_t i = 0; i < tiles; ++i, next += share) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const int64_t line = (begin + first) * LIMBS;
@@ -498,7 +564,13 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
   const FixedRows f = fix_rows(x, rows, stride, l, limbs);
   const int64_t pieces = ceil_div(rows * limbs, TASK_LINES), panels = l.panels();
   // A task takes neighbouring panels, so that what it prefetches is its own.
-  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  if (rows * limbs <= FEW_TILES * MAX_LIMB_ROWS) {
+    runs = min_of(runs, max_of(2 * pool_size(), panels * l.panel_bytes() / TASK_BYTES));
+    runs = min_of(runs, panels);
+  }
+  // The later, the shorter: threads end together.
+  const auto start = [&](int64_t run) { return panels - panels * (runs - run) * (runs - run) / (runs * runs); };
   parallel(runs * pieces, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
     const int64_t piece = task / runs, run = task % runs;
     const int64_t begin = piece * rows / pieces, many = (piece + 1) * rows / pieces - begin;
@@ -506,7 +578,7 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
     Sums sums;
     sums.real = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(1 + limbs) * 4));
     sums.whole = reinterpret_cast<int32_t*>(sums.real + lines);
-    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) {
+    for (int64_t p = start(run); p < start(run + 1); ++p) {
       panel_rows_of(l, packed + p * l.panel_bytes(), f, begin, many, sums);
       const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
       for (int64_t i = 0; i < many; ++i) {

@@ -20,15 +20,10 @@ inline void round_values(const float* x, float scale, float low, float high, int
 
 // x [K] -> codes and the scale, which is not finite if x holds NaN or infinity.
 inline float round_row(const float* x, int64_t K, int8_t* codes) {
-  vf most = vzero(), poison = vzero();
-  for (int64_t k = 0; k < K; k += W) {
-    const vf v = ld_upto(x + k, K - k);
-    most = vmax(most, vabs(v));
-    poison = vfma(v, vzero(), poison);
-  }
-  const float largest = hmax(most), scale = largest == 0.0f ? 1.0f : largest / 127.0f;
+  const Extent extent = extent_of(x, K);
+  const float scale = extent.largest == 0.0f ? 1.0f : extent.largest / 127.0f;
   round_values(x, scale, -127.0f, 127.0f, K, codes);
-  return scale + hsum(poison);
+  return scale + extent.poison;
 }
 
 // Sum of (code * scale - x)^2 over x [n], n a multiple of LANES.

@@ -9,7 +9,7 @@ import torch
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, Rounding, bind_ops
-from headrace_core.reference.quantized import dequantized
+from headrace_core.reference.quantized import dequantized, quantize_rows
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import PROVIDER
@@ -133,6 +133,27 @@ def test_int8_products_are_the_same_on_every_instruction_set(dtype):
         linear = native_ops(library.load(level))["quant_linear"]
         results.append(linear(x, linear.pack(weight, dtype, activations="int8"), bias))
     assert all(bits_equal(result, results[-1]) for result in results)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-3, 1.0, 3e37])
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+def test_activations_are_divided_exactly(level, size):
+    """Codes of activations are those of a division, also where they lie between two integers."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    from headrace_kernels.cpu.ops import native_ops
+
+    linear = native_ops(library.load(level))["quant_linear"]
+    halves = torch.randint(-254, 255, (500, 70), generator=torch.Generator().manual_seed(3))
+    x = halves.float() * (rand(500, 1).abs() * size / 100)
+    x = torch.cat([x, rand(500, 70) * size / 5, torch.nextafter(x, torch.zeros(()))])
+    packed = linear.pack(
+        QuantizedWeight(torch.eye(70, dtype=torch.int8), torch.ones(70, 1)),
+        "float32",
+        activations="int8",
+    )
+    codes, steps = quantize_rows(x)
+    assert bits_equal(linear(x, packed) + 0.0, codes * steps + 0.0)
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
