@@ -322,11 +322,44 @@ class QuantizedWeight:
             raise ConfigError(f"quantized weight: values are {self.values.dtype}, must be int8")
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a real weight becomes integers; :mod:`headrace_core.reference.rounding` defines it.
+
+    Raises:
+        ConfigError: another number of bits than the two that are defined.
+    """
+
+    bits: int
+    """8: symmetric, a scale per output. 4: symmetric, a bfloat16 scale per group of inputs."""
+    group_size: int | None = None
+    """Of 4 bits."""
+
+    def __post_init__(self) -> None:
+        if (self.bits, self.group_size is None) not in ((8, True), (4, False)):
+            raise ConfigError(
+                f"rounding: bits = {self.bits!r}, group_size = {self.group_size!r}: must be 8 bits "
+                "without groups or 4 bits with"
+            )
+
+
 class QuantLinearOp(Protocol):
     """Integer weights, with activations in int8 or in their own dtype."""
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         """Done once, at load. ``dtype`` is x's; ``activations`` of :data:`QUANT_ACTIVATIONS`."""
+        ...
+
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        """As :meth:`pack`, of the weight [N, K] of any floating dtype once it is rounded.
+
+        Nothing of ``weight`` is kept.
+
+        Raises:
+            WeightsError: it holds infinities or NaN.
+        """
         ...
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:

@@ -17,8 +17,8 @@ enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
 
 // What kernels return. A kernel that meets a bad index skips it, goes on and reports; bad lengths
-// stop it before it begins.
-enum Status : int32_t { OK = 0, BAD_INDEX = 1, BAD_LENGTHS = 2 };
+// stop it before it begins. One that is given values which are no numbers finishes and reports.
+enum Status : int32_t { OK = 0, BAD_INDEX = 1, BAD_LENGTHS = 2, BAD_VALUES = 3 };
 
 // One argument of a recorded call, see packed.h.
 union Word { int64_t integer; const void* pointer; double real; };

@@ -11,6 +11,7 @@
 #include "packing.h"
 #include "linear.h"
 #include "quant_linear.h"
+#include "quant_rounding.h"
 #include "packed_rows.h"
 #include "moe.h"
 #include "attention_units.h"
@@ -43,6 +44,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_gated),
     HR_ENTRY(quant_linear_packed_bytes),
     HR_ENTRY(quant_linear_pack),
+    HR_ENTRY(quant_linear_round),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
     HR_ENTRY(linear_rows),

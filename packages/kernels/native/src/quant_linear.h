@@ -26,10 +26,15 @@ constexpr int QV = 4;                     // vectors of a panel
 constexpr int QPANEL = QV * W;            // features of a panel
 constexpr int VECTOR_BYTES = 4 * W;
 constexpr int MAX_LIMB_ROWS = 6;          // rows times limbs of a register tile
-constexpr int64_t PIECE_BYTES = 16384;    // of a panel's piece that some rows share: first cache
-constexpr int64_t MANY_TILES = 12;        // with so many, twice that: fewer sums are put down
-constexpr int64_t BLOCK_LIMB_ROWS = 96;   // rows times limbs of a task
-constexpr int64_t AHEAD = 8192;           // bytes of prefetching where memory is the limit
+constexpr int64_t FEW_TILES = 4;          // so many share pieces that stay in the first cache,
+constexpr int64_t PIECE_BYTES = 16 << 10; // of this size; more share
+constexpr int64_t MANY_PIECE_BYTES = 128 << 10;  // in the second cache
+constexpr int64_t AHEAD = 8192;           // bytes that a lone tile fetches ahead
+constexpr int64_t TASK_LINES = 192;       // rows times limbs of a task
+constexpr int64_t RUNS = 8;               // tasks for each thread: evens out what delays one
+constexpr int64_t TASK_BYTES = 256 << 10;  // at least, of weights that a few rows read: what comes before
+                                          // a task's first fetch is waited for
+constexpr int UNROLL = 4;                 // steps of K between two fetches
 
 // --- vectors of integers ----------------------------------------------------------------------
 
@@ -45,7 +50,7 @@ inline vi ild_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si
 inline vf to_floats(vi x) { return _mm512_cvtepi32_ps(x); }
 inline vi raw_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline vi low_halves(vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline vi high_halves(vi x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+inline vi high_halves(vi x) { return _mm512_and_si512(x, _mm512_set1_epi8(int8_t(0xf0))); }
 #if defined(HR_DOT_BF16)  // every such machine multiplies bytes as well
 constexpr int TILE_V = 4;
 using Codes = vi;
@@ -82,7 +87,7 @@ inline vi ild_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_ep
 inline vf to_floats(vi x) { return _mm256_cvtepi32_ps(x); }
 inline vi raw_codes(const uint8_t* p) { return _mm256_loadu_si256((const vi*)p); }
 inline vi low_halves(vi x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline vi high_halves(vi x) { return low_halves(_mm256_srli_epi16(x, 4)); }
+inline vi high_halves(vi x) { return _mm256_and_si256(x, _mm256_set1_epi8(int8_t(0xf0))); }
 inline Codes codes_of(vi x) {
   return {_mm256_and_si256(x, _mm256_set1_epi16(255)), _mm256_srli_epi16(x, 8)};
 }
@@ -108,7 +113,7 @@ inline vi ild_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vf to_floats(vi x) { return __builtin_convertvector(x, vf); }
 inline vb raw_codes(const uint8_t* p) { vb x; __builtin_memcpy(&x, p, 16); return x; }
 inline vb low_halves(vb x) { return x & 15; }
-inline vb high_halves(vb x) { return x >> 4; }
+inline vb high_halves(vb x) { return x & 0xf0; }
 inline Codes codes_of(vb x) { return x; }
 inline Bytes bytes_of(int32_t four) {
   int8_t b[4];
@@ -123,7 +128,15 @@ inline vi dot(vi sum, const Codes& codes, const Bytes& limbs) {
 }
 #endif
 
-inline void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }
+// What a tile fetches on its way: `lines` lines of cache from `at` on after every UNROLL steps.
+struct Fetch {
+  const uint8_t* at;
+  int64_t lines;
+  void step() {
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    at += 64 * lines;
+  }
+};
 
 // --- weights ----------------------------------------------------------------------------------
 
@@ -150,33 +163,49 @@ template <class T> inline void put_scale(uint8_t* to, int64_t n, float scale) {
   __builtin_memcpy(to + n * int64_t(sizeof(T)), &stored, sizeof(T));
 }
 
+// Steps of one group, from rows of values: code = value + middle, in two's complement a flipped bit.
+inline void pack_steps(const Layout& l, uint8_t* to, const int8_t* values, int64_t stride,
+                       int64_t features, int64_t inputs) {
+  constexpr int64_t BLOCK = 16;
+  uint32_t columns[BLOCK * QPANEL];  // four values a unit
+  for (int64_t k = 0; k < inputs; k += 4 * BLOCK) {
+    const int64_t left = inputs - k, whole = min_of(BLOCK, left / 4), many = min_of(BLOCK, ceil_div(left, 4));
+    rows_to_columns(columns, QPANEL, reinterpret_cast<const char*>(values + k), stride, features, whole);
+    for (int64_t n = 0; whole < many && n < QPANEL; ++n) {
+      columns[whole * QPANEL + n] = 0;
+      if (n < features) __builtin_memcpy(columns + whole * QPANEL + n, values + n * stride + k + 4 * whole, size_t(left % 4));
+    }
+    for (int64_t s = 0; s < many; ++s, to += l.step_bytes()) {
+      const uint32_t* from = columns + s * QPANEL;
+      uint32_t step[QPANEL];
+      if (l.bits == 8) {
+        for (int64_t i = 0; i < QPANEL; ++i) step[i] = from[i] ^ 0x80808080u;
+      } else {
+        for (int64_t v = 0; v < QV; v += 2) {
+          const uint32_t *low = from + v * W, *high = low + W;
+          for (int64_t i = 0; i < W; ++i) {
+            step[v / 2 * W + i] = ((low[i] & 0x0f0f0f0fu) | (high[i] & 0x0f0f0f0fu) << 4) ^ 0x88888888u;
+          }
+        }
+      }
+      __builtin_memcpy(to, step, size_t(l.step_bytes()));
+    }
+  }
+}
+
 inline void pack_panel(const Layout& l, uint8_t* to, const int8_t* values, int64_t stride,
                        const float* scales, const int8_t* zeros, int64_t features) {
-  const int64_t groups = l.groups(), group_steps = l.group_steps(), step_bytes = l.step_bytes();
-  __builtin_memset(to, 0, size_t(l.panel_bytes()));
+  const int64_t groups = l.groups(), group_inputs = 4 * l.group_steps();
   for (int64_t g = 0; g < groups; ++g) {
     uint8_t* header = to + g * l.group_bytes();
+    __builtin_memset(header, 0, size_t(l.header_bytes()));
     for (int64_t n = 0; n < features; ++n) {
       const float scale = scales[n * groups + g];
       if (l.scale_dtype == F32) put_scale<float>(header, n, scale); else put_scale<bf16>(header, n, scale);
       if (l.has_zeros) header[l.scale_bytes() + n] = uint8_t(zeros[n * groups + g] + l.middle());
     }
-    uint8_t* steps = header + l.header_bytes();
-    const int64_t first = g * group_steps, last = min_of(first + group_steps, l.steps());
-    for (int64_t s = first; s < last; ++s) {
-      uint8_t* step = steps + (s - first) * step_bytes;
-      for (int64_t n = 0; n < features; ++n) {
-        const int64_t vector = n / W, lane = n % W;
-        for (int64_t k = 4 * s; k < min_of(4 * s + 4, l.K); ++k) {
-          const uint8_t code = uint8_t(values[n * stride + k] + l.middle());
-          if (l.bits == 8) {
-            step[vector * VECTOR_BYTES + lane * 4 + k % 4] = code;
-          } else {
-            step[vector / 2 * VECTOR_BYTES + lane * 4 + k % 4] |= uint8_t(code << vector % 2 * 4);
-          }
-        }
-      }
-    }
+    const int64_t first = g * group_inputs;
+    pack_steps(l, header + l.header_bytes(), values + first, stride, features, min_of(group_inputs, l.K - first));
   }
 }
 
@@ -222,25 +251,86 @@ inline void split(vf x, int limbs, int8_t* out, int64_t line, int64_t n) {
 
 inline int32_t sum_of(const int8_t* p, int64_t n) {
   int32_t sum = 0;
-  for (int64_t i = 0; i < n; ++i) sum += p[i];
+  int64_t i = 0;
+#if defined(HR_DOT_BF16)
+  vi sums = iset(0);
+  for (; i + 64 <= n; i += 64) sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(p + i));
+  if (i > 0) sum = _mm512_reduce_add_epi32(sums);
+#endif
+  for (; i < n; ++i) sum += p[i];
   return sum;
+}
+
+// x / divisor, lane by lane. Where multiply-add rounds once, two corrections of x * (1 / divisor)
+// give the same bits in a fraction of the time: the first leaves an error below a unit in the last
+// place, from where the second is known to round correctly (Markstein, "Computation of elementary
+// functions on the IBM RISC System/6000 processor", 1990). Not so if a remainder is subnormal,
+// hence the bounds; of quotients below a quarter, which round to zero, it may be.
+struct Quotient {
+  vf divisor, inverse;
+  bool by_inverse;
+  explicit Quotient(float d) : divisor(vset(d)), inverse(vset(1.0f / d)) {
+#if defined(HR_AVX512) || defined(HR_AVX2)
+    by_inverse = d > 0x1p-90f && d < 0x1p90f;
+#else
+    by_inverse = false;
+#endif
+  }
+  vf of(vf x) const {
+    if (!by_inverse) return vdiv(x, divisor);
+    const vf minus = vsub(vzero(), divisor);
+    vf q = vmul(x, inverse);
+    q = vfma(vfma(minus, q, x), inverse, q);
+    return vfma(vfma(minus, q, x), inverse, q);
+  }
+};
+
+// The largest magnitude in x [n], and zero or, if it holds NaN or infinity, NaN.
+struct Extent { float largest, poison; };
+
+template <class T> inline Extent extent_of(const T* x, int64_t n) {
+  constexpr int CHAINS = 4;  // so that none of them waits
+  vf most[CHAINS], poison[CHAINS];
+  for (int c = 0; c < CHAINS; ++c) most[c] = poison[c] = vzero();
+  int64_t k = 0;
+  for (; k + CHAINS * W <= n; k += CHAINS * W) {
+    for (int c = 0; c < CHAINS; ++c) {
+      const vf v = ld(x + k + c * W);
+      most[c] = vmax(most[c], vabs(v));
+      poison[c] = vfma(v, vzero(), poison[c]);
+    }
+  }
+  for (; k < n; k += W) {
+    const vf v = ld_upto(x + k, n - k);
+    most[0] = vmax(most[0], vabs(v));
+    poison[0] = vfma(v, vzero(), poison[0]);
+  }
+  for (int c = 1; c < CHAINS; ++c) {
+    most[0] = vmax(most[0], most[c]);
+    poison[0] = vadd(poison[0], poison[c]);
+  }
+  return {hmax(most[0]), hsum(poison[0])};
+}
+
+template <int LIMBS, class T>
+inline void split_row(const T* x, int64_t n, float scale, int8_t* lines, int64_t line) {
+  const Quotient quotient(scale);
+  int64_t k = 0;
+  for (; k + W <= n; k += W) split(quotient.of(ld(x + k)), LIMBS, lines + k, line, W);
+  if (k < n) split(quotient.of(ldn(x + k, n - k)), LIMBS, lines + k, line, n - k);
 }
 
 template <class T>
 inline void fix_row(const FixedRows& f, int64_t row, const T* x, const Layout& l) {
-  vf most = vzero(), poison = vzero();  // poison: NaN if the row holds NaN or infinity
-  for (int64_t k = 0; k < l.K; k += W) {
-    const vf v = ld_upto(x + k, l.K - k);
-    most = vmax(most, vabs(v));
-    poison = vfma(v, vzero(), poison);
-  }
-  const float largest = hmax(most), scale = largest > 0 ? largest / largest_code(f.limbs) : 1.0f;
-  const vf divisor = vset(scale);
+  const Extent extent = extent_of(x, l.K);
+  const float scale = extent.largest > 0 ? extent.largest / largest_code(f.limbs) : 1.0f;
   int8_t* lines = f.bytes + row * f.limbs * f.line;
-  for (int64_t k = 0; k < l.K; k += W) {
-    split(vdiv(ld_upto(x + k, l.K - k), divisor), f.limbs, lines + k, f.line, l.K - k);
+  switch (f.limbs) {
+    case 1: split_row<1>(x, l.K, scale, lines, f.line); break;
+    case 2: split_row<2>(x, l.K, scale, lines, f.line); break;
+    case 3: split_row<3>(x, l.K, scale, lines, f.line); break;
   }
-  f.scales[row] = scale + hsum(poison);
+  f.scales[row] = scale + extent.poison;
   const int64_t inputs = 4 * l.group_steps();
   for (int j = 0; j < f.limbs; ++j) {
     int8_t* line = lines + j * f.line;
@@ -260,7 +350,7 @@ inline FixedRows fix_rows(const T* x, int64_t rows, int64_t stride, const Layout
   f.bytes = static_cast<int8_t*>(scratch(SCRATCH_A, size_t(rows * limbs * f.line + 64)));
   f.scales = static_cast<float*>(scratch(SCRATCH_B, size_t(rows * (1 + limbs * f.groups)) * 4 + 64));
   f.sums = reinterpret_cast<int32_t*>(f.scales + rows);
-  parallel_ranges(rows, rows * l.K / 8, [&](int64_t begin, int64_t end) {
+  parallel_ranges(rows, rows * l.K / 2, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) fix_row(f, i, x + i * stride, l);
   });
   return f;
@@ -283,7 +373,7 @@ struct Work {
   const int32_t* line_sums;   // of the first line
   int64_t groups;
   Sums sums;                  // from the first line on
-  const uint8_t* next;        // what to prefetch meanwhile
+  Fetch fetch;
 };
 
 inline vf scales_at(const uint8_t* header, int32_t dtype, int v) {
@@ -310,21 +400,35 @@ template <int BITS, int V> inline void load_codes(const uint8_t* step, int v0, C
   }
 }
 
+// Nibbles from high halves stay there: codes of odd vectors, and their sums, are this many times as
+// large, and their scales as much smaller.
+template <int BITS> constexpr int weight_of(int v) { return BITS == 4 && v % 2 == 1 ? 16 : 1; }
+
 // A group begins: minus its zero points times the sum of a line's limbs.
-inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t line_sum) {
-  if (!l.has_zeros) return iset(-l.middle() * line_sum);
-  return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-line_sum));
+template <int BITS> inline vi first_sum(const Layout& l, const uint8_t* header, int v, int32_t line_sum) {
+  if (!l.has_zeros) return iset(-l.middle() * weight_of<BITS>(v) * line_sum);
+  return imul(ild_bytes(header + l.scale_bytes() + v * W), iset(-weight_of<BITS>(v) * line_sum));
 }
 
-// R lines (rows times limbs) by V vectors of features. A step of 4 inputs prefetches FETCH lines of
-// 64 bytes.
-template <int BITS, int LIMBS, int R, int V, int FETCH>
-inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
+// One step of 4 inputs: R lines (rows times limbs) by V vectors of features.
+template <int BITS, int R, int V>
+inline void dot_step(const uint8_t* step, int v0, const int8_t* bytes, int64_t line, vi (&sum)[R][V]) {
+  Codes codes[V];
+  load_codes<BITS, V>(step, v0, codes);
+  HR_UNROLL for (int r = 0; r < R; ++r) {
+    int32_t four;
+    __builtin_memcpy(&four, bytes + r * line, 4);
+    const Bytes limbs = bytes_of(four);
+    HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], codes[v], limbs);
+  }
+}
+
+template <int BITS, int LIMBS, int R, int V>
+inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0, Fetch fetch) {
   const Layout& l = *w.layout;
   constexpr int64_t STEP_BYTES = int64_t(QV) * VECTOR_BYTES * BITS / 8;
   const int64_t group_steps = l.group_steps(), group_bytes = l.group_bytes(), steps = l.steps();
   const int64_t line = w.line;
-  const uint8_t* next = w.next;
   for (int64_t s = begin, stop; s < end; s = stop) {
     const int64_t g = s / group_steps, start = g * group_steps, finish = min_of(start + group_steps, steps);
     stop = min_of(finish, end);
@@ -334,7 +438,7 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
     if (s == start) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         const int32_t line_sum = w.line_sums[r * w.groups + g];
-        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum(l, header, v0 + v, line_sum);
+        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = first_sum<BITS>(l, header, v0 + v, line_sum);
       }
     } else {
       HR_UNROLL for (int r = 0; r < R; ++r) {
@@ -342,18 +446,14 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
       }
     }
     const int8_t* bytes = w.lines + 4 * s;
-    for (int64_t i = s; i < stop; ++i, step += STEP_BYTES, bytes += 4) {
-      HR_UNROLL for (int j = 0; j < FETCH; ++j) prefetch(next + j * 64);
-      next += FETCH * 64;
-      Codes codes[V];
-      load_codes<BITS, V>(step, v0, codes);
-      HR_UNROLL for (int r = 0; r < R; ++r) {
-        int32_t four;
-        __builtin_memcpy(&four, bytes + r * line, 4);
-        const Bytes limbs = bytes_of(four);
-        HR_UNROLL for (int v = 0; v < V; ++v) sum[r][v] = dot(sum[r][v], codes[v], limbs);
+    int64_t i = s;
+    for (; i + UNROLL <= stop; i += UNROLL) {
+      fetch.step();
+      for (int u = 0; u < UNROLL; ++u, step += STEP_BYTES, bytes += 4) {
+        dot_step<BITS, R, V>(step, v0, bytes, line, sum);
       }
     }
+    for (; i < stop; ++i, step += STEP_BYTES, bytes += 4) dot_step<BITS, R, V>(step, v0, bytes, line, sum);
     if (stop < finish) {
       HR_UNROLL for (int r = 0; r < R; ++r) {
         HR_UNROLL for (int v = 0; v < V; ++v) ist(w.sums.whole + r * QPANEL + (v0 + v) * W, sum[r][v]);
@@ -362,7 +462,8 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
     }
     // The group ends: limbs are joined, scaled and added to the running sum.
     HR_UNROLL for (int v = 0; v < V; ++v) {
-      const vf scale = scales_at(header, l.scale_dtype, v0 + v);
+      vf scale = scales_at(header, l.scale_dtype, v0 + v);
+      if (BITS == 4) scale = vmul(scale, vset(1.0f / weight_of<BITS>(v0 + v)));
       HR_UNROLL for (int r = 0; r < R; r += LIMBS) {
         vf y = to_floats(sum[r][v]);
         HR_UNROLL for (int j = 1; j < LIMBS; ++j) y = vfma(y, vset(256.0f), to_floats(sum[r + j][v]));
@@ -373,79 +474,65 @@ inline void tile_vectors(const Work& w, int64_t begin, int64_t end, int v0) {
   }
 }
 
-template <int BITS, int LIMBS, int R, int FETCH>
-inline void tile(const Work& w, int64_t begin, int64_t end) {
-  tile_vectors<BITS, LIMBS, R, TILE_V, FETCH>(w, begin, end, 0);
-  for (int v0 = TILE_V; v0 < QV; v0 += TILE_V) {
-    tile_vectors<BITS, LIMBS, R, TILE_V, 0>(w, begin, end, v0);
-  }
-}
-
 template <int BITS, int LIMBS, int R>
-inline void tile_fetching(const Work& w, int64_t begin, int64_t end, int64_t fetch) {
-  constexpr int STEP_LINES = QV * VECTOR_BYTES * BITS / 8 / 64;
-  if (fetch <= 0) return tile<BITS, LIMBS, R, 0>(w, begin, end);
-  if constexpr (STEP_LINES > 1) {
-    if (fetch == 1) return tile<BITS, LIMBS, R, 1>(w, begin, end);
+inline void tile(const Work& w, int64_t begin, int64_t end) {
+  tile_vectors<BITS, LIMBS, R, TILE_V>(w, begin, end, 0, w.fetch);
+  for (int v0 = TILE_V; v0 < QV; v0 += TILE_V) {
+    tile_vectors<BITS, LIMBS, R, TILE_V>(w, begin, end, v0, Fetch{nullptr, 0});
   }
-  if constexpr (STEP_LINES > 2) {
-    if (fetch == 2) return tile<BITS, LIMBS, R, 2>(w, begin, end);
-  }
-  tile<BITS, LIMBS, R, STEP_LINES>(w, begin, end);
 }
 
 template <int BITS, int LIMBS>
-inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end, int64_t fetch) {
+inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end) {
   switch (lines / LIMBS) {
-    case 1: return tile_fetching<BITS, LIMBS, LIMBS>(w, begin, end, fetch);
-    case 2: return tile_fetching<BITS, LIMBS, 2 * LIMBS>(w, begin, end, fetch);
-    case 3: if constexpr (LIMBS <= 2) return tile_fetching<BITS, LIMBS, 3 * LIMBS>(w, begin, end, fetch); break;
-    case 4: if constexpr (LIMBS == 1) return tile_fetching<BITS, LIMBS, 4>(w, begin, end, fetch); break;
-    case 5: if constexpr (LIMBS == 1) return tile_fetching<BITS, LIMBS, 5>(w, begin, end, fetch); break;
-    case 6: if constexpr (LIMBS == 1) return tile_fetching<BITS, LIMBS, 6>(w, begin, end, fetch); break;
+    case 1: return tile<BITS, LIMBS, LIMBS>(w, begin, end);
+    case 2: return tile<BITS, LIMBS, 2 * LIMBS>(w, begin, end);
+    case 3: if constexpr (LIMBS <= 2) return tile<BITS, LIMBS, 3 * LIMBS>(w, begin, end); break;
+    case 4: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 4>(w, begin, end); break;
+    case 5: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 5>(w, begin, end); break;
+    case 6: if constexpr (LIMBS == 1) return tile<BITS, LIMBS, 6>(w, begin, end); break;
   }
 }
 
-// sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel. While it works
-// it prefetches what it reads next, and at the panel's end `after` (null: nothing).
+// sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel.
 template <int BITS, int LIMBS>
-inline void panel_rows(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
-                       int64_t begin, int64_t rows, Sums sums) {
+inline void panel_rows(const Layout& l, const uint8_t* panel, const FixedRows& f, int64_t begin,
+                       int64_t rows, Sums sums) {
   constexpr int64_t TILE_ROWS = MAX_LIMB_ROWS / LIMBS;
-  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = max_of(1, l.steps());
-  const int64_t step_lines = l.step_bytes() / 64;
-  const int64_t shared = (tiles < MANY_TILES ? 1 : 2) * PIECE_BYTES / l.step_bytes();
-  const int64_t piece = tiles == 1 ? steps : shared;
-  for (int64_t s = 0; s < steps; s += piece) {
-    const int64_t end = min_of(s + piece, l.steps());
-    const uint8_t* next = s + piece >= steps ? after : panel + end / l.group_steps() * l.header_bytes() + end * l.step_bytes();
+  const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = l.steps();
+  const int64_t lines = ceil_div(UNROLL * l.step_bytes() / 64, tiles);  // of each tile, at each fetch
+  const int64_t shared = (tiles <= FEW_TILES ? PIECE_BYTES : MANY_PIECE_BYTES) / l.step_bytes();
+  const int64_t piece = tiles == 1 ? max_of(1, steps) : shared;
+  for (int64_t s = 0; s < steps || s == 0; s += piece) {
+    const int64_t end = min_of(s + piece, steps), share = (end - s) / UNROLL * 64 * lines;
+    const uint8_t* next = panel + (end / l.group_steps() + 1) * l.header_bytes() + end * l.step_bytes();
+    if (end == steps) next = panel + l.panel_bytes();
     if (tiles == 1) next = panel + AHEAD;
-    for (int64_t i = 0; i < tiles; ++i) {
+    const uint8_t* const last = next + (end - s) * l.step_bytes();
+    for (int64_t i = 0; i < tiles; ++i, next += share) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const int64_t line = (begin + first) * LIMBS;
-      // The next piece's lines of cache, spread over this piece's tiles.
-      const int64_t fetched = i * step_lines / tiles, fetch = (i + 1) * step_lines / tiles - fetched;
       const Work w{&l, panel, f.bytes + line * f.line, f.line, f.sums + line * f.groups, f.groups,
                    {sums.whole + first * LIMBS * QPANEL, sums.real + first * QPANEL},
-                   next == nullptr ? nullptr : next + fetched * (end - s) * 64};
-      tile_lines<BITS, LIMBS>(w, many * LIMBS, s, end, next == nullptr ? 0 : fetch);
+                   {next, next < last ? lines : 0}};
+      tile_lines<BITS, LIMBS>(w, many * LIMBS, s, end);
     }
   }
 }
 
-inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
-                          int64_t begin, int64_t rows, Sums sums) {
+inline void panel_rows_of(const Layout& l, const uint8_t* panel, const FixedRows& f, int64_t begin,
+                          int64_t rows, Sums sums) {
   if (l.bits == 8) {
     switch (f.limbs) {
-      case 1: return panel_rows<8, 1>(l, panel, after, f, begin, rows, sums);
-      case 2: return panel_rows<8, 2>(l, panel, after, f, begin, rows, sums);
-      case 3: return panel_rows<8, 3>(l, panel, after, f, begin, rows, sums);
+      case 1: return panel_rows<8, 1>(l, panel, f, begin, rows, sums);
+      case 2: return panel_rows<8, 2>(l, panel, f, begin, rows, sums);
+      case 3: return panel_rows<8, 3>(l, panel, f, begin, rows, sums);
     }
   } else {
     switch (f.limbs) {
-      case 1: return panel_rows<4, 1>(l, panel, after, f, begin, rows, sums);
-      case 2: return panel_rows<4, 2>(l, panel, after, f, begin, rows, sums);
-      case 3: return panel_rows<4, 3>(l, panel, after, f, begin, rows, sums);
+      case 1: return panel_rows<4, 1>(l, panel, f, begin, rows, sums);
+      case 2: return panel_rows<4, 2>(l, panel, f, begin, rows, sums);
+      case 3: return panel_rows<4, 3>(l, panel, f, begin, rows, sums);
     }
   }
 }
@@ -475,20 +562,24 @@ inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_
                 const Layout& l, int limbs) {
   if (rows == 0) return;
   const FixedRows f = fix_rows(x, rows, stride, l, limbs);
-  const int64_t block = BLOCK_LIMB_ROWS / limbs, blocks = ceil_div(rows, block), panels = l.panels();
-  // Few rows: neighbouring panels stay on one thread, so that what it prefetches is its own.
-  const int64_t ranges = rows * limbs <= 2 * MAX_LIMB_ROWS ? min_of(panels, 4 * int64_t(pool_size())) : panels;
-  parallel(ranges * blocks, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
-    const int64_t range = task / blocks, begin = task % blocks * block, many = min_of(block, rows - begin);
-    const int64_t first = range * panels / ranges, end = (range + 1) * panels / ranges;
-    const size_t lines = size_t(many) * QPANEL;
+  const int64_t pieces = ceil_div(rows * limbs, TASK_LINES), panels = l.panels();
+  // A task takes neighbouring panels, so that what it prefetches is its own.
+  int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
+  if (rows * limbs <= FEW_TILES * MAX_LIMB_ROWS) {
+    runs = min_of(runs, max_of(2 * pool_size(), panels * l.panel_bytes() / TASK_BYTES));
+    runs = min_of(runs, panels);
+  }
+  // The later, the shorter: threads end together.
+  const auto start = [&](int64_t run) { return panels - panels * (runs - run) * (runs - run) / (runs * runs); };
+  parallel(runs * pieces, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
+    const int64_t piece = task / runs, run = task % runs;
+    const int64_t begin = piece * rows / pieces, many = (piece + 1) * rows / pieces - begin;
+    const size_t lines = size_t(TASK_LINES) * QPANEL;
     Sums sums;
     sums.real = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(1 + limbs) * 4));
     sums.whole = reinterpret_cast<int32_t*>(sums.real + lines);
-    for (int64_t p = first; p < end; ++p) {
-      const uint8_t* panel = packed + p * l.panel_bytes();
-      const uint8_t* after = task % blocks == 0 && p + 1 < panels ? panel + l.panel_bytes() : nullptr;
-      panel_rows_of(l, panel, after, f, begin, many, sums);
+    for (int64_t p = start(run); p < start(run + 1); ++p) {
+      panel_rows_of(l, packed + p * l.panel_bytes(), f, begin, many, sums);
       const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
       for (int64_t i = 0; i < many; ++i) {
         finish_row(out + (begin + i) * l.N + at, sums.real + i * QPANEL, f.scales[begin + i],

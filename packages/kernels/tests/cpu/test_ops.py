@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, bind_ops
+from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, Rounding, bind_ops
+from headrace_core.reference.quantized import dequantized, quantize_rows
 from headrace_core.testing.ops import bits_equal, paged_case, rand
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.provider import PROVIDER
@@ -134,6 +135,27 @@ def test_int8_products_are_the_same_on_every_instruction_set(dtype):
     assert all(bits_equal(result, results[-1]) for result in results)
 
 
+@pytest.mark.parametrize("size", [1e-38, 1e-30, 1e-3, 1.0, 3e37])
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+def test_activations_are_divided_exactly(level, size):
+    """Codes of activations are those of a division, also where they lie between two integers."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    from headrace_kernels.cpu.ops import native_ops
+
+    linear = native_ops(library.load(level))["quant_linear"]
+    halves = torch.randint(-254, 255, (500, 70), generator=torch.Generator().manual_seed(3))
+    x = halves.float() * (rand(500, 1).abs() * size / 100)
+    x = torch.cat([x, rand(500, 70) * size / 5, torch.nextafter(x, torch.zeros(()))])
+    packed = linear.pack(
+        QuantizedWeight(torch.eye(70, dtype=torch.int8), torch.ones(70, 1)),
+        "float32",
+        activations="int8",
+    )
+    codes, steps = quantize_rows(x)
+    assert bits_equal(linear(x, packed) + 0.0, codes * steps + 0.0)
+
+
 @pytest.mark.parametrize("activations", ["int8", "float"])
 def test_sums_beyond_32_bits_are_cut(ops, activations):
     """66,312 products of 255 and 127 would not fit."""
@@ -142,6 +164,42 @@ def test_sums_beyond_32_bits_are_cut(ops, activations):
     packed = ops["quant_linear"].pack(weight, "float32", activations=activations)
     out = ops["quant_linear"](torch.ones(1, inputs), packed)
     torch.testing.assert_close(out, torch.full((1, 3), 127.0 * inputs), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("level", library.ISA_LEVELS)
+@pytest.mark.parametrize(
+    ("options", "activations"),
+    [({}, "int8"), ({"group_size": 1000}, "float"), ({"bits": 4, "group_size": 3000}, "float")],
+    ids=str,
+)
+def test_rows_that_are_cut_in_pieces_stay_the_same(level, options, activations):
+    """A lone tile reads a panel in one go, several cut it: 12,000 inputs are over a piece."""
+    if level not in library.levels():
+        pytest.skip(f"this machine has no {level}")
+    from headrace_kernels.cpu.ops import native_ops
+
+    linear, inputs = native_ops(library.load(level))["quant_linear"], 12_000
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randint(-8, 8, (70, inputs), generator=generator).to(torch.int8)
+    scales = rand(70, -(-inputs // options.get("group_size", inputs))).abs()
+    packed = linear.pack(
+        QuantizedWeight(values, scales, **options), "bfloat16", activations=activations
+    )
+    x = rand(200, inputs, dtype="bfloat16")
+    together = linear(x, packed)
+    for row in (0, 99, 199):
+        assert bits_equal(linear(x[row : row + 1], packed), together[row : row + 1])
+    exact = x.double() @ dequantized(QuantizedWeight(values, scales, **options)).double().T
+    tolerance = {"int8": 0.02, "float": 0.005}[activations] * float(exact.abs().max())
+    assert float((together.double() - exact).abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_rounding_a_long_row_cuts_its_sum(ops, activations):
+    weight = torch.ones(3, 70_000)
+    packed = ops["quant_linear"].round(weight, "float32", Rounding(8), activations=activations)
+    out = ops["quant_linear"](torch.ones(1, 70_000), packed)
+    torch.testing.assert_close(out, torch.full((1, 3), 70_000.0), rtol=1e-5, atol=0)
 
 
 def test_quant_linear_refusals(ops):

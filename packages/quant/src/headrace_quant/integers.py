@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,12 +10,10 @@ import torch
 
 from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, TensorSpec
-from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
+from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight, Rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Rounding = Callable[["Tensor"], QuantizedWeight]
 
 
 class IntegerMethod(LinearMethod):
@@ -26,8 +24,6 @@ class IntegerMethod(LinearMethod):
         self.activations = activations
 
     def pack(self, spec: LinearSpec, weight: QuantizedWeight) -> PackedLinear:
-        if not bool(weight.scales.isfinite().all()):
-            raise WeightsError(f"layer {spec.name!r}: weight_scale holds values that are no scales")
         return self.ops.quant_linear.pack(weight, spec.dtype, activations=self.activations)
 
     def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,11 +41,13 @@ class IntegerMethod(LinearMethod):
 
 
 class RoundedWeight(IntegerMethod):
-    """``weight`` of any floating dtype, rounded when it has arrived.
+    """``weight`` of any floating dtype, rounded into its packed form when it has arrived.
 
     Raises (from ``finish``):
         WeightsError: the weight holds infinities or NaN.
     """
+
+    takes_views = True
 
     def __init__(self, ops: OpTable, rounding: Rounding, *, activations: str) -> None:
         super().__init__(ops, activations=activations)
@@ -59,7 +57,12 @@ class RoundedWeight(IntegerMethod):
         return {"weight": TensorSpec((spec.out_features, spec.in_features), None, in_dim=1)}
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        return self.pack(spec, self.rounding(tensors["weight"]))
+        try:
+            return self.ops.quant_linear.round(
+                tensors["weight"], spec.dtype, self.rounding, activations=self.activations
+            )
+        except WeightsError as error:
+            raise WeightsError(f"layer {spec.name!r}: {error}") from None
 
 
 class StoredInt8(IntegerMethod):

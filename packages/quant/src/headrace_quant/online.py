@@ -18,22 +18,18 @@ the head but one row a token of the table.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headrace_core.errors import ConfigError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
-from headrace_core.ops import OpTable, QuantizedWeight
+from headrace_core.ops import OpTable, Rounding
 from headrace_quant.ignoring import is_ignored
 from headrace_quant.integers import RoundedWeight, StoredInt8
 from headrace_quant.none import PlainWeight
-from headrace_quant.rounding import round_groups, round_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 HEAD = "lm_head"
+INT8 = Rounding(8)
 
 
 class Online(QuantMethod):
@@ -45,6 +41,8 @@ class Online(QuantMethod):
     """
 
     name: ClassVar[str]
+    rounding: ClassVar[Rounding] = INT8
+    """Of every layer but the head."""
     activations: ClassVar[str] = "float"
     may_be_stored: ClassVar[bool] = False
 
@@ -72,11 +70,6 @@ class Online(QuantMethod):
             raise ConfigError(f"quantization_config: ignore = {ignore!r}: must be a list of names")
         return cls(ops, stored=tuple(ignore))
 
-    @staticmethod
-    @abstractmethod
-    def round(weight: Tensor) -> QuantizedWeight:
-        """weight [N, K], of every layer but the head."""
-
     @classmethod
     def refuse(cls, need: QuantNeed) -> list[str]:
         return []
@@ -87,8 +80,8 @@ class Online(QuantMethod):
                 return PlainWeight(self.ops)
             return StoredInt8(self.ops, activations=self.activations)
         if spec.name.rpartition(".")[2] == HEAD:
-            return RoundedWeight(self.ops, round_rows, activations="float")
-        return RoundedWeight(self.ops, self.round, activations=self.activations)
+            return RoundedWeight(self.ops, INT8, activations="float")
+        return RoundedWeight(self.ops, self.rounding, activations=self.activations)
 
 
 class Int8(Online):
@@ -96,31 +89,17 @@ class Int8(Online):
     activations: ClassVar[str] = "int8"
     may_be_stored: ClassVar[bool] = True
 
-    @staticmethod
-    def round(weight: Tensor) -> QuantizedWeight:
-        return round_rows(weight)
-
 
 class Int8WeightOnly(Online):
     name: ClassVar[str] = "int8_weight_only"
     may_be_stored: ClassVar[bool] = True
 
-    @staticmethod
-    def round(weight: Tensor) -> QuantizedWeight:
-        return round_rows(weight)
-
 
 class Int4(Online):
     name: ClassVar[str] = "int4"
-
-    @staticmethod
-    def round(weight: Tensor) -> QuantizedWeight:
-        return round_groups(weight, 128)
+    rounding: ClassVar[Rounding] = Rounding(4, 128)
 
 
 class Int4Group32(Online):
     name: ClassVar[str] = "int4_g32"
-
-    @staticmethod
-    def round(weight: Tensor) -> QuantizedWeight:
-        return round_groups(weight, 32)
+    rounding: ClassVar[Rounding] = Rounding(4, 32)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_core.ops import PackedLinear, QuantizedWeight
+from headrace_core.errors import WeightsError
+from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
 from headrace_core.reference.activations import activation_and_mul
 from headrace_core.reference.dtypes import widened
+from headrace_core.reference.rounding import rounded
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,6 +50,14 @@ class QuantLinear:
             data=(weight, activations),
             num_bytes=sum(x.numel() * x.element_size() for x in parts if x is not None),
         )
+
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        integers = rounded(weight, rounding)
+        if not bool(integers.scales.isfinite().all()):
+            raise WeightsError("the weight holds infinities or NaN")
+        return self.pack(integers, dtype, activations=activations)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         weight, activations = packed.data

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
+from headrace_core.errors import WeightsError
 from headrace_core.ops import (
     ACTIVATIONS,
     ONE_BYTE_CACHES,
@@ -36,9 +37,11 @@ from headrace_core.ops import (
     KernelNeed,
     KernelProvider,
     QuantizedWeight,
+    Rounding,
 )
 from headrace_core.reference.cache import stored
 from headrace_core.reference.quantized import dequantized, quantize_rows
+from headrace_core.reference.rounding import rounded
 
 TOLERANCES: Mapping[str, float] = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 """Absolute and relative, against float64 (ATTN-REF)."""
@@ -562,6 +565,8 @@ class OpConformance:
     ]
     """(bits, group size, zero points)."""
 
+    ROUNDINGS: ClassVar = [Rounding(8), Rounding(4, 32), Rounding(4, 128), Rounding(4, 36)]
+
     def quantized(
         self, features: int, inputs: int, bits: int, group_size: int | None, has_zeros: bool
     ) -> QuantizedWeight:
@@ -667,6 +672,36 @@ class OpConformance:
         expected = x.cpu().double() @ dequantized(weight, torch.float64).cpu().T
         packed = linear.pack(weight, dtype, activations="float")
         self.check(linear(x, packed), expected, dtype)
+
+    @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
+    def test_quant_linear_rounds_as_defined(
+        self, op: Callable[[str], Any], dtype: str, rounding: Rounding
+    ) -> None:
+        """Bit for bit what rounding in torch and packing the integers gives."""
+        linear = op("quant_linear")
+        for rows, inputs in [(1, 1), (70, 200), (33, 333)]:
+            weight = self.rand(rows, inputs + 3, dtype=dtype)[:, 1:-2]
+            weight[:: rows // 3 + 1] = 0
+            weight[rows // 2] *= 1e-3
+            whole = rounded(weight.cpu(), rounding)
+            integers = replace(
+                whole, values=whole.values.to(self.device), scales=whole.scales.to(self.device)
+            )
+            x = torch.eye(inputs, device=self.device)
+            expected = linear(x, linear.pack(integers, "float32", activations="float"))
+            packed = linear.round(weight, "float32", rounding, activations="float")
+            assert (packed.in_features, packed.out_features) == (inputs, rows)
+            assert bits_equal(linear(x, packed), expected)
+
+    @pytest.mark.parametrize("rounding", ROUNDINGS, ids=str)
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_quant_linear_rounds_numbers_only(
+        self, op: Callable[[str], Any], dtype: str, rounding: Rounding, bad: float
+    ) -> None:
+        weight = self.rand(20, 70, dtype=dtype)
+        weight[19, 69] = bad
+        with pytest.raises(WeightsError, match="infinities or NaN"):
+            op("quant_linear").round(weight, dtype, rounding, activations="float")
 
     @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)

@@ -29,6 +29,9 @@ DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 BAD_LENGTHS = 2
 """A kernel's status: row counts contradict each other. 0 is success, 1 an index out of range."""
 
+BAD_VALUES = 3
+"""A kernel's status: values that must be finite are not."""
+
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "embedding": (_I, [_P] * 3 + [_L] * 4),
@@ -50,6 +53,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "linear_gated": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),
     "quant_linear_packed_bytes": (_L, [_L] * 3 + [_I] * 3),
     "quant_linear_pack": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),
+    "quant_linear_round": (_I, [_P] * 2 + [_L] * 4 + [_I] * 3),
     "quant_linear": (None, [_P] * 4 + [_L] * 5 + [_I] * 5),
     "quant_linear_gated": (None, [_P] * 4 + [_L] * 5 + [_I] * 6),
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),

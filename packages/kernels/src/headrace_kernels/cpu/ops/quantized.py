@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
-from headrace_core.ops import PackedLinear, QuantizedWeight
-from headrace_kernels.cpu.library import DTYPES, Library
+from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
+from headrace_core.reference.rounding import rounded
+from headrace_kernels.cpu.library import BAD_VALUES, DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
     activation_code,
+    dtype_code,
     gate_width,
     matrix,
     mismatch,
@@ -54,8 +56,7 @@ class QuantLinear:
         self._kernel, self._gated_kernel = library.quant_linear, library.quant_linear_gated
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
-        if dtype not in DTYPES:
-            raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
+        _check_dtype(dtype)
         weight = _cut_long_groups(weight)
         values, out_features, stride = matrix(weight.values)
         in_features = values.shape[1]
@@ -77,6 +78,30 @@ class QuantLinear:
         )  # fmt: skip
         limbs = 1 if activations == "int8" else _LIMBS[dtype]
         packed = _Packed(data, group, weight.bits, zeros is not None, scale_dtype, limbs)
+        return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
+
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        _check_dtype(dtype)
+        weight, out_features, stride = matrix(weight)
+        in_features, bits = weight.shape[1], rounding.bits
+        group = rounding.group_size or max(4, in_features)
+        if min(group, in_features) > 2 * _MAX_GROUP or (group % 4 and group < in_features):
+            return self.pack(rounded(weight, rounding), dtype, activations=activations)
+        scale_dtype = DTYPES["float32" if rounding.group_size is None else "bfloat16"]
+        num_bytes = self._library.quant_linear_packed_bytes(
+            out_features, in_features, group, bits, 0, scale_dtype
+        )
+        data = packed_buffer(num_bytes)
+        status = self._library.quant_linear_round(
+            data.data_ptr(), weight.data_ptr(), out_features, in_features, stride, group, bits,
+            scale_dtype, dtype_code(weight.dtype),
+        )  # fmt: skip
+        if status == BAD_VALUES:
+            raise WeightsError("the weight holds infinities or NaN")
+        limbs = 1 if activations == "int8" else _LIMBS[dtype]
+        packed = _Packed(data, group, bits, 0, scale_dtype, limbs)
         return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
@@ -119,6 +144,11 @@ class QuantLinear:
         if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
             raise ConfigError(mismatch("quant_linear", x, packed))
         return x, rows, stride
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"quant_linear: activations {dtype!r} are not of {list(DTYPES)}")
 
 
 def _cut_long_groups(weight: QuantizedWeight) -> QuantizedWeight:

@@ -1,4 +1,8 @@
-"""From real weights to integers, while a checkpoint is loaded."""
+"""From real weights to integers, while a checkpoint is loaded.
+
+Every step is one float32 operation per element and sums have a stated order, so that a native
+implementation can be bit-equal (and is held to it).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.ops import QuantizedWeight
+from headrace_core.ops import QuantizedWeight, Rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +21,17 @@ _WEIGHTS_AT_ONCE = 1 << 20
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Clipping a group's largest weights makes the steps of all others finer; each of these fractions
 of the full range is tried per group, and the one of least squared error is kept."""
+
+
+_LANES = 16
+"""Errors of a group are summed in so many partial sums, which are then halved into one another."""
+
+
+def rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
+    """weight [N, K] of any floating dtype, in the integers that ``rounding`` says."""
+    if rounding.group_size is None:
+        return round_rows(weight)
+    return round_groups(weight, rounding.group_size, bits=rounding.bits)
 
 
 def round_rows(weight: Tensor) -> QuantizedWeight:
@@ -63,12 +78,24 @@ def _best_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         scale = (widest * shrink).bfloat16().float()
         scale = torch.where(scale == 0, 1.0, scale)
         codes = torch.div(weight, scale, out=scratch).round_().clamp_(low, high)
-        error = codes.mul_(scale).sub_(weight).square_().sum(dim=2, keepdim=True)
+        error = _sum_in_lanes(codes.mul_(scale).sub_(weight).square_())
         better = ~(error >= best_error)  # NaN stays, for the caller to see
         best_error = torch.where(better, error, best_error)
         best_scales = torch.where(better, scale, best_scales)
     codes = torch.div(weight, best_scales, out=scratch).round_().clamp_(low, high)
     return codes.to(torch.int8), best_scales[..., 0]
+
+
+def _sum_in_lanes(x: Tensor) -> Tensor:
+    """x [R, groups, G] -> [R, groups, 1]: element k in partial sum k mod 16, in order of k."""
+    x = torch.nn.functional.pad(x, (0, -x.shape[2] % _LANES))
+    sums = x[..., :_LANES].clone()
+    for at in range(_LANES, x.shape[2], _LANES):
+        sums += x[..., at : at + _LANES]
+    while sums.shape[2] > 1:
+        half = sums.shape[2] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums
 
 
 def _pieces(weight: Tensor) -> list[slice]:

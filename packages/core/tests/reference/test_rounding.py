@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_core.reference import rounding
 from headrace_core.reference.quantized import dequantized
-from headrace_quant import rounding
-from headrace_quant.rounding import round_groups, round_rows
+from headrace_core.reference.rounding import round_groups, round_rows
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
