@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent / "driven"))
-import workloads  # noqa: E402
+import workloads
 
 PROMPT, OUTPUT = 64, 128
 """Tokens of each request."""

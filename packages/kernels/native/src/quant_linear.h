@@ -32,8 +32,6 @@ constexpr int64_t MANY_PIECE_BYTES = 128 << 10;  // in the second cache
 constexpr int64_t AHEAD = 8192;           // bytes that a lone tile fetches ahead
 constexpr int64_t TASK_LINES = 192;       // rows times limbs of a task
 constexpr int64_t RUNS = 8;               // tasks for each thread: evens out what delays one
-constexpr int64_t TASK_BYTES = 256 << 10;  // at least, of weights that a few rows read: what comes before
-                                          // a task's first fetch is waited for
 constexpr int UNROLL = 4;                 // steps of K between two fetches
 
 // --- vectors of integers ----------------------------------------------------------------------
@@ -494,10 +492,11 @@ inline void tile_lines(const Work& w, int64_t lines, int64_t begin, int64_t end)
   }
 }
 
-// sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel.
+// sums.real [rows][QPANEL] = fixed-point rows [begin, begin + rows) times one panel; `after` is the one
+// that will be read next, whose beginning is fetched on the way.
 template <int BITS, int LIMBS>
-inline void panel_rows(const Layout& l, const uint8_t* panel, const FixedRows& f, int64_t begin,
-                       int64_t rows, Sums sums) {
+inline void panel_rows(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
+                       int64_t begin, int64_t rows, Sums sums) {
   constexpr int64_t TILE_ROWS = MAX_LIMB_ROWS / LIMBS;
   const int64_t tiles = ceil_div(rows, TILE_ROWS), steps = l.steps();
   const int64_t lines = ceil_div(UNROLL * l.step_bytes() / 64, tiles);  // of each tile, at each fetch
@@ -506,7 +505,7 @@ inline void panel_rows(const Layout& l, const uint8_t* panel, const FixedRows& f
   for (int64_t s = 0; s < steps || s == 0; s += piece) {
     const int64_t end = min_of(s + piece, steps), share = (end - s) / UNROLL * 64 * lines;
     const uint8_t* next = panel + (end / l.group_steps() + 1) * l.header_bytes() + end * l.step_bytes();
-    if (end == steps) next = panel + l.panel_bytes();
+    if (end == steps) next = after;
     if (tiles == 1) next = panel + AHEAD;
     const uint8_t* const last = next + (end - s) * l.step_bytes();
     for (int64_t i = 0; i < tiles; ++i, next += share) {
@@ -520,19 +519,19 @@ inline void panel_rows(const Layout& l, const uint8_t* panel, const FixedRows& f
   }
 }
 
-inline void panel_rows_of(const Layout& l, const uint8_t* panel, const FixedRows& f, int64_t begin,
-                          int64_t rows, Sums sums) {
+inline void panel_rows_of(const Layout& l, const uint8_t* panel, const uint8_t* after, const FixedRows& f,
+                          int64_t begin, int64_t rows, Sums sums) {
   if (l.bits == 8) {
     switch (f.limbs) {
-      case 1: return panel_rows<8, 1>(l, panel, f, begin, rows, sums);
-      case 2: return panel_rows<8, 2>(l, panel, f, begin, rows, sums);
-      case 3: return panel_rows<8, 3>(l, panel, f, begin, rows, sums);
+      case 1: return panel_rows<8, 1>(l, panel, after, f, begin, rows, sums);
+      case 2: return panel_rows<8, 2>(l, panel, after, f, begin, rows, sums);
+      case 3: return panel_rows<8, 3>(l, panel, after, f, begin, rows, sums);
     }
   } else {
     switch (f.limbs) {
-      case 1: return panel_rows<4, 1>(l, panel, f, begin, rows, sums);
-      case 2: return panel_rows<4, 2>(l, panel, f, begin, rows, sums);
-      case 3: return panel_rows<4, 3>(l, panel, f, begin, rows, sums);
+      case 1: return panel_rows<4, 1>(l, panel, after, f, begin, rows, sums);
+      case 2: return panel_rows<4, 2>(l, panel, after, f, begin, rows, sums);
+      case 3: return panel_rows<4, 3>(l, panel, after, f, begin, rows, sums);
     }
   }
 }
@@ -557,34 +556,36 @@ inline void finish_row(T* out, const float* real, float scale, const T* bias, in
   }
 }
 
-template <class T>
-inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
-                const Layout& l, int limbs) {
-  if (rows == 0) return;
-  const FixedRows f = fix_rows(x, rows, stride, l, limbs);
-  const int64_t pieces = ceil_div(rows * limbs, TASK_LINES), panels = l.panels();
-  // A task takes neighbouring panels, so that what it prefetches is its own.
-  int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
-  if (rows * limbs <= FEW_TILES * MAX_LIMB_ROWS) {
-    runs = min_of(runs, max_of(2 * pool_size(), panels * l.panel_bytes() / TASK_BYTES));
-    runs = min_of(runs, panels);
-  }
-  // The later, the shorter: threads end together.
-  const auto start = [&](int64_t run) { return panels - panels * (runs - run) * (runs - run) / (runs * runs); };
+// f(begin, many, p, sums) for every panel p < panels and piece of the rows, on all threads; sums.real
+// has room for SUMS panels of `many` rows. A task takes neighbouring panels, so that what it prefetches
+// is its own.
+template <int SUMS, class F>
+inline void over_panels(const Layout& l, int64_t rows, int64_t panels, int limbs, const F& f) {
+  const int64_t pieces = ceil_div(rows * limbs, TASK_LINES);
+  const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
   parallel(runs * pieces, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
     const int64_t piece = task / runs, run = task % runs;
     const int64_t begin = piece * rows / pieces, many = (piece + 1) * rows / pieces - begin;
     const size_t lines = size_t(TASK_LINES) * QPANEL;
     Sums sums;
-    sums.real = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(1 + limbs) * 4));
-    sums.whole = reinterpret_cast<int32_t*>(sums.real + lines);
-    for (int64_t p = start(run); p < start(run + 1); ++p) {
-      panel_rows_of(l, packed + p * l.panel_bytes(), f, begin, many, sums);
-      const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
-      for (int64_t i = 0; i < many; ++i) {
-        finish_row(out + (begin + i) * l.N + at, sums.real + i * QPANEL, f.scales[begin + i],
-                   bias == nullptr ? nullptr : bias + at, features);
-      }
+    sums.real = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(SUMS + limbs) * 4));
+    sums.whole = reinterpret_cast<int32_t*>(sums.real + SUMS * lines);
+    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
+  });
+}
+
+template <class T>
+inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
+                const Layout& l, int limbs) {
+  if (rows == 0) return;
+  const FixedRows f = fix_rows(x, rows, stride, l, limbs);
+  over_panels<1>(l, rows, l.panels(), limbs, [&](int64_t begin, int64_t many, int64_t p, Sums sums) {
+    const uint8_t* panel = packed + p * l.panel_bytes();
+    panel_rows_of(l, panel, panel + l.panel_bytes(), f, begin, many, sums);
+    const int64_t at = p * QPANEL, features = min_of(QPANEL, l.N - at);
+    for (int64_t i = 0; i < many; ++i) {
+      finish_row(out + (begin + i) * l.N + at, sums.real + i * QPANEL, f.scales[begin + i],
+                 bias == nullptr ? nullptr : bias + at, features);
     }
   });
 }
@@ -597,29 +598,19 @@ inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, 
   if (rows == 0) return;
   const int64_t I = l.N / 2, panels = I / QPANEL;
   const FixedRows f = fix_rows(x, rows, stride, l, limbs);
-  const int64_t block = BLOCK_LIMB_ROWS / limbs, blocks = ceil_div(rows, block);
-  const int64_t ranges = rows * limbs <= 2 * MAX_LIMB_ROWS ? min_of(panels, 4 * int64_t(pool_size())) : panels;
-  parallel(ranges * blocks, rows * limbs * l.N * l.K / 64, [&](int64_t task) {
-    const int64_t range = task / blocks, begin = task % blocks * block, many = min_of(block, rows - begin);
-    const size_t lines = size_t(many) * QPANEL;
-    float* gates = static_cast<float*>(scratch(SCRATCH_TASK, lines * size_t(2 + limbs) * 4));
-    float* ups = gates + lines;
-    int32_t* whole = reinterpret_cast<int32_t*>(ups + lines);
-    for (int64_t p = range * panels / ranges; p < (range + 1) * panels / ranges; ++p) {
-      const bool first_block = task % blocks == 0;
-      const uint8_t* gate = packed + p * l.panel_bytes();
-      const uint8_t* up = gate + panels * l.panel_bytes();
-      const uint8_t* after = p + 1 < panels ? gate + l.panel_bytes() : nullptr;
-      panel_rows_of(l, gate, first_block ? up : nullptr, f, begin, many, {whole, gates});
-      panel_rows_of(l, up, first_block ? after : nullptr, f, begin, many, {whole, ups});
-      const int64_t at = p * QPANEL;
-      for (int64_t i = 0; i < many; ++i) {
-        T rounded_gates[QPANEL], rounded_ups[QPANEL];
-        const float scale = f.scales[begin + i];
-        finish_row(rounded_gates, gates + i * QPANEL, scale, bias == nullptr ? nullptr : bias + at, QPANEL);
-        finish_row(rounded_ups, ups + i * QPANEL, scale, bias == nullptr ? nullptr : bias + I + at, QPANEL);
-        act_mul_row(kind, out + (begin + i) * I + at, rounded_gates, rounded_ups, QPANEL);
-      }
+  over_panels<2>(l, rows, panels, limbs, [&](int64_t begin, int64_t many, int64_t p, Sums gates) {
+    const uint8_t* gate = packed + p * l.panel_bytes();
+    const uint8_t* up = gate + panels * l.panel_bytes();
+    const Sums ups{gates.whole, gates.real + many * QPANEL};
+    panel_rows_of(l, gate, up, f, begin, many, gates);
+    panel_rows_of(l, up, gate + l.panel_bytes(), f, begin, many, ups);
+    const int64_t at = p * QPANEL;
+    for (int64_t i = 0; i < many; ++i) {
+      T rounded_gates[QPANEL], rounded_ups[QPANEL];
+      const float scale = f.scales[begin + i];
+      finish_row(rounded_gates, gates.real + i * QPANEL, scale, bias == nullptr ? nullptr : bias + at, QPANEL);
+      finish_row(rounded_ups, ups.real + i * QPANEL, scale, bias == nullptr ? nullptr : bias + I + at, QPANEL);
+      act_mul_row(kind, out + (begin + i) * I + at, rounded_gates, rounded_ups, QPANEL);
     }
   });
 }
