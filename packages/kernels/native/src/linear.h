@@ -33,6 +33,7 @@ constexpr int64_t PIECE_BYTES = 128 << 10;     // of a panel: stays in the secon
 constexpr int64_t ROWS_PIECE = 192;            // rows of a task
 constexpr int64_t RUNS = 8;                    // tasks for each thread: evens out what delays one
 constexpr int UNROLL = 4;                      // steps of K between two fetches
+constexpr int64_t PAIR_LINES = 3;              // that the second of two tiles fetches at a time
 
 // How activations of type T meet weights of type WT: the type in which rows are read, and K's step.
 template <class WT> struct Meeting { using A = float; static constexpr int STEP = 1; };
@@ -169,21 +170,25 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
   const int64_t width = int64_t(vectors) * W;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
   const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
-  const int64_t lines = ceil_div(step_bytes / 64, tiles);  // of each tile, at each fetch
+  const int64_t lines = tiles == 2 ? PAIR_LINES : ceil_div(step_bytes / 64, tiles);  // at each fetch
   const int64_t piece = tiles == 1 ? K : PIECE_BYTES / (PANEL * int64_t(sizeof(WT)));
   for (int64_t k = 0; k < K || k == 0; k += piece) {
     const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
     const WT* b = panel + k * width;
-    const char* next = reinterpret_cast<const char*>(k + count < K ? b + count * width : after);
-    // A lone tile reads once, in order: the machine fetches that by itself.
-    const char* const end = tiles == 1 ? next : next + steps * step_bytes;
+    const char* const contiguous = reinterpret_cast<const char*>(b + count * width);
+    const char* next = k + count < K ? contiguous : reinterpret_cast<const char*>(after);
+    const char* const end = next + steps * step_bytes;
     for (int64_t i = 0; i < tiles; ++i) {
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const A* a[MAX_ROWS];
       for (int64_t r = 0; r < many; ++r) a[r] = x.row(begin + first + r) + k;
       float* c = sums + first * PANEL;
-      const Ahead ahead{next, next < end ? lines : 0};
-      next += 64 * lines * steps;
+      // What is read once and in order the machine fetches by itself, faster than it is told to: a
+      // lone tile's panel, but for the beginning of one that lies elsewhere, and most of the first of
+      // two tiles' piece.
+      const int64_t own = tiles == 1 ? next != contiguous : tiles == 2 && i == 0 ? 0 : lines;
+      const Ahead ahead{next, next < end ? own : 0};
+      next += 64 * own * steps;
       switch (vectors) {
         case 1: tile_rows<1>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
         case 2: tile_rows<2>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
