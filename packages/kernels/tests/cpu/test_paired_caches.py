@@ -16,8 +16,8 @@ from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm
 from headrace_core.paired import can_pair, paired, plain_keys, plain_values
 from headrace_kernels.cpu import library
+from headrace_kernels.cpu.library import PAIRING
 from headrace_kernels.cpu.ops import native_ops
-from headrace_kernels.cpu.ops.caches import PAIRING
 
 pytestmark = pytest.mark.skipif(
     not set(PAIRING) & set(library.levels()), reason=f"this machine has none of {PAIRING}"

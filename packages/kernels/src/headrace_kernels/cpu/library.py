@@ -23,6 +23,9 @@ ISA_VARIABLE = "HEADRACE_CPU_ISA"
 ISA_LEVELS = ("avx512_bf16", "avx512", "avx2", "portable")
 """Every level that a library can have, best first."""
 
+PAIRING = ("avx512_bf16",)
+"""Those that multiply pairs, and so read paired caches (:mod:`headrace_core.paired`)."""
+
 DTYPES: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Codes of dtypes in the C interface."""
 

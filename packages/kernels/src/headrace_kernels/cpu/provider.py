@@ -11,7 +11,6 @@ from headrace_core.errors import ConfigError
 from headrace_core.graph import StepGraph
 from headrace_core.ops import KernelNeed
 from headrace_kernels.cpu import library
-from headrace_kernels.cpu.ops.caches import PAIRING
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class CPUProvider:
 
     def pairs_caches(self, need: KernelNeed) -> bool:
         """See :meth:`headrace_core.ops.PairsCaches.pairs_caches`."""
-        return need.dtype == "bfloat16" and library.isa() in PAIRING
+        return need.dtype == "bfloat16" and library.isa() in library.PAIRING
 
 
 PROVIDER = CPUProvider()

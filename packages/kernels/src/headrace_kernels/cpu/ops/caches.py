@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.paired import GROUP, is_paired
+from headrace_kernels.cpu.library import PAIRING
 from headrace_kernels.cpu.ops.arguments import describe
 
 _Geometry = ctypes.c_int64 * 13
@@ -24,9 +25,6 @@ STORAGE: Mapping[torch.dtype, int] = {
 
 PAIRED = 4
 """Code of a cache in the order of :mod:`headrace_core.paired`."""
-
-PAIRING = ("avx512_bf16",)
-"""Instruction sets that multiply pairs."""
 
 
 def beyond(op: str, cache: Tensor) -> str:
