@@ -1,0 +1,41 @@
+"""The tests that an implementation of core's ops inherits.
+
+Subclass :class:`OpConformance`, say which provider, device and dtypes, and pytest does the rest::
+
+    class TestMyKernels(OpConformance):
+        device = "cpu"
+        dtypes = ("float32", "bfloat16")
+
+        @pytest.fixture
+        def provider(self):
+            return PROVIDER
+
+Every op that the provider has is compared with :mod:`headrace_core.reference` computed in float64
+from the same inputs. If the provider claims row invariance, that is tested bit for bit. Ops that it
+lacks are skipped. What an op must not look at (unowned cache slots, skipped tokens) is poisoned
+with NaN.
+"""
+
+from __future__ import annotations
+
+from headrace_core.testing.ops.attention import AttentionConformance
+from headrace_core.testing.ops.caches import CacheConformance
+from headrace_core.testing.ops.inputs import bits_equal, call_wide, rand, wide
+from headrace_core.testing.ops.linear import LinearConformance
+from headrace_core.testing.ops.moe import MoEConformance
+from headrace_core.testing.ops.paged import PagedCase, paged_case
+from headrace_core.testing.ops.quantized import QuantizedConformance
+from headrace_core.testing.ops.rowwise import RowwiseConformance
+
+__all__ = ["OpConformance", "PagedCase", "bits_equal", "call_wide", "paged_case", "rand", "wide"]
+
+
+class OpConformance(
+    RowwiseConformance,
+    LinearConformance,
+    QuantizedConformance,
+    MoEConformance,
+    CacheConformance,
+    AttentionConformance,
+):
+    """What every kernel provider must pass; see the module's docstring."""

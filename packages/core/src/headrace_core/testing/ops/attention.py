@@ -1,0 +1,207 @@
+"""Attention over the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from headrace_core.ops import ONE_BYTE_CACHES
+from headrace_core.testing.ops.inputs import bits_equal
+from headrace_core.testing.ops.paged import PagedCase, paged_case
+from headrace_core.testing.ops.suite import OpSuite
+
+
+class AttentionConformance(OpSuite):
+    """``paged_attention``."""
+
+    MIXED: ClassVar = [(1, 1), (1, 70), (5, 5), (17, 90), (3, 35), (1, 16), (1, 129)]
+    """(new tokens, context): decode, prefill and chunks together."""
+
+    def paged(self, lengths: Sequence[tuple[int, int]], dtype: str, **options: Any) -> PagedCase:
+        return paged_case(lengths, dtype=dtype, device=self.device, **options)
+
+    @pytest.mark.parametrize("block_size", [8, 16, 32])
+    @pytest.mark.parametrize("layout", ["NHD", "HND", "pair"])
+    def test_paged_attention(
+        self, op: Callable[[str], Any], dtype: str, block_size: int, layout: str
+    ) -> None:
+        case = self.paged(self.MIXED, dtype, block_size=block_size, layout=layout)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (6, 2), (8, 1), (5, 1)])
+    @pytest.mark.parametrize("dim", [16, 40, 64, 80, 128])
+    def test_paged_attention_heads(
+        self, op: Callable[[str], Any], dtype: str, heads: int, kv_heads: int, dim: int
+    ) -> None:
+        case = self.paged(
+            [(1, 40), (9, 20), (1, 3)], dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim
+        )
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize("window", [0, 1, 5, 16, 33, 1000])
+    def test_paged_attention_window(
+        self, op: Callable[[str], Any], dtype: str, window: int
+    ) -> None:
+        case = self.paged([*self.MIXED, (40, 130)], dtype, sliding_window=window)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_window_border(self, op: Callable[[str], Any], dtype: str) -> None:
+        """The key at distance W - 1 is seen, the one at W is not."""
+        case = self.paged([(1, 40)], dtype, sliding_window=8)
+        attention = op("paged_attention")
+        before = case.run(attention)
+        for distance, seen in [(7, True), (8, False)]:
+            place = 39 - distance
+            block = int(case.block_table[0, place // 16])
+            kept = case.value_cache[block, place % 16].clone()
+            case.value_cache[block, place % 16] += 1
+            assert bits_equal(case.run(attention), before) != seen
+            case.value_cache[block, place % 16] = kept
+
+    @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+    def test_paged_attention_soft_cap(
+        self, op: Callable[[str], Any], dtype: str, soft_cap: float
+    ) -> None:
+        case = self.paged(self.MIXED, dtype, soft_cap=soft_cap)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_soft_cap_of_huge_scores(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        case = self.paged([(5, 40)], dtype, soft_cap=20.0, scale=1000.0)
+        out = case.run(op("paged_attention"))
+        assert torch.isfinite(out).all()
+        self.check(out, case.expected(), dtype)
+
+    def test_paged_attention_sinks(self, op: Callable[[str], Any], dtype: str) -> None:
+        sinks = self.rand(4) * 2
+        case = self.paged(self.MIXED, dtype, sinks=sinks)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_everything_at_once(self, op: Callable[[str], Any], dtype: str) -> None:
+        sinks = self.rand(4, dtype=dtype)
+        case = self.paged(
+            self.MIXED, dtype, sinks=sinks, soft_cap=3.0, sliding_window=20, scale=0.3, head_dim=40
+        )
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.spec("KV-QUANT")
+    @pytest.mark.parametrize("dim", [40, 64, 128])
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 20, "soft_cap": 3.0}], ids=str)
+    def test_paged_attention_over_a_cache_of_one_byte(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        cache_dtype: str,
+        dim: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Against the reference over the very bytes stored."""
+        for scales in ({}, self.cache_scales(2)):
+            if cache_dtype == "int8" and not scales:
+                options = {**options, "scale": 0.01}
+            case = self.paged(
+                self.MIXED, dtype, head_dim=dim, cache_dtype=cache_dtype, **options, **scales
+            )
+            self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
+        case = self.paged([], dtype)
+        assert case.run(op("paged_attention")).shape == (0, 4, 64)
+        case = self.paged([(0, 5), (2, 7), (0, 0)], dtype)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_that_sees_nothing_is_zero(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        case = self.paged([(3, 20)], dtype)
+        short = replace(case, seq_lens=torch.full_like(case.seq_lens, 1))  # positions -2, -1, 0
+        out = short.run(op("paged_attention"))
+        assert (out[:2] == 0).all()
+        self.check(out, short.expected(), dtype)
+
+    OPTIONS: ClassVar = [
+        {},
+        {"sliding_window": 20},
+        {"sliding_window": 70},  # wider than most kernels' tiles
+        {"soft_cap": 5.0},
+        {"num_heads": 8, "num_kv_heads": 1},
+        {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
+    ]
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_paged_attention_does_not_depend_on_the_batch(
+        self, invariant_op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        attention = invariant_op("paged_attention")
+        case = self.paged([*self.MIXED, (70, 133), (1, 300)], dtype, **options)
+        together = case.run(attention)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            alone = case.request(b).run(attention)
+            assert bits_equal(alone, together[start:end]), f"request {b} differs in the batch"
+
+    LONG: ClassVar = [(1, 1400), (70, 1100), (3, 1030), (1, 513), (40, 40)]
+
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 600}], ids=str)
+    def test_paged_attention_over_a_long_context(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        """Kernels may cut a long context into parts; enough rows for every size of tile."""
+        case = self.paged(self.LONG, dtype, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize("stored_as", [None, *ONE_BYTE_CACHES])
+    def test_paged_attention_over_a_long_context_is_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str, stored_as: str | None
+    ) -> None:
+        """In a batch, alone, in chunks, one by one: the same bits across the parts of a context."""
+        if stored_as is not None and stored_as not in self.cache_dtypes:
+            pytest.skip(f"caches of {stored_as} are not among this class's")
+        attention = invariant_op("paged_attention")
+        scales = {} if stored_as is None else self.cache_scales(2)
+        case = self.paged(self.LONG, dtype, cache_dtype=stored_as, **scales)
+        together = case.run(attention)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            assert bits_equal(case.request(b).run(attention), together[start:end])
+            for cut in range(0, end - start, 9):
+                row = case.request(b, cut, cut + 1).run(attention)
+                assert bits_equal(row, together[start + cut : start + cut + 1])
+        parts = [case.request(1, first, last) for first, last in [(0, 5), (5, 29), (29, 70)]]
+        in_three = torch.cat([part.run(attention) for part in parts])
+        assert bits_equal(in_three, together[1:71]), "chunks change bits"
+
+    def test_paged_attention_looks_at_no_later_value(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """A value that is not finite reaches only rows that see it."""
+        attention = invariant_op("paged_attention")
+        case = self.paged([(33, 70), (5, 9), (40, 600)], dtype)
+        before = case.run(attention)
+        for b, row, last in [(0, 20, 33), (1, 3, 38), (2, 30, 78)]:
+            place = int(case.seq_lens[b]) - (last - int(case.cu_seqlens_q[b])) + row
+            block = int(case.block_table[b, place // 16])
+            case.value_cache[block, place % 16] = torch.inf
+            case.key_cache[block, place % 16] = torch.nan
+            after, first = case.run(attention), int(case.cu_seqlens_q[b])
+            assert bits_equal(after[first : first + row], before[first : first + row])
+            assert after[first + row : last].isnan().all()
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_paged_attention_does_not_depend_on_chunks(
+        self, invariant_op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        attention = invariant_op("paged_attention")
+        case = self.paged([(83, 140)], dtype, **options)
+        whole = case.run(attention)
+        for cut in (1, 2, 7, 16, 31, 32, 33, 64, 82):
+            parts = [case.request(0, 0, cut), case.request(0, cut)]
+            in_two = torch.cat([part.run(attention) for part in parts])
+            assert bits_equal(in_two, whole), f"a cut after {cut} changes bits"
+        one_by_one = [case.request(0, i, i + 1).run(attention) for i in range(83)]
+        assert bits_equal(torch.cat(one_by_one), whole), "decode differs from prefill"

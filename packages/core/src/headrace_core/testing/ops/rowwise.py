@@ -1,0 +1,181 @@
+"""Ops that work on one row at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_core import reference
+from headrace_core.ops import ACTIVATIONS
+from headrace_core.testing.ops.inputs import bits_equal, call_wide
+from headrace_core.testing.ops.suite import OpSuite
+
+ROWS = (0, 1, 2, 3, 7, 33)
+WIDTHS = (1, 8, 40, 64, 100, 257)
+
+
+class RowwiseConformance(OpSuite):
+    """Norms, activations, sums, embedding, routing."""
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_embedding(self, op: Callable[[str], Any], dtype: str, rows: int) -> None:
+        weight = self.rand(11, 24, dtype=dtype)
+        ids = (torch.arange(rows) * 7 % 11).to(self.device)
+        out = op("embedding")(ids, weight)
+        assert bits_equal(out, weight[ids])
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_rms_norm(
+        self, op: Callable[[str], Any], dtype: str, width: int, offset: float
+    ) -> None:
+        weight = self.rand(width, dtype=dtype, seed=1)
+        for rows in ROWS:
+            x = self.rand(rows, width, dtype=dtype)
+            out = op("rms_norm")(x, weight, 1e-6, offset=offset)
+            expected = call_wide(reference.rms_norm, x, weight, 1e-6, offset=offset)
+            self.check(out, expected, dtype)
+
+    def test_rms_norm_of_heads_in_a_fused_projection(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        fused = self.rand(5, 6 * 40, dtype=dtype)
+        heads = torch.unflatten(fused[:, 80:200], 1, (3, 40))
+        weight = self.rand(40, dtype=dtype)
+        before = fused.clone()
+        out = op("rms_norm")(heads, weight, 1e-6)
+        self.check(out, call_wide(reference.rms_norm, heads, weight, 1e-6), dtype)
+        assert bits_equal(fused, before)
+
+    def test_rms_norm_leaves_small_rows_to_eps(self, op: Callable[[str], Any], dtype: str) -> None:
+        x = self.rand(2, 64, dtype=dtype) * 1e-3
+        weight = self.rand(64, dtype=dtype)
+        out = op("rms_norm")(x, weight, 1e-2)
+        self.check(out, call_wide(reference.rms_norm, x, weight, 1e-2), dtype)
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_add_rms_norm(
+        self, op: Callable[[str], Any], dtype: str, width: int, offset: float
+    ) -> None:
+        weight = self.rand(width, dtype=dtype, seed=1)
+        for rows in ROWS:
+            x = self.rand(rows, width, dtype=dtype)
+            residual = self.rand(rows, width, dtype=dtype, seed=2)
+            total = x + residual
+            out, kept = op("add_rms_norm")(x, residual, weight, 1e-6, offset=offset)
+            expected = call_wide(reference.rms_norm, total, weight, 1e-6, offset=offset)
+            assert bits_equal(kept, total)
+            self.check(out, expected, dtype)
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_layer_norm(
+        self, op: Callable[[str], Any], dtype: str, width: int, biased: bool
+    ) -> None:
+        weight = self.rand(width, dtype=dtype, seed=1)
+        bias = self.rand(width, dtype=dtype, seed=2) if biased else None
+        for rows in ROWS:
+            x = self.rand(rows, width, dtype=dtype) + 3
+            out = op("layer_norm")(x, weight, bias, 1e-5)
+            expected = call_wide(reference.layer_norm, x, weight, bias, 1e-5)
+            self.check(out, expected, dtype)
+
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    def test_activation(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
+        for shape in [(0, 5), (1, 1), (3, 257), (2, 3, 7)]:
+            x = self.rand(*shape, dtype=dtype) * 4
+            out = op("activation")(x, kind)
+            self.check(out, call_wide(reference.activation, x, kind), dtype)
+
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    def test_activation_over_its_whole_range(
+        self, op: Callable[[str], Any], dtype: str, kind: str
+    ) -> None:
+        limit = 60.0 if kind == "relu2" else 200.0
+        x = torch.linspace(-limit, limit, 4001).to(getattr(torch, dtype)).to(self.device)
+        out = op("activation")(x, kind)
+        self.check(out, call_wide(reference.activation, x, kind), dtype)
+
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    def test_activation_and_mul(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
+        for rows, width in [(0, 8), (1, 1), (1, 100), (3, 257), (33, 64)]:
+            x = self.rand(rows, 2 * width, dtype=dtype)
+            out = op("activation_and_mul")(x, kind)
+            self.check(out, call_wide(reference.activation_and_mul, x, kind), dtype)
+
+    def test_activation_and_mul_of_a_slice(self, op: Callable[[str], Any], dtype: str) -> None:
+        x = self.rand(5, 100, dtype=dtype)[:, 6:86]
+        out = op("activation_and_mul")(x, "silu")
+        self.check(out, call_wide(reference.activation_and_mul, x, "silu"), dtype)
+
+    @pytest.mark.parametrize("width", [*WIDTHS, 5000])
+    def test_add_and_scale(self, op: Callable[[str], Any], dtype: str, width: int) -> None:
+        for rows in ROWS:
+            x, y = self.rand(rows, width, dtype=dtype), self.rand(rows, width, dtype=dtype, seed=1)
+            assert bits_equal(op("add")(x, y), x + y)
+            scaled = (x.float() * 5.65625).to(x.dtype)
+            assert bits_equal(op("scale")(x, 5.65625), scaled)
+
+    def test_add_and_scale_of_slices(self, op: Callable[[str], Any], dtype: str) -> None:
+        x, y = self.rand(5, 100, dtype=dtype)[:, 6:86], self.rand(10, 80, dtype=dtype)[::2]
+        assert bits_equal(op("add")(x, y), x + y)
+        assert bits_equal(op("scale")(x, 2.0), x * 2)
+
+    @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+    def test_to_float32(self, op: Callable[[str], Any], dtype: str, soft_cap: float) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x = self.rand(rows, width, dtype=dtype) * 40
+            out = op("to_float32")(x, soft_cap=soft_cap)
+            self.check(out, call_wide(reference.to_float32, x, soft_cap=soft_cap), "float32")
+            if not soft_cap:
+                assert bits_equal(out, x.float())
+
+    @pytest.mark.parametrize("renormalise", [False, True])
+    @pytest.mark.parametrize(("experts", "k"), [(1, 1), (4, 2), (8, 8), (60, 4), (128, 8)])
+    def test_topk_softmax(
+        self, op: Callable[[str], Any], dtype: str, experts: int, k: int, renormalise: bool
+    ) -> None:
+        for rows in ROWS:
+            x = self.rand(rows, experts, dtype=dtype) * 4
+            weights, ids = op("topk_softmax")(x, k, renormalise=renormalise)
+            expected, chosen = call_wide(reference.topk_softmax, x, k, renormalise=renormalise)
+            self.check(weights, expected, "float32")
+            assert torch.equal(ids.cpu(), chosen)
+
+    def test_topk_softmax_of_equal_scores(self, op: Callable[[str], Any], dtype: str) -> None:
+        x = torch.zeros(2, 9, dtype=getattr(torch, dtype), device=self.device)
+        x[1, 7] = 1
+        _, ids = op("topk_softmax")(x, 3, renormalise=True)
+        assert ids.tolist() == [[0, 1, 2], [7, 0, 1]]
+
+    def test_topk_softmax_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        run = invariant_op("topk_softmax")
+        x = self.rand(70, 60, dtype=dtype)
+        self.check_rows(x, lambda rows: run(rows, 4, renormalise=False)[0], "topk_softmax")
+
+    def test_rowwise_ops_are_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        weight, bias = self.rand(100, dtype=dtype), self.rand(100, dtype=dtype, seed=1)
+        x = self.rand(70, 100, dtype=dtype)
+        for name, arguments in [
+            ("rms_norm", (weight, 1e-6)),
+            ("layer_norm", (weight, bias, 1e-5)),
+            ("activation_and_mul", ("silu",)),
+            ("activation", ("gelu",)),
+            ("activation", ("gelu_tanh",)),
+            ("scale", (0.3,)),
+            ("to_float32", ()),
+        ]:
+            run = invariant_op(name)
+            self.check_rows(x, lambda rows, run=run, rest=arguments: run(rows, *rest), name)  # type: ignore[misc]
+        add = invariant_op("add_rms_norm")
+        self.check_rows(
+            x, lambda rows: add(rows.clone(), rows.clone(), weight, 1e-6)[0], "add_rms_norm"
+        )
