@@ -1,5 +1,9 @@
 // Causal attention over the paged cache: a call is cut into units, which are visited and merged.
 // The arithmetic is that of attention_units.h.
+//
+// Requests that decode and whose tables begin with the same blocks (a prefix that they share) are
+// visited together, a partition at a time: what is read of the cache serves all of them. A row's
+// state after a partition is the same in whichever company it is computed, so this changes no bit.
 
 namespace headrace::HR_ISA {
 namespace {
@@ -28,6 +32,20 @@ template <class Unit> inline void run_some(Unit& unit, int64_t begin, int64_t en
   }
 }
 
+// One partition that several requests share; each request's state goes to its own tile's place.
+template <class Unit> inline void run_common(Unit& unit, const Tile* own, float* partial) {
+  const int64_t lanes = lanes_of(unit.g.dim), size = state_floats(unit.group, unit.g.dim);
+  unit.visit(unit.t.begin, unit.part);
+  for (int64_t i = 0; i < unit.t.count; ++i) {
+    const int64_t place = unit.kv_head * (own[i].end - own[i].begin) + unit.t.begin - own[i].begin;
+    const State to = state_at(partial + own[i].partial + place * size, unit.group, unit.g.dim);
+    const int64_t from = i * unit.group;
+    __builtin_memcpy(to.acc, unit.part.acc + from * lanes, size_t(unit.group * lanes) * sizeof(float));
+    __builtin_memcpy(to.best, unit.part.best + from, size_t(unit.group) * sizeof(float));
+    __builtin_memcpy(to.sum, unit.part.sum + from, size_t(unit.group) * sizeof(float));
+  }
+}
+
 // What units have left of a tile, merged in order.
 template <class TQ>
 inline void merge_tile(const Attention& g, const Tile& t, int64_t kv_head, float* partial) {
@@ -45,11 +63,15 @@ inline void merge_tile(const Attention& g, const Tile& t, int64_t kv_head, float
 
 // --- the call ---------------------------------------------------------------------------------
 
+// A partition that the requests of the tiles [tile, tile + count) share.
+struct Common { int32_t tile, count, partition; };
+
 struct Plan {
   Tile* tiles;
-  int64_t count, units, work, partial;
-  int32_t* unit_tile;   // [units]: which tile
-  int32_t* unit_piece;  // [units]: which piece of its partitions
+  Common* commons;
+  int64_t count, num_commons, units, work, partial;
+  int32_t* unit_tile;   // [units]: which tile; or which of the commons, as -1 - i
+  int32_t* unit_piece;  // [units]: which piece of its own partitions
   int64_t chunk;        // partitions of a piece
   int64_t heads;        // kv heads of a task, one after the other
 };
@@ -65,48 +87,116 @@ inline int64_t count_tiles(const Attention& g, int64_t per_tile) {
 }
 
 inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_t count) {
-  Tile t{int32_t(request), int32_t(first), int32_t(count), 0, 0, 1, 0};
+  Tile t{};
+  t.request = int32_t(request);
+  t.first = int32_t(first);
+  t.count = int32_t(count);
   const int64_t position = position_of(g, t), last = position + count;  // last: one past
   const int64_t lowest = g.window > 0 ? max_of(0, position - g.window + 1) : 0;
   t.begin = int32_t(lowest / PART);
   t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
+  t.own = t.begin;
   return t;
+}
+
+// Leading partitions of two requests that are the same blocks, and whole.
+inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
+  const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
+  if (!decode || b.request != a.request + 1 || g.window > 0 || PART % g.keys.block_size != 0) return 0;
+  if (g.cu_seqlens_q[a.request + 1] - g.cu_seqlens_q[a.request] != 1) return 0;
+  if (g.cu_seqlens_q[b.request + 1] - g.cu_seqlens_q[b.request] != 1) return 0;
+  const int64_t columns = PART / g.keys.block_size;
+  const int64_t most = min_of(min_of(g.seq_lens[a.request], g.seq_lens[b.request]) / PART, g.table_width / columns);
+  const int32_t* const first = g.block_table + a.request * g.table_stride;
+  const int32_t* const second = g.block_table + b.request * g.table_stride;
+  int64_t alike = 0;
+  while (alike < most && __builtin_memcmp(first + alike * columns, second + alike * columns,
+                                          size_t(columns) * sizeof(int32_t)) == 0) {
+    ++alike;
+  }
+  return alike;
+}
+
+// f(first tile, tiles, partition) for all that tiles share, at most `per_tile` of them at once.
+template <class F> inline void over_commons(const Plan& plan, int64_t per_tile, const F& f) {
+  int64_t deepest = 0;
+  for (int64_t i = 0; i < plan.count; ++i) deepest = max_of(deepest, plan.tiles[i].alike);
+  for (int64_t p = 0; p < deepest; ++p) {
+    for (int64_t i = 0, end; i < plan.count; i = end) {
+      for (end = i + 1; end < plan.count && plan.tiles[end].alike > p && end - i < per_tile;) ++end;
+      if (end < plan.count && plan.tiles[end].alike > p) {  // cut, not ended: nobody may be left alone
+        if (end + 1 == plan.count || plan.tiles[end + 1].alike <= p) ++end;
+      }
+      if (end - i > 1) f(i, end - i, p);
+    }
+  }
+}
+
+inline void find_commons(const Attention& g, Plan& plan, int64_t per_tile) {
+  for (int64_t i = 1; i < plan.count; ++i) {
+    plan.tiles[i].alike = int32_t(count_alike(g, plan.tiles[i - 1], plan.tiles[i]));
+  }
+  for (int64_t i = 0; i < plan.count; ++i) {
+    const int32_t after = i + 1 < plan.count ? plan.tiles[i + 1].alike : 0;
+    plan.tiles[i].own = max_of(plan.tiles[i].begin, max_of(plan.tiles[i].alike, after));
+    plan.tiles[i].kept = plan.tiles[i].own > plan.tiles[i].begin;
+  }
+  over_commons(plan, per_tile, [&](int64_t tile, int64_t count, int64_t partition) {
+    plan.commons[plan.num_commons++] = {int32_t(tile), int32_t(count), int32_t(partition)};
+  });
+}
+
+// Cuts the requests into tiles.
+inline bool make_tiles(const Attention& g, Plan& plan, int64_t per_tile) {
+  plan.count = count_tiles(g, per_tile);
+  if (plan.count < 0) return false;
+  int64_t partitions = 0, at = 0;
+  for (int64_t b = 0; b < g.requests; ++b) partitions += max_of(0, g.seq_lens[b]) / PART;
+  const size_t tile_bytes = size_t(plan.count + 1) * sizeof(Tile), common_bytes = size_t(partitions) * sizeof(Common);
+  plan.tiles = static_cast<Tile*>(scratch(SCRATCH_A, tile_bytes + common_bytes));
+  plan.commons = reinterpret_cast<Common*>(plan.tiles + plan.count + 1);
+  for (int64_t b = 0; b < g.requests; ++b) {
+    const int64_t length = g.cu_seqlens_q[b + 1] - g.cu_seqlens_q[b];
+    for (int64_t first = 0; first < length; first += per_tile) {
+      plan.tiles[at++] = make_tile(g, b, first, min_of(per_tile, length - first));
+    }
+    plan.work += length * (g.window > 0 ? min_of(g.window, g.seq_lens[b]) : g.seq_lens[b]);
+  }
+  plan.work *= g.q_heads * g.dim / 16;
+  find_commons(g, plan, per_tile);
+  return true;
 }
 
 // Cuts the call into tasks: those of few rows have up to an eighth of a thread's share of keys.
 inline bool make_plan(const Attention& g, Plan& plan) {
   const int64_t group = g.q_heads / g.kv_heads, per_tile = max_of(1, TASK_ROWS / group);
   plan = {};
-  plan.count = count_tiles(g, per_tile);
-  if (plan.count < 0) return false;
-  plan.tiles = static_cast<Tile*>(scratch(SCRATCH_A, size_t(plan.count + 1) * sizeof(Tile)));
-  int64_t parts = 0, most = 1, at = 0;
+  if (!make_tiles(g, plan, per_tile)) return false;
+  int64_t parts = plan.num_commons, most = 1;
   bool few_rows = true;
-  for (int64_t b = 0; b < g.requests; ++b) {
-    const int64_t length = g.cu_seqlens_q[b + 1] - g.cu_seqlens_q[b];
-    for (int64_t first = 0; first < length; first += per_tile) {
-      Tile& t = plan.tiles[at++];
-      t = make_tile(g, b, first, min_of(per_tile, length - first));
-      parts += t.end - t.begin;
-      most = max_of(most, t.end - t.begin);
-      few_rows = few_rows && t.count * group <= BLOCK_ROWS;
-    }
-    plan.work += length * (g.window > 0 ? min_of(g.window, g.seq_lens[b]) : g.seq_lens[b]);
+  for (int64_t i = 0; i < plan.count; ++i) {
+    const Tile& t = plan.tiles[i];
+    parts += t.end - t.own;
+    most = max_of(most, t.end - t.own);
+    few_rows = few_rows && t.count * group <= BLOCK_ROWS;
   }
-  plan.work *= g.q_heads * g.dim / 16;
   plan.chunk = max_of(1, parts * g.kv_heads / (8 * int64_t(pool_size())));
   plan.heads = few_rows ? max_of(1, min_of(plan.chunk / min_of(plan.chunk, most), g.kv_heads)) : 1;
+  if (plan.num_commons > 0) plan.heads = min_of(plan.heads, max_of(1, g.kv_heads / 4));  // those are long
+  plan.units = plan.num_commons;
   for (int64_t i = 0; i < plan.count; ++i) {
     Tile& t = plan.tiles[i];
-    const int64_t own = t.end - t.begin;
-    t.pieces = int32_t(max_of(1, ceil_div(own, plan.chunk)));
+    t.pieces = int32_t(ceil_div(t.end - t.own, plan.chunk));
+    if (!t.kept) t.pieces = max_of(1, t.pieces);  // a tile that sees nothing is written too
+    t.kept = t.kept || t.pieces > 1;
     t.partial = plan.partial;
-    if (t.pieces > 1) plan.partial += own * g.kv_heads * state_floats(t.count * group, g.dim);
+    if (t.kept) plan.partial += (t.end - t.begin) * g.kv_heads * state_floats(t.count * group, g.dim);
     plan.units += t.pieces;
   }
   plan.unit_tile = static_cast<int32_t*>(scratch(SCRATCH_B, size_t(2 * plan.units + 1) * sizeof(int32_t)));
   plan.unit_piece = plan.unit_tile + plan.units;
-  at = 0;
+  int64_t at = 0;
+  for (; at < plan.num_commons; ++at) plan.unit_tile[at] = int32_t(-1 - at);
   for (int64_t i = plan.count - 1; i >= 0; --i) {  // late tiles of a prefill see most keys: they go first
     for (int32_t piece = 0; piece < plan.tiles[i].pieces; ++piece, ++at) {
       plan.unit_tile[at] = int32_t(i);
@@ -117,14 +207,31 @@ inline bool make_plan(const Attention& g, Plan& plan) {
 }
 
 template <class Unit>
+inline int32_t run_common_unit(const Attention& g, const Plan& plan, const Common& c, int64_t kv_head,
+                               bool last_head, float* partial) {
+  const Tile* own = plan.tiles + c.tile;
+  Tile t{};
+  t.request = own->request;
+  t.count = c.count;
+  t.begin = c.partition;
+  t.end = c.partition + 1;
+  t.common = true;
+  Unit unit(g, t, kv_head, last_head);
+  run_common(unit, own, partial);
+  return unit.status;
+}
+
+template <class Unit>
 inline int32_t run_unit(const Attention& g, const Plan& plan, int64_t i, int64_t kv_head, bool last_head,
                         float* partial) {
-  const Tile& t = plan.tiles[plan.unit_tile[i]];
+  const int64_t which = plan.unit_tile[i];
+  if (which < 0) return run_common_unit<Unit>(g, plan, plan.commons[-1 - which], kv_head, last_head, partial);
+  const Tile& t = plan.tiles[which];
   Unit unit(g, t, kv_head, last_head);
-  if (t.pieces == 1) {
+  if (!t.kept) {
     run_all(unit);
   } else {
-    const int64_t begin = t.begin + plan.unit_piece[i] * plan.chunk;
+    const int64_t begin = t.own + plan.unit_piece[i] * plan.chunk;
     run_some(unit, begin, min_of(begin + plan.chunk, t.end), partial);
   }
   return unit.status;
@@ -147,7 +254,7 @@ inline int32_t run(const Attention& g, const Plan& plan) {
   if (plan.partial > 0) {
     parallel(plan.count * g.kv_heads, plan.partial, [&](int64_t task) {
       const Tile& t = plan.tiles[task / g.kv_heads];
-      if (t.pieces > 1) merge_tile<TQ>(g, t, task % g.kv_heads, partial);
+      if (t.kept) merge_tile<TQ>(g, t, task % g.kv_heads, partial);
     });
   }
   const int64_t covered = g.requests > 0 ? g.cu_seqlens_q[g.requests] : 0, row = g.q_heads * g.dim;

@@ -235,7 +235,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     const int64_t base = partition * PART;
     const Span all = span(0, rows, base);
     find_groups(partition, all);
-    const bool together = t.count == 1 || all.empty() || are_finite(all);
+    const bool together = t.count == 1 || t.common || all.empty() || are_finite(all);
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
       const int64_t n = min_of(BLOCK_ROWS, rows - r);
       const Span seen = span(r, n, base);

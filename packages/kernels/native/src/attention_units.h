@@ -317,11 +317,16 @@ inline State state_at(float* memory, int64_t rows, int64_t dim) {
 struct Tile {
   int32_t request, first, count;
   int32_t begin, end;
-  int32_t pieces;   // units for each kv head; partial states are kept if more than one
-  int64_t partial;  // where those are, in floats
+  int32_t own;      // partitions from here on are the tile's own; those before are visited in common
+  int32_t alike;    // leading partitions that are the same blocks as those of the tile before
+  int32_t pieces;   // units of its own, for each kv head
+  bool kept;        // partial states are kept, and merged when all are there
+  bool common;      // `count` requests of one new token each; all of them see all of [begin, end)
+  int64_t partial;  // where the states are, in floats
 };
 
 inline int64_t position_of(const Attention& g, const Tile& t) {
+  if (t.common) return int64_t(t.end) * PART;
   const int64_t length = g.cu_seqlens_q[t.request + 1] - g.cu_seqlens_q[t.request];
   return g.seq_lens[t.request] - length + t.first;
 }

@@ -91,11 +91,22 @@ def fill(ops: Any, shape: Shape, step: Step, caches: KVViews, *, poison: bool = 
         ops["cache_write"](keys, values, *caches, slots)
 
 
-def attend(ops: Any, shape: Shape, step: Step, caches: KVViews, **options: Any) -> Tensor:
+def queries(shape: Shape, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(tokens, shape.q_heads, shape.dim, generator=generator).bfloat16()
+
+
+def attend(
+    ops: Any,
+    shape: Shape,
+    step: Step,
+    caches: KVViews,
+    *,
+    query: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
     ends = torch.tensor([0, *step.new]).cumsum(0).int()
-    query = torch.randn(
-        int(ends[-1]), shape.q_heads, shape.dim, generator=torch.Generator().manual_seed(5)
-    ).bfloat16()
+    query = queries(shape, int(ends[-1])) if query is None else query
     out: Tensor = ops["paged_attention"](
         query, *caches, step.table, ends, torch.tensor(step.seq_lens, dtype=torch.int32),
         max_seqlen_q=max(step.new), max_seqlen_k=max(step.seq_lens), scale=shape.dim**-0.5,
@@ -140,6 +151,24 @@ def test_attention_has_the_same_bits_for_any_lengths(
 ) -> None:
     step = step_of([min(p) for p in lengths], [max(p) for p in lengths], shape.block_size)
     both(ops, shape, step, sliding_window=window)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], Shape(1, 1, 16)], ids=str)
+def test_shared_prefixes_have_the_same_bits(ops: Any, shape: Shape) -> None:
+    """More requests than one unit takes; some share one partition, some two, some none."""
+    lengths = [1100 + i for i in range(140)] + [530] * 130 + [520, 300, 1]
+    step = step_of([1] * len(lengths), lengths, shape.block_size)
+    for b in range(len(lengths)):
+        whole = lengths[b] // 512 * 512 // shape.block_size
+        if b % 50:
+            step.table[b, :whole] = step.table[0, :whole]
+    together = both(ops, shape, step)
+    caches = paired(empty_cache(shape, step.blocks))
+    fill(ops, shape, step, caches)
+    for b in (0, 1, 49, 50, 127, 128, 139, 140, 269, 270, 272):
+        alone = step_of([1], [lengths[b]], shape.block_size)._replace(table=step.table[b : b + 1])
+        query = queries(shape, len(lengths))[b : b + 1]
+        assert torch.equal(attend(ops, shape, alone, caches, query=query)[0], together[b]), b
 
 
 @pytest.mark.parametrize("new", [1, 3, 40])

@@ -176,6 +176,31 @@ class AttentionConformance(OpSuite):
         in_three = torch.cat([part.run(attention) for part in parts])
         assert bits_equal(in_three, together[1:71]), "chunks change bits"
 
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"sinks": True}, {"sliding_window": 600}, {"num_heads": 8, "num_kv_heads": 1}],
+        ids=str,
+    )
+    def test_paged_attention_of_a_shared_prefix(
+        self, invariant_op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        """Requests whose tables begin with the same blocks: together and alone the same bits."""
+        attention = invariant_op("paged_attention")
+        if "sinks" in options:
+            options = {"sinks": self.rand(4, dtype=dtype)}
+        shared = [(1400, 88), (1030, 64), (1024, 64), (513, 32), (1100, 66), (1200, 66), (700, 31)]
+        lengths = [(1, length) for length, _ in shared] + [(3, 1100), (1, 1100), (1, 40), (1, 600)]
+        case = self.paged(lengths, dtype, **options)
+        window = "sliding_window" in options  # its table begins with the null block
+        for b, (_, blocks) in enumerate([*shared, (1100, 64), (1100, 64)]):
+            if b and not window:
+                case.block_table[b, :blocks] = case.block_table[0, :blocks]
+        together = case.run(attention)
+        self.check(together, case.expected(), dtype)
+        for b in range(len(lengths)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            assert bits_equal(case.request(b).run(attention), together[start:end]), f"request {b}"
+
     def test_paged_attention_looks_at_no_later_value(
         self, invariant_op: Callable[[str], Any], dtype: str
     ) -> None:
