@@ -72,12 +72,12 @@ class AttentionLayerSpec:
 
 
 class KVViews(NamedTuple):
-    """A paged cache as kernels see it."""
+    """A paged cache as kernels see it: plain, or paired (:mod:`headrace_core.paired`)."""
 
     key_cache: Tensor
-    """[N, S, Hk, D], any strides."""
+    """[N, S, Hk, D], any strides; or [N, Hk, S / 16, D / 2, 16, 2]."""
     value_cache: Tensor
-    """[N, S, Hk, D], any strides."""
+    """[N, S, Hk, D], any strides; or [N, Hk, S / 2, D, 2]."""
 
 
 class AttentionBackend(ABC):
@@ -126,7 +126,10 @@ class AttentionBackend(ABC):
         return (0, 1, 2, 3, 4)
 
     def views(self, kv_cache: Tensor) -> KVViews:
-        """Key and value views of a cache of :meth:`cache_shape` (logical order)."""
+        """Key and value views of a cache of :meth:`cache_shape` (logical order), as its ops take it.
+
+        Plain here; a backend may give its ops another order of the same bytes.
+        """
         return KVViews(kv_cache[0], kv_cache[1])
 
     @abstractmethod

@@ -24,6 +24,18 @@ def mismatch(op: str, x: Tensor, packed: PackedLinear) -> str:
     return f"{op}: x is {describe(x)}, packed for {packed.dtype} [*, {packed.in_features}]"
 
 
+def rows_for(op: str, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int]:
+    """x [T, K] as a kernel reads it: (x, T, row stride).
+
+    Raises:
+        ConfigError: the weight was packed for other activations.
+    """
+    x, rows, stride = matrix(x)
+    if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
+        raise ConfigError(mismatch(op, x, packed))
+    return x, rows, stride
+
+
 def gate_width(op: str, packed: PackedLinear) -> int:
     """How many of the outputs are gates: half."""
     if packed.out_features % 2:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.memory import packed_buffer
@@ -17,7 +16,7 @@ from headrace_kernels.cpu.ops.arguments import (
     gate_width,
     int64,
     matrix,
-    mismatch,
+    rows_for,
     vector,
 )
 
@@ -46,7 +45,7 @@ class Linear:
         return PackedLinear(in_features, out_features, NAMES[weight.dtype], data, num_bytes)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        x, rows, stride = self._rows_of(x, packed)
+        x, rows, stride = rows_for("linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
         bias_pointer = None
         if bias is not None:
@@ -62,7 +61,7 @@ class Linear:
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
-        x, rows, stride = self._rows_of(x, packed)
+        x, rows, stride = rows_for("linear", x, packed)
         dtype, width = x.dtype, gate_width("linear", packed)
         bias_pointer = None
         if bias is not None:
@@ -74,13 +73,6 @@ class Linear:
             packed.in_features, stride, activation_code(kind), CODES[dtype],
         )  # fmt: skip
         return out
-
-    def _rows_of(self, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int]:
-        """x readable by rows: (x, T, row stride)."""
-        x, rows, stride = matrix(x)
-        if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
-            raise ConfigError(mismatch("linear", x, packed))
-        return x, rows, stride
 
     def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
         ids = int64(ids)

@@ -15,12 +15,11 @@ from headrace_kernels.cpu.library import BAD_VALUES, DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
-    NAMES,
     activation_code,
     dtype_code,
     gate_width,
     matrix,
-    mismatch,
+    rows_for,
     vector,
 )
 
@@ -105,7 +104,7 @@ class QuantLinear:
         return PackedLinear(in_features, out_features, dtype, packed, num_bytes)
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
-        x, rows, stride = self._rows_of(x, packed)
+        x, rows, stride = rows_for("quant_linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
         bias_pointer = None
         if bias is not None:
@@ -123,7 +122,7 @@ class QuantLinear:
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
-        x, rows, stride = self._rows_of(x, packed)
+        x, rows, stride = rows_for("quant_linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
         bias_pointer = None
         if bias is not None:
@@ -137,13 +136,6 @@ class QuantLinear:
             weight.scale_dtype, weight.limbs, activation_code(kind), CODES[dtype],
         )  # fmt: skip
         return out
-
-    def _rows_of(self, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int]:
-        """x readable by rows: (x, T, row stride)."""
-        x, rows, stride = matrix(x)
-        if x.shape[1] != packed.in_features or NAMES.get(x.dtype) != packed.dtype:
-            raise ConfigError(mismatch("quant_linear", x, packed))
-        return x, rows, stride
 
 
 def _check_dtype(dtype: str) -> None:
