@@ -18,7 +18,7 @@ from headrace_core.model import AttentionLayer, CausalLM
 from headrace_core.ops import OpTable
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
-from headrace_engine.execution.cache import bind_cache, group_backends
+from headrace_engine.execution.cache import bind_cache, clear_blocks, group_backends
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
@@ -265,8 +265,7 @@ class ModelWorker:
         measure_kv_scales(
             self._layers, constants, lambda: model.forward(runner.with_metadata(batch))
         )
-        for buffer in self._buffers:
-            buffer.view(cache.num_blocks, -1)[blocks] = 0
+        clear_blocks(self._buffers, self._layers, cache, blocks)
 
     def _run_dummy(self, num_tokens: int, num_seqs: int) -> None:
         """A step of that many tokens, spread over that many requests (more if they would be longer
