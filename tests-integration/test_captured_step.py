@@ -39,7 +39,8 @@ VARIANTS = {
     "qwen3-int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
     **{
         f"gemma3-{kind}-cache": (
-            "gemma3", {"dtype": "bfloat16", "kv_cache_dtype": kind, "calculate_kv_scales": True}
+            "gemma3",
+            {"dtype": "bfloat16", "kv_cache_dtype": kind, "calculate_kv_scales": True},
         )
         for kind in ("int8", "fp8")
     },

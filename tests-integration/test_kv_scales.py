@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from families import VOCAB_SIZE, save_model
-from modes import MODES, PROMPTS, SETTINGS, run
+from modes import MODES, SETTINGS, run
 
 from headrace import LLM, SamplingParams
 from headrace.assembly import resolve_engine, worker_factory
@@ -37,7 +37,9 @@ def checkpoints(tmp_path_factory):
     return folders
 
 
-@pytest.fixture(scope="module", params=[(f, k) for f in FAMILIES for k in ("int8", "fp8")], ids="-".join)
+@pytest.fixture(
+    scope="module", params=[(f, k) for f in FAMILIES for k in ("int8", "fp8")], ids="-".join
+)
 def measured(request, checkpoints):
     """A checkpoint, the cache's settings, and its answers one request at a time."""
     family, kind = request.param
@@ -118,5 +120,5 @@ def test_a_bad_constant_is_refused(checkpoints, monkeypatch, engine_process):
 
 
 def test_a_backend_that_cannot_says_so(checkpoints):
-    with pytest.raises(ConfigError, match="'sdpa' cannot serve .*kv_cache_dtype not supported"):
+    with pytest.raises(ConfigError, match=r"'sdpa' cannot serve .*kv_cache_dtype not supported"):
         LLM(str(checkpoints["qwen3"]), **SETTINGS, **INT8, attention_backend="sdpa")

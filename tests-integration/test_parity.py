@@ -11,6 +11,7 @@ import torch
 from families import FAMILIES, save_model
 from modes import MODES, NUM_TOKENS, PROMPTS, run
 
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request, tmp_path_factory):
     """A checkpoint, transformers' answers to the prompts, and ours, one request at a time."""

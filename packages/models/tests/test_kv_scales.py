@@ -95,8 +95,17 @@ def test_scales_are_those_of_the_rotated_keys(family: tuple[Any, Path]) -> None:
     """As an independent computation finds them in every layer, from what enters its cache's op."""
     ops, seen = reference_ops(), []
 
-    def spying(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor | None,
-               key_cache: Tensor, *rest: Any, head_norm: HeadNorm | None = None, **scales: Any) -> None:
+    def spying(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        *rest: Any,
+        head_norm: HeadNorm | None = None,
+        **scales: Any,
+    ) -> None:
         if key_cache.dtype is torch.int8:
             turned = rotated(key.clone(), positions, cos_sin, head_norm)
             seen.append((turned.abs().max(), value.abs().max(), scales))
@@ -124,9 +133,19 @@ def test_logits_are_those_of_rounded_keys_and_values(family: tuple[Any, Path], k
     by_name = {name: layer.spec for name, layer in small.attention_layers().items()}
     specs = iter(())  # of the layers in the order of a step
 
-    def rounding(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, cos_sin: Tensor | None,
-                 key_cache: Tensor, value_cache: Tensor, slots: Tensor, *,
-                 head_norm: HeadNorm | None = None, **scales: Any) -> None:
+    def rounding(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        *,
+        head_norm: HeadNorm | None = None,
+        **scales: Any,
+    ) -> None:
         assert scales == {"k_scale": None, "v_scale": None}
         spec = next(specs)
         ops.rotary_cache_write(query, key, value, positions, cos_sin, key_cache, value_cache, slots,
@@ -136,7 +155,11 @@ def test_logits_are_those_of_rounded_keys_and_values(family: tuple[Any, Path], k
 
     wide = load(family, dataclasses.replace(ops, rotary_cache_write=rounding), "auto")
     drivers = PagedDriver(small), PagedDriver(wide)
-    steps = ({"a": suite.prompt(11, 3), "b": suite.prompt(20, 4)}, {"a": suite.prompt(9, 5)}, {"b": [7]})
+    steps = (
+        {"a": suite.prompt(11, 3), "b": suite.prompt(20, 4)},
+        {"a": suite.prompt(9, 5)},
+        {"b": [7]},
+    )
     for chunks in steps:
         specs = iter(by_name.values())
         torch.testing.assert_close(

@@ -172,13 +172,7 @@ class CacheConfig:
         if self.block_size is not None:
             _check_choice("cache.block_size", self.block_size, BLOCK_SIZES)
         _check_choice("cache.kv_cache_dtype", self.kv_cache_dtype, tuple(CACHE_DTYPES))
-        _check(self.kv_cache_dtype != "int8" or self.calculate_kv_scales, "cache.kv_cache_dtype",
-               self.kv_cache_dtype, "used with cache.calculate_kv_scales = True "
-               "(--calculate-kv-scales): int8 needs scales that suit the model; fp8 works without")
-        _check(not self.calculate_kv_scales or bool(CACHE_DTYPES[self.kv_cache_dtype]),
-               "cache.calculate_kv_scales", self.calculate_kv_scales,
-               f"False with cache.kv_cache_dtype = {self.kv_cache_dtype!r}, which stores keys and "
-               "values as they are; scales are for 'fp8', 'fp8_e5m2' and 'int8'")  # fmt: skip
+        self._check_scales()
         share = self.gpu_memory_utilization
         _check(0 < share <= 1, "cache.gpu_memory_utilization", share, "in (0, 1]")
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -187,6 +181,15 @@ class CacheConfig:
         _check(self.kv_cache_ahead_bytes >= 0, "cache.kv_cache_ahead_bytes",
                self.kv_cache_ahead_bytes, "at least 0")  # fmt: skip
         _check_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
+
+    def _check_scales(self) -> None:
+        dtype, measured = self.kv_cache_dtype, self.calculate_kv_scales
+        _check(dtype != "int8" or measured, "cache.kv_cache_dtype", dtype,
+               "used with cache.calculate_kv_scales = True (--calculate-kv-scales), as int8 needs "
+               "scales that suit the model; 'fp8' works without")  # fmt: skip
+        _check(not measured or CACHE_DTYPES[dtype] != "", "cache.calculate_kv_scales", measured,
+               f"False with cache.kv_cache_dtype = {dtype!r}, which stores keys and values as they "
+               "are; 'fp8', 'fp8_e5m2' and 'int8' have scales")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,9 @@ class Incapable(Scaled):
     measure_kv_scales = None  # type: ignore[assignment]
 
 
-def scaled_model(tiny: Any, windows: tuple[int | None, ...] = (None, None), kind: Any = Scaled) -> Any:
+def scaled_model(
+    tiny: Any, windows: tuple[int | None, ...] = (None, None), kind: Any = Scaled
+) -> Any:
     model = tiny.LM(windows)
     model.layers = [kind(layer) for layer in model.layers]
     return model
@@ -81,7 +83,9 @@ def largest(layer: Scaled) -> list[tuple[float, float]]:
     return [(float(k.abs().max()), float(v.abs().max())) for k, v in layer.stored]
 
 
-@pytest.mark.parametrize("windows", [(None, None), (None, 6, None)], ids=["one-group", "two-groups"])
+@pytest.mark.parametrize(
+    "windows", [(None, None), (None, 6, None)], ids=["one-group", "two-groups"]
+)
 def test_every_layer_gets_its_own_and_nothing_stays(
     tiny: Any, windows: tuple[int | None, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +165,9 @@ def test_without_being_asked_nothing_is_measured(tiny: Any) -> None:
 
 def test_a_layer_that_cannot_is_named_with_its_class(tiny: Any) -> None:
     model = scaled_model(tiny, kind=Incapable)
-    with pytest.raises(ConfigError, match=r"'layers.0' is a Incapable, .*measure_kv_scales") as caught:
+    with pytest.raises(
+        ConfigError, match=r"'layers.0' is a Incapable, .*measure_kv_scales"
+    ) as caught:
         started(tiny, model)
     assert caught.value.field == "cache.calculate_kv_scales"
 
@@ -196,7 +202,9 @@ def test_zeros_get_a_scale_of_one(tiny: Any) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("what", ["keys", "values"])
-def test_what_is_not_finite_is_an_error_that_names_the_layer(tiny: Any, bad: float, what: str) -> None:
+def test_what_is_not_finite_is_an_error_that_names_the_layer(
+    tiny: Any, bad: float, what: str
+) -> None:
     model, good = scaled_model(tiny), torch.ones(3, 2, 4)
     broken = good.clone()
     broken[1, 0, 2] = bad

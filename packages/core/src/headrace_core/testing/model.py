@@ -59,9 +59,11 @@ class ReferenceAttention(AttentionBackend):
         if kv_cache is None:
             return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         batch, group = metadata
-        views, scales = self.views(kv_cache), {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        views = self.views(kv_cache)
         if key is not None and value is not None:
-            self.ops.cache_write(key, value, *views, group.slot_mapping, **scales)
+            self.ops.cache_write(
+                key, value, *views, group.slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale
+            )
         return self.ops.paged_attention(
             query,
             *views,
@@ -74,7 +76,8 @@ class ReferenceAttention(AttentionBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
-            **scales,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )
 
 

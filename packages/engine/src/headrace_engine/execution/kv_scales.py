@@ -89,11 +89,11 @@ def measure_kv_scales(
         ModelError: a layer's keys or values are not finite, or the pass did not come by a layer.
     """
     start = time.perf_counter()
-    one_byte = [
-        _measurable(name, layer)
-        for name, layer in layers.items()
+    one_byte = {
+        layer.spec.name: _measurable(layer)
+        for layer in layers.values()
         if layer.kv_spec is not None and layer.kv_spec.dtype in LARGEST
-    ]
+    }
     found: dict[str, AttentionLayerSpec] = {}
 
     def measure(spec: AttentionLayerSpec, key: Tensor, value: Tensor) -> AttentionLayerSpec:
@@ -104,12 +104,8 @@ def measure_kv_scales(
         )
         return found[spec.name]
 
-    _run_measuring(one_byte, measure, run)
-    missing = sorted(
-        layer.spec.name
-        for layer in layers.values()
-        if layer in one_byte and layer.spec.name not in found
-    )
+    _run_measuring(list(one_byte.values()), measure, run)
+    missing = [name for name in one_byte if name not in found]
     if missing:
         raise ModelError(f"cache scales: the model's forward pass did not come by layers {missing}")
     logger.info(
@@ -121,12 +117,13 @@ def measure_kv_scales(
     )
 
 
-def _measurable(name: str, layer: AttentionLayer) -> MeasuresKVScales:
+def _measurable(layer: AttentionLayer) -> MeasuresKVScales:
     if not isinstance(layer, MeasuresKVScales):
         raise ConfigError(
-            f"cache.calculate_kv_scales: layer {name!r} is a {type(layer).__qualname__}, which has "
-            "no measure_kv_scales (headrace_core.model.MeasuresKVScales); use cache.kv_cache_dtype "
-            "'auto', or 'fp8' without calculate_kv_scales",
+            f"cache.calculate_kv_scales: layer {layer.spec.name!r} is a "
+            f"{type(layer).__qualname__}, which has no measure_kv_scales "
+            "(headrace_core.model.MeasuresKVScales); use cache.kv_cache_dtype 'auto', or 'fp8' "
+            "without calculate_kv_scales",
             field="cache.calculate_kv_scales",
         )
     return layer
