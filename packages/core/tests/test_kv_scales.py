@@ -12,7 +12,7 @@ pytestmark = pytest.mark.spec("KV-QUANT")
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("float8_e4m3", (200, 100)), ("float8_e5m2", (200, 100)), ("int8", (90, 100))],
+    [("float8_e4m3", (200, 100)), ("float8_e5m2", (200, 100)), ("int8", (90, 90))],
 )
 def test_constants_leave_headroom(dtype, expected):
     constants = scale_constants(dtype, {})
@@ -26,7 +26,7 @@ def test_every_one_byte_cache_has_a_range():
 
 def test_the_environment_replaces_them_one_by_one():
     environ = {"K_SCALE_CONSTANT": "127", "V_SCALE_CONSTANT": ""}
-    assert scale_constants("int8", environ) == ScaleConstants(127, 100)
+    assert scale_constants("int8", environ) == ScaleConstants(127, 90)
     assert scale_constants("float8_e4m3", {"V_SCALE_CONSTANT": "12.5"}) == (200, 12.5)
 
 
