@@ -137,14 +137,14 @@ class CacheConfig:
     kv_cache_dtype: str = option(
         "auto", "Storage of keys and values: auto (the model's dtype), or half of bf16's memory: "
         "fp8 (= fp8_e4m3), fp8_e5m2, or int8, which needs calculate_kv_scales.",
-        cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits, int8 to a 127th of a "
-        "layer's largest and less",
+        cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits, int8 to a "
+        "ninetieth of the largest that was measured in their layer",
     )  # fmt: skip
     calculate_kv_scales: bool = option(
         False, "Measure at start what one number of an fp8 or int8 cache stands for in each layer; "
         "otherwise 1. Fixed from then on.",
-        cost="one prompt of up to 256 tokens at start; larger values than it had are cut off "
-        "beyond a headroom",
+        cost="a prompt of 256 tokens at start; keys and values that are larger than its own by more "
+        "than a headroom are cut off",
     )  # fmt: skip
     enable_prefix_caching: bool = option(
         True, "Reuse the cache of earlier requests with the same beginning.",
