@@ -79,16 +79,18 @@ class Measuring:
         return dataclasses.replace(spec, k_scale=scales[0], v_scale=scales[1])
 
 
-def measured(model: Any, prompt: list[int], *, k: float = 90, v: float = 100) -> list[str]:
-    """Measure with one prompt; the layers in the order in which they were measured."""
+def measured(
+    model: Any, prompt: list[int], *, k: float = 90, v: float = 100
+) -> tuple[list[str], Tensor]:
+    """Measure with one prompt: the layers in the order in which they were measured, the logits."""
     driver, measure = PagedDriver(model), Measuring(k, v)
     for layer in driver.layers.values():
         assert isinstance(layer, MeasuresKVScales)
         layer.measure_kv_scales(measure)
-    driver.step({"measured": prompt})
+    logits = driver.step({"measured": prompt})
     for layer in driver.layers.values():
         layer.measure_kv_scales(None)  # type: ignore[attr-defined]
-    return measure.order
+    return measure.order, logits
 
 
 def test_scales_are_those_of_the_rotated_keys(family: tuple[Any, Path]) -> None:
@@ -113,7 +115,7 @@ def test_scales_are_those_of_the_rotated_keys(family: tuple[Any, Path]) -> None:
                                head_norm=head_norm, **scales)  # fmt: skip
 
     model = load(family, dataclasses.replace(ops, rotary_cache_write=spying), "int8")
-    names = measured(model, family[0].prompt(PROMPT), k=90, v=100)
+    names, _ = measured(model, family[0].prompt(PROMPT), k=90, v=100)
     layers = model.attention_layers()
     assert names == list(layers)
     for layer, (largest_key, largest_value, scales) in zip(layers.values(), seen, strict=True):
@@ -167,6 +169,13 @@ def test_logits_are_those_of_rounded_keys_and_values(family: tuple[Any, Path], k
         )
     plain = PagedDriver(load(family, ops, "auto")).step(steps[0])
     assert (plain - PagedDriver(small).step(steps[0])).abs().max() > 1e-3, "rounding must matter"
+
+
+def test_the_measuring_pass_computes_what_service_does(family: tuple[Any, Path]) -> None:
+    prompt = family[0].prompt(PROMPT)
+    model = load(family, reference_ops(), "int8")
+    _, logits = measured(model, prompt)
+    assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
 
 
 def test_measuring_ends(family: tuple[Any, Path]) -> None:
