@@ -2,6 +2,7 @@
 
     python benchmarks/quant_accuracy.py                         # the demo model
     python benchmarks/quant_accuracy.py --model DIR --random    # logits of a random-weight model
+    python benchmarks/quant_accuracy.py --methods none --caches auto,fp8,fp8+scales,int8+scales
     ... [--methods none,int8,int4] [--json FILE]
 
 Perplexity is over fresh dialogues of the demo model's own data generator, from the part of its
@@ -9,7 +10,8 @@ words that training holds out, teacher-forced, of the assistant's tokens. Logit 
 the quantized model against the same checkpoint in float32: root mean square of the difference over
 that of the logits, mean Kullback-Leibler divergence of the next-token distributions in
 nats, and how often the likeliest token is the same one. Weights are the packed linear
-layers, with the head.
+layers, with the head. Caches are values of kv_cache_dtype, with "+scales" those of
+calculate_kv_scales.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 METHODS = ("none", "int8", "int8_weight_only", "int4", "int4_g32")
+CACHES = ("auto", "fp8", "fp8+scales", "fp8_e5m2", "fp8_e5m2+scales", "int8+scales")
 SEED = 20261121
 CHUNK = 512
 
@@ -45,9 +49,10 @@ def main() -> None:
     texts = _random_tokens(arguments) if arguments.random else _dialogues(arguments.sequences)
     expected = _logits(arguments.model, "none", texts, dtype="float32")[0]
     rows = []
-    for method in arguments.methods.split(","):
-        actual, facts = _logits(arguments.model, method, texts, dtype=arguments.dtype)
-        rows.append({"method": method, **facts, **_compared(actual, expected, texts)})
+    for method, cache in product(arguments.methods.split(","), arguments.caches.split(",")):
+        actual, facts = _logits(arguments.model, method, texts, dtype=arguments.dtype, cache=cache)
+        compared = _compared(actual, expected, texts)
+        rows.append({"method": method, "cache": cache, **facts, **compared})
         print(json.dumps(rows[-1]), flush=True)
     print(_table(rows))
     if arguments.json:
@@ -64,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=256, help="random tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--caches", default="auto", help=",".join(CACHES))
     parser.add_argument("--json", type=Path)
     return parser
 
@@ -90,28 +96,60 @@ def _random_tokens(arguments: argparse.Namespace) -> list[Text]:
 
 
 def _logits(
-    model: str | None, method: str, texts: Sequence[Text], *, dtype: str
+    model: str | None, method: str, texts: Sequence[Text], *, dtype: str, cache: str = "auto"
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Of every sequence [T, V] in float32, and what loading cost."""
-    from headrace.assembly import build_model, resolve_engine
+    from headrace.assembly import build_model, choose_ops, cpu_threads, resolve_engine
     from headrace.engine_args import EngineArgs
     from headrace_core.testing.model import PagedDriver
+    from headrace_engine.startup import StartupTimeline
 
-    args = EngineArgs(model=model, dtype=dtype, quantization=None if method == "none" else method)
-    resolved = resolve_engine(args.create_engine_config())
+    kind, _, measured = cache.partition("+")
+    args = EngineArgs(
+        model=model,
+        dtype=dtype,
+        quantization=None if method == "none" else method,
+        kv_cache_dtype=kind,
+        calculate_kv_scales=bool(measured),
+    )
+    resolved, timeline = resolve_engine(args.create_engine_config()), StartupTimeline()
     start = time.perf_counter()
-    built = build_model(resolved)
+    built = build_model(resolved, choose_ops(resolved, timeline, cpu_threads(resolved)), timeline)
     seconds = time.perf_counter() - start
-    block_size = resolved.config.cache.block_size
-    driver = PagedDriver(built, num_blocks=2 + -(-CHUNK // block_size))
+    driver = PagedDriver(built, num_blocks=1 + _num_blocks(resolved))
+    if measured:
+        _measure_scales(resolved, driver)
     out = []
     for index, text in enumerate(texts):
-        driver.free = list(range(1 + -(-CHUNK // block_size), 0, -1))
+        driver.free = list(range(_num_blocks(resolved), 0, -1))
         out.append(driver.step({str(index): text.ids}).clone())
     packed = _packed_bytes(built)
     del built, driver
     gc.collect()
     return out, {"load_s": round(seconds, 1), "weights_mib": round(packed / 2**20, 1)}
+
+
+def _num_blocks(resolved: Any) -> int:
+    return 1 + -(-CHUNK // resolved.config.cache.block_size)
+
+
+def _measure_scales(resolved: Any, driver: Any) -> None:
+    """What the engine does at start, on the driver's cache."""
+    from headrace.assembly import kv_scale_constants
+    from headrace_core.kv import KVCacheConfig
+    from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
+    from headrace_engine.kv.grouping import plan_groups
+
+    groups = plan_groups({name: layer.kv_spec for name, layer in driver.layers.items()})
+    prompt = measuring_batch(
+        KVCacheConfig(1 + len(groups) * _num_blocks(resolved), groups),
+        vocab_size=resolved.info.vocab_size,
+        max_model_len=resolved.info.max_model_len,
+        device=torch.device("cpu"),
+    )
+    batch = driver.batch({"measured": prompt.batch.input_ids.tolist()})
+    constants = kv_scale_constants(resolved.config.cache, os.environ)
+    measure_kv_scales(driver.layers, constants, lambda: driver.model.forward(batch))
 
 
 def _packed_bytes(model: Any) -> int:

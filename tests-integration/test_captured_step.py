@@ -37,6 +37,13 @@ VARIANTS = {
     **{family: (family, {"dtype": "float32"}) for family in FAMILIES},
     **{f"{family}-bfloat16": (family, {"dtype": "bfloat16"}) for family in ("qwen3", "gemma3")},
     "qwen3-int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
+    **{
+        f"gemma3-{kind}-cache": (
+            "gemma3",
+            {"dtype": "bfloat16", "kv_cache_dtype": kind, "calculate_kv_scales": True},
+        )
+        for kind in ("int8", "fp8")
+    },
 }
 
 

@@ -66,7 +66,7 @@ def test_half_a_pair_of_key_and_value_is_an_error(reference_ops: OpTable) -> Non
 
 
 @pytest.mark.spec("KV-QUANT")
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_cache_of_one_byte(reference_ops: OpTable, dtype: str) -> None:
     """Scales of the layer reach both ops: as if keys and values had been rounded beforehand."""
     stored_as, scale = getattr(torch, dtype), torch.tensor([0.02, 0.3])
@@ -86,10 +86,16 @@ def test_a_cache_of_one_byte(reference_ops: OpTable, dtype: str) -> None:
     out = backend.forward(layer, query, key, value, small, metadata)
 
     rounded = [
-        (x / s[:, None]).to(stored_as).float() * s[:, None]
+        _rounded(x / s[:, None], stored_as) * s[:, None]
         for x, s in ((key, scale), (value, scale * 2))
     ]
     wide = torch.zeros(2, 3, 4, 2, 8)
     expected = backend.forward(plain, query, *rounded, wide, metadata)
     torch.testing.assert_close(out, expected)
     assert (out - backend.forward(plain, query, key, value, wide, metadata)).abs().max() > 1e-3
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.int8:
+        return x.round().clamp(-127, 127)
+    return x.to(dtype).float()

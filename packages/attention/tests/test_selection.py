@@ -127,7 +127,7 @@ def test_what_a_backend_of_defaults_refuses(change: dict[str, Any], reasons: lis
 
 
 @pytest.mark.spec("KV-QUANT")
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "int8"])
 def test_who_serves_a_cache_of_one_byte(kind: str) -> None:
     need = dataclasses.replace(NEED, kv_cache_dtype=kind)
     assert PagedBackend.refuse(need) == []

@@ -135,9 +135,16 @@ class CacheConfig:
 
     block_size: int | None = option(None, "Tokens per block. Default: the platform's (16).")
     kv_cache_dtype: str = option(
-        "auto", "Storage of keys and values: auto (the model's dtype), fp8 (= fp8_e4m3) or "
-        "fp8_e5m2, which take half of bf16's memory.",
-        cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits",
+        "auto", "Storage of keys and values: auto (the model's dtype), or half of bf16's memory: "
+        "fp8 (= fp8_e4m3), fp8_e5m2, or int8, which needs calculate_kv_scales.",
+        cost="fp8 rounds keys and values to 4 (e5m2: 3) significant bits, int8 to a "
+        "ninetieth of the largest that was measured in their layer",
+    )  # fmt: skip
+    calculate_kv_scales: bool = option(
+        False, "Measure at start what one number of an fp8 or int8 cache stands for in each layer; "
+        "otherwise 1. Fixed from then on.",
+        cost="a prompt of 256 tokens at start; keys and values that are larger than its own by more "
+        "than a headroom are cut off",
     )  # fmt: skip
     enable_prefix_caching: bool = option(
         True, "Reuse the cache of earlier requests with the same beginning.",
@@ -165,6 +172,7 @@ class CacheConfig:
         if self.block_size is not None:
             _check_choice("cache.block_size", self.block_size, BLOCK_SIZES)
         _check_choice("cache.kv_cache_dtype", self.kv_cache_dtype, tuple(CACHE_DTYPES))
+        self._check_scales()
         share = self.gpu_memory_utilization
         _check(0 < share <= 1, "cache.gpu_memory_utilization", share, "in (0, 1]")
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
@@ -173,6 +181,15 @@ class CacheConfig:
         _check(self.kv_cache_ahead_bytes >= 0, "cache.kv_cache_ahead_bytes",
                self.kv_cache_ahead_bytes, "at least 0")  # fmt: skip
         _check_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
+
+    def _check_scales(self) -> None:
+        dtype, measured = self.kv_cache_dtype, self.calculate_kv_scales
+        _check(dtype != "int8" or measured, "cache.kv_cache_dtype", dtype,
+               "used with cache.calculate_kv_scales = True (--calculate-kv-scales), as int8 needs "
+               "scales that suit the model; 'fp8' works without")  # fmt: skip
+        _check(not measured or CACHE_DTYPES[dtype] != "", "cache.calculate_kv_scales", measured,
+               f"False with cache.kv_cache_dtype = {dtype!r}, which stores keys and values as they "
+               "are; 'fp8', 'fp8_e5m2' and 'int8' have scales")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

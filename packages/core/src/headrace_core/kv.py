@@ -38,10 +38,11 @@ CACHE_DTYPES: Mapping[str, str] = {
     "fp8": "float8_e4m3",
     "fp8_e4m3": "float8_e4m3",
     "fp8_e5m2": "float8_e5m2",
+    "int8": "int8",
 }
 """What ``cache.kv_cache_dtype`` may be -> :attr:`KVCacheSpec.dtype`; empty = the activations'.
 
-Kernels also know ``int8``, which is of no use without scales that suit the model.
+``int8`` is of no use without scales that suit the model (:mod:`headrace_core.kv_scales`).
 """
 
 

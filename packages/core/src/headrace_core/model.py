@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
     from headrace_core.batch import ForwardBatch
     from headrace_core.kv import KVCacheSpec
+    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.linear import QuantMethod
     from headrace_core.ops import OpTable
     from headrace_core.parallel import Communicator
@@ -81,6 +82,22 @@ class AttentionLayer(Protocol):
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """Take the cache tensor of the layer and the index of its cache group."""
+        ...
+
+
+@runtime_checkable
+class MeasuresKVScales(Protocol):
+    """An :class:`AttentionLayer` whose one-byte cache can get scales that suit the model.
+
+    ``cache.calculate_kv_scales`` needs it of every layer that caches in one byte.
+    """
+
+    def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
+        """While ``measure`` is set (None: not any more), replace ``spec`` by what it returns.
+
+        Each call of the layer hands it what would be stored before anything is, then stores and
+        attends with the scales of the new ``spec``: later layers see what they see in service.
+        """
         ...
 
 

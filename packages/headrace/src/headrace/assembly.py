@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace import demo
 from headrace_core import plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
-from headrace_core.config import EngineConfig, resolve
+from headrace_core.config import CacheConfig, EngineConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.graph import capture_sizes
+from headrace_core.kv import CACHE_DTYPES
+from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
@@ -296,6 +299,7 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
     )
 
     threads = cpu_threads(resolved)
+    kv_scales = kv_scale_constants(config.cache, os.environ)
 
     def make_worker() -> ModelWorker:
         ops = choose_ops(resolved, timeline, threads)
@@ -313,12 +317,24 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
             num_threads=threads.num_threads,
             cores=threads.cores,
             cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
+            kv_scales=kv_scales,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),
         )
 
     return make_worker
+
+
+def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
+    """What the largest measured keys and values are stored as; None: no scales are measured.
+
+    Raises:
+        ConfigError: an environment variable is out of range.
+    """
+    if not cache.calculate_kv_scales:
+        return None
+    return scale_constants(CACHE_DTYPES[cache.kv_cache_dtype], environ)
 
 
 def cpu_threads(resolved: Resolved) -> CpuThreads:

@@ -25,7 +25,8 @@ from torch import Tensor
 from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
-from headrace_core.kv import KVCacheSpec
+from headrace_core.kv import CACHE_DTYPES, KVCacheSpec
+from headrace_core.kv_scales import LARGEST
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, PackedLinear, bind_ops
@@ -38,6 +39,7 @@ class ReferenceAttention(AttentionBackend):
     """Core's ops and nothing else; metadata is the batch itself."""
 
     name = "reference"
+    supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
@@ -59,7 +61,9 @@ class ReferenceAttention(AttentionBackend):
         batch, group = metadata
         views = self.views(kv_cache)
         if key is not None and value is not None:
-            self.ops.cache_write(key, value, *views, group.slot_mapping)
+            self.ops.cache_write(
+                key, value, *views, group.slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale
+            )
         return self.ops.paged_attention(
             query,
             *views,
@@ -72,6 +76,8 @@ class ReferenceAttention(AttentionBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )
 
 
@@ -163,6 +169,7 @@ def build_context(
     communicator: Communicator | None = None,
     backend: type[AttentionBackend] = ReferenceAttention,
     block_size: int = BLOCK_SIZE,
+    kv_cache_dtype: str = "auto",
 ) -> BuildContext:
     """Everything for a model on the CPU, with the reference ops unless others are given."""
     need = KernelNeed(device="cpu", dtype=info.dtype)
@@ -183,7 +190,7 @@ def build_context(
         communicator=communicator or SingleProcess(),
         attention=attention,
         block_size=block_size,
-        kv_cache_dtype="auto",
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=info.max_model_len,
     )
 
@@ -221,7 +228,7 @@ class PagedDriver:
             shape = layer.backend.cache_shape(spec, num_blocks)
             order = layer.backend.cache_stride_order()
             physical = [shape[dim] for dim in order]
-            stored = torch.full(physical, 1e3, dtype=getattr(torch, spec.dtype))
+            stored = _unwritten(physical, spec.dtype)
             inverse = [order.index(dim) for dim in range(len(order))]
             layer.bind_cache(stored.permute(inverse), specs.index(spec))
         self.free = list(range(num_blocks - 1, 0, -1))
@@ -287,6 +294,13 @@ class PagedDriver:
         metadata = tuple(backends[g].prepare(batch, g) for g in range(len(self.specs)))
         values = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
         return ForwardBatch(**{**values, "attention": metadata})
+
+
+def _unwritten(shape: Sequence[int], dtype: str) -> Tensor:
+    """A cache full of a large number."""
+    number = min(1e3, LARGEST.get(dtype, 1e3))
+    name = "float8_e4m3fn" if dtype == "float8_e4m3" else dtype
+    return torch.full(shape, number).to(getattr(torch, name))
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:

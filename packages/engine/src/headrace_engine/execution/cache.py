@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -52,6 +52,19 @@ def bind_cache(
         for index, layer in sharing:
             layer.bind_cache(_view(buffer, layer, config.num_blocks), index)
     return buffers
+
+
+def clear_blocks(
+    buffers: Sequence[Tensor],
+    layers: Mapping[str, AttentionLayer],
+    config: KVCacheConfig,
+    blocks: slice,
+) -> None:
+    """Zero these blocks in all of the tensors that :func:`bind_cache` returned."""
+    for j, buffer in enumerate(buffers):
+        name = next(g.layer_names[j] for g in config.groups if j < len(g.layer_names))
+        # Where a block lies is the same for all layers that share a tensor.
+        _view(buffer, layers[name], config.num_blocks)[:, blocks].zero_()
 
 
 def _zeroed_bytes(size: int, device: torch.device) -> Tensor:

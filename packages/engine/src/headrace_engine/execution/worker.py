@@ -7,17 +7,20 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
+from headrace_core.kv_scales import ScaleConstants
 from headrace_core.model import AttentionLayer, CausalLM
 from headrace_core.ops import OpTable
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
-from headrace_engine.execution.cache import bind_cache, group_backends
+from headrace_engine.execution.cache import bind_cache, clear_blocks, group_backends
 from headrace_engine.execution.capture import Capture, capture_steps
+from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.runner import ModelRunner
@@ -52,6 +55,7 @@ class ModelWorker:
             :class:`~headrace_engine.execution.binding.ThreadBinding`. Empty: not bound.
         capture: how steps are captured; None: all run eagerly.
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
+        kv_scales: measure the cache's scales, with these constants; None: leave them.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class ModelWorker:
         cores: tuple[int, ...] = (),
         capture: Capture | None = None,
         cache_ahead_bytes: int = 0,
+        kv_scales: ScaleConstants | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -85,6 +90,7 @@ class ModelWorker:
         self._binding = ThreadBinding(cores)
         self._capture = capture
         self._cache_ahead_bytes = cache_ahead_bytes
+        self._kv_scales = kv_scales
         self._meter: MemoryMeter = memory_meter(self._device)
         self._launching: Callable[[], None] = lambda: None
         self._available = 0
@@ -93,6 +99,7 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._layers: Mapping[str, AttentionLayer] = {}
         self._cache: KVCacheConfig | None = None
+        self._buffers: list[Tensor] = []
         self._populator: CachePopulator | None = None
 
     def load(self) -> None:
@@ -175,10 +182,12 @@ class ModelWorker:
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
         model = self._loaded()
-        buffers = bind_cache(self._layers, config, self._device)
+        self._buffers = bind_cache(self._layers, config, self._device)
         self._cache = config
         if self._device.type == "cpu":
-            self._populator = CachePopulator(buffers, config.num_blocks, self._cache_ahead_bytes)
+            self._populator = CachePopulator(
+                self._buffers, config.num_blocks, self._cache_ahead_bytes
+            )
         self._runner = ModelRunner(
             model,
             group_backends(self._layers, config),
@@ -193,9 +202,12 @@ class ModelWorker:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run a decode step of one and of many requests, and a prompt, writing to no block; then
-        capture steps, and begin to make the cache's memory resident."""
+        """Measure the cache's scales, if asked to. Run a decode step of one and of many requests,
+        and a prompt, writing to no block; then capture steps, and begin to make the cache's memory
+        resident."""
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
+        if self._kv_scales is not None:  # first: recordings hold scales as constants
+            self._measure_kv_scales(self._kv_scales)
         block_size = self._ready().block_size
         self._run_dummy(1, 1)
         many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
@@ -236,9 +248,24 @@ class ModelWorker:
                 layer.bind_cache(None, 0)
         self._layers = {}
         self._model = self._runner = self._cache = None
+        self._buffers = []
         self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _measure_kv_scales(self, constants: ScaleConstants) -> None:
+        model, runner, cache = self._loaded(), self._ready(), self._cache
+        assert cache is not None
+        batch, blocks = measuring_batch(
+            cache,
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            device=self._device,
+        )
+        measure_kv_scales(
+            self._layers, constants, lambda: model.forward(runner.with_metadata(batch))
+        )
+        clear_blocks(self._buffers, self._layers, cache, blocks)
 
     def _run_dummy(self, num_tokens: int, num_seqs: int) -> None:
         """A step of that many tokens, spread over that many requests (more if they would be longer

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.model import BuildContext
 
 
 class Attention(Layer):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
+
+    Its cache's scales can be measured (``MeasuresKVScales``).
 
     Args:
         name: of the attention module, as the checkpoint spells it.
@@ -107,6 +110,7 @@ class Attention(Layer):
         self.kv_cache: Tensor | None = None
         self.views: KVViews | None = None
         self.head_norm: HeadNorm | None = None
+        self.scale_measure: KVScaleMeasure | None = None
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
@@ -120,6 +124,10 @@ class Attention(Layer):
                 self.query_norm.offset,
             )
 
+    def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
+        """See :meth:`headrace_core.model.MeasuresKVScales.measure_kv_scales`."""
+        self.scale_measure = measure
+
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
         spec, size = self.spec, self.head_dim
@@ -130,6 +138,9 @@ class Attention(Layer):
         if self.views is None or not batch.groups:  # memory is being profiled
             out = self.backend.forward(spec, query, key, value, None, None)
         else:
+            if self.scale_measure is not None:
+                stored = self._to_be_stored(query, key, value, batch.positions)
+                spec = self.spec = self.scale_measure(spec, *stored)
             self.ops.rotary_cache_write(
                 query,
                 key,
@@ -146,6 +157,27 @@ class Attention(Layer):
             metadata = batch.attention[self.group]
             out = self.backend.forward(spec, query, None, None, self.kv_cache, metadata)
         return self.out(out.flatten(1))
+
+    def _to_be_stored(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Normed, rotated key and value [T, Hk, D]: written by the op that writes the cache, into
+        one of the activations' dtype with a block for each token. The arguments stay as they are.
+        """
+        tokens = key.shape[0]
+        keys, values = key.new_zeros((2, tokens, 1, *key.shape[1:]))
+        self.ops.rotary_cache_write(
+            query.clone(),
+            key.clone(),
+            value,
+            positions,
+            self.rotary,
+            keys,
+            values,
+            torch.arange(tokens, device=key.device),
+            head_norm=self.head_norm,
+        )
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
 
 def _cache_spec(context: BuildContext, spec: AttentionLayerSpec) -> KVCacheSpec:

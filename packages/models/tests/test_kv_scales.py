@@ -1,0 +1,188 @@
+"""Layers hand out what they are about to store, and then use the scales that they get."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_families as families
+import torch
+from torch import Tensor
+
+from headrace_core.attention import AttentionLayerSpec
+from headrace_core.model import MeasuresKVScales
+from headrace_core.ops import HeadNorm, KernelNeed, OpTable, bind_ops
+from headrace_core.reference.cache import cache_write
+from headrace_core.testing.model import PagedDriver, build_context
+
+pytestmark = pytest.mark.spec("KV-QUANT")
+
+# Windows in a group of their own and head norms; a soft cap; learned positions, and none to rotate.
+FAMILIES = [families.TestLlama, families.TestQwen3, families.TestGemma2, families.TestGPT2]
+PROMPT = 29
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.__name__[4:])
+def family(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
+    suite = request.param()
+    return suite, suite.make_checkpoint(tmp_path_factory.mktemp("model")).path
+
+
+def load(family: tuple[Any, Path], ops: OpTable, kv_cache_dtype: str) -> Any:
+    suite, path = family
+    info = suite.resolve(path, max_model_len=suite.max_model_len)
+    return suite.load(info, build_context(info, ops=ops, kv_cache_dtype=kv_cache_dtype))
+
+
+def reference_ops() -> OpTable:
+    return bind_ops(KernelNeed(device="cpu", dtype="float32"), choose={"*": "reference"})
+
+
+def rotated(
+    key: Tensor, positions: Tensor, cos_sin: Tensor | None, norm: HeadNorm | None
+) -> Tensor:
+    """Head norm and rotation from their formulas: key [T, Hk, D]."""
+    if norm is not None:
+        key = key / (key.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        key = key * (norm.key_weight + norm.offset)
+    if cos_sin is None:
+        return key
+    cos, sin = cos_sin[positions][:, None].chunk(2, -1)
+    turning, rest = key.split([2 * cos.shape[-1], key.shape[-1] - 2 * cos.shape[-1]], -1)
+    a, b = turning.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def fake_quantized(x: Tensor, scale: Tensor, kind: str) -> Tensor:
+    stored = x / scale[:, None]
+    if kind == "int8":
+        return stored.round().clamp(-127, 127) * scale[:, None]
+    return stored.clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale[:, None]
+
+
+class Measuring:
+    """Divides the largest key by ``k``, the largest value by ``v``."""
+
+    def __init__(self, k: float, v: float) -> None:
+        self.k, self.v = k, v
+        self.order: list[str] = []
+
+    def __call__(self, spec: AttentionLayerSpec, key: Tensor, value: Tensor) -> AttentionLayerSpec:
+        self.order.append(spec.name)
+        assert key.shape == value.shape == (PROMPT, spec.num_kv_heads, spec.head_dim)
+        scales = [
+            (x.abs().max() / c).expand(spec.num_kv_heads).clone()
+            for x, c in ((key, self.k), (value, self.v))
+        ]
+        return dataclasses.replace(spec, k_scale=scales[0], v_scale=scales[1])
+
+
+def measured(
+    model: Any, prompt: list[int], *, k: float = 90, v: float = 100
+) -> tuple[list[str], Tensor]:
+    """Measure with one prompt: the layers in the order in which they were measured, the logits."""
+    driver, measure = PagedDriver(model), Measuring(k, v)
+    for layer in driver.layers.values():
+        assert isinstance(layer, MeasuresKVScales)
+        layer.measure_kv_scales(measure)
+    logits = driver.step({"measured": prompt})
+    for layer in driver.layers.values():
+        layer.measure_kv_scales(None)  # type: ignore[attr-defined]
+    return measure.order, logits
+
+
+def test_scales_are_those_of_the_rotated_keys(family: tuple[Any, Path]) -> None:
+    """As an independent computation finds them in every layer, from what enters its cache's op."""
+    ops, seen = reference_ops(), []
+
+    def spying(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        *rest: Any,
+        head_norm: HeadNorm | None = None,
+        **scales: Any,
+    ) -> None:
+        if key_cache.dtype is torch.int8:
+            turned = rotated(key.clone(), positions, cos_sin, head_norm)
+            seen.append((turned.abs().max(), value.abs().max(), scales))
+        ops.rotary_cache_write(query, key, value, positions, cos_sin, key_cache, *rest,
+                               head_norm=head_norm, **scales)  # fmt: skip
+
+    model = load(family, dataclasses.replace(ops, rotary_cache_write=spying), "int8")
+    names, _ = measured(model, family[0].prompt(PROMPT), k=90, v=100)
+    layers = model.attention_layers()
+    assert names == list(layers)
+    for layer, (largest_key, largest_value, scales) in zip(layers.values(), seen, strict=True):
+        spec = layer.spec
+        torch.testing.assert_close(spec.k_scale, (largest_key / 90).expand(spec.num_kv_heads))
+        torch.testing.assert_close(spec.v_scale, (largest_value / 100).expand(spec.num_kv_heads))
+        # ... and the layer has stored with them already.
+        assert scales["k_scale"] is spec.k_scale
+        assert scales["v_scale"] is spec.v_scale
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_logits_are_those_of_rounded_keys_and_values(family: tuple[Any, Path], kind: str) -> None:
+    suite, ops = family[0], reference_ops()
+    small = load(family, ops, kind)
+    measured(small, suite.prompt(PROMPT))
+    by_name = {name: layer.spec for name, layer in small.attention_layers().items()}
+    specs = iter(())  # of the layers in the order of a step
+
+    def rounding(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        *,
+        head_norm: HeadNorm | None = None,
+        **scales: Any,
+    ) -> None:
+        assert scales == {"k_scale": None, "v_scale": None}
+        spec = next(specs)
+        ops.rotary_cache_write(query, key, value, positions, cos_sin, key_cache, value_cache, slots,
+                               head_norm=head_norm)  # fmt: skip
+        key = fake_quantized(key, spec.k_scale, kind)
+        cache_write(key, fake_quantized(value, spec.v_scale, kind), key_cache, value_cache, slots)
+
+    wide = load(family, dataclasses.replace(ops, rotary_cache_write=rounding), "auto")
+    drivers = PagedDriver(small), PagedDriver(wide)
+    steps = (
+        {"a": suite.prompt(11, 3), "b": suite.prompt(20, 4)},
+        {"a": suite.prompt(9, 5)},
+        {"b": [7]},
+    )
+    for chunks in steps:
+        specs = iter(by_name.values())
+        torch.testing.assert_close(
+            drivers[0].step(chunks), drivers[1].step(chunks), atol=2e-4, rtol=2e-4
+        )
+    plain = PagedDriver(load(family, ops, "auto")).step(steps[0])
+    assert (plain - PagedDriver(small).step(steps[0])).abs().max() > 1e-3, "rounding must matter"
+
+
+def test_the_measuring_pass_computes_what_service_does(family: tuple[Any, Path]) -> None:
+    prompt = family[0].prompt(PROMPT)
+    model = load(family, reference_ops(), "int8")
+    _, logits = measured(model, prompt)
+    assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
+
+
+def test_measuring_ends(family: tuple[Any, Path]) -> None:
+    """A later prompt, however large its keys are, leaves the scales as they are."""
+    model = load(family, reference_ops(), "int8")
+    measured(model, family[0].prompt(PROMPT))
+    before = [layer.spec for layer in model.attention_layers().values()]
+    PagedDriver(model).step({"a": family[0].prompt(PROMPT, 9)})
+    after = [layer.spec for layer in model.attention_layers().values()]
+    assert all(now is then for now, then in zip(after, before, strict=True))
