@@ -31,9 +31,8 @@ from headrace_engine.sampling.masks import (
     apply_logit_bias,
     apply_min_tokens,
 )
-from headrace_engine.sampling.noise import uniforms
 from headrace_engine.sampling.penalties import apply_penalties
-from headrace_engine.sampling.state import NOT_WANTED, SamplingBatch, is_greedy
+from headrace_engine.sampling.state import SamplingBatch
 
 Rows = npt.NDArray[np.int64]
 
@@ -94,7 +93,7 @@ class Sampler:
             logits: [R, V], any floating dtype; changed.
             batch: the rows' settings.
         """
-        asked = np.flatnonzero(batch.num_logprobs != NOT_WANTED)
+        asked = batch.asked
         if not asked.size:
             choice = self._choose(logits, batch, keep_filtered=False)
             return _output(choice, {})
@@ -146,12 +145,7 @@ class Sampler:
         return part
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, keep_filtered: bool) -> _Choice:
-        if is_greedy(batch.temperature).all():
-            uniform = np.zeros(len(batch.temperature))
-        else:
-            uniform = uniforms(batch.keys, batch.num_output_tokens)
-        settings = (batch.temperature, batch.min_p, batch.top_k, batch.top_p, uniform)
-        tensors = [torch.from_numpy(column) for column in settings]
+        tensors = (*batch.tensors, torch.from_numpy(batch.uniform))
         return _Choice(*self._sample(logits, *tensors, keep_filtered=keep_filtered))
 
     def prompt_logprobs(
