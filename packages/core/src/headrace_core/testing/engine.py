@@ -412,10 +412,24 @@ class _Outputs(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         await self._pulled.aclose()
 
-    async def pour(self, take: Callable[[RequestOutput], bool]) -> None:
+    async def pour(
+        self,
+        take: Callable[[RequestOutput], bool],
+        take_text: Callable[[str, int], bool] | None = None,
+    ) -> None:
         async for output in self._pulled:
-            if not take(output):
+            if take_text is not None and _is_text_only(output):
+                (part,) = output.outputs
+                more = take_text(part.text, len(part.token_ids))
+            else:
+                more = take(output)
+            if not more:
                 return
+
+
+def _is_text_only(output: RequestOutput) -> bool:
+    parts = output.outputs
+    return len(parts) == 1 and parts[0].finish_reason is None and parts[0].logprobs is None
 
 
 def _echo(prompt: str, index: int) -> str:
