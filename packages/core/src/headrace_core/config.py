@@ -150,10 +150,9 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV cache; replaces the share above.", human_int=True
     )
-    kv_cache_ahead_bytes: int | None = option(
-        None, "CPU: how much of the KV cache is made resident ahead of its use, by a thread of low "
-        "priority; default: what 16,384 tokens take, 512 MiB at most; 0: memory comes at its first "
-        "use; the cache's size: all of it at once.",
+    kv_cache_ahead_bytes: int = option(
+        512 << 20, "CPU: how much of the KV cache is made resident ahead of its use, by a thread of "
+        "low priority; 0: memory comes at its first use; the cache's size: all of it at once.",
         human_int=True, cost="so much memory beyond what is in use; without it a prompt waits for "
         "the system to give memory",
     )  # fmt: skip
@@ -171,8 +170,8 @@ class CacheConfig:
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"cache.{name}", value, "at least 1")
-        ahead = self.kv_cache_ahead_bytes
-        _check(ahead is None or ahead >= 0, "cache.kv_cache_ahead_bytes", ahead, "at least 0")
+        _check(self.kv_cache_ahead_bytes >= 0, "cache.kv_cache_ahead_bytes",
+               self.kv_cache_ahead_bytes, "at least 0")  # fmt: skip
         _check_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
 
 

@@ -26,10 +26,6 @@ from headrace_engine.sampling.state import warm_up_batch
 
 logger = logging.getLogger(__name__)
 
-AHEAD_TOKENS, AHEAD_BYTES = 16384, 512 << 20
-"""How much of the cache is made resident ahead of its use: a few steps' worth. Of a small model
-that is little, and to have more made ready would take from the cores what its steps need."""
-
 PROFILE_TOKENS, PROFILE_SEQS = 256, 16
 """On a CPU the largest step is measured whole up to these sizes, beyond them from steps of these
 sizes: prompts of so many tokens cost each token the same, and seconds of a start are saved."""
@@ -56,7 +52,6 @@ class ModelWorker:
             :class:`~headrace_engine.execution.binding.ThreadBinding`. Empty: not bound.
         capture: how steps are captured; None: all run eagerly.
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
-            None: as much as :data:`AHEAD_TOKENS` take, at most :data:`AHEAD_BYTES`.
     """
 
     def __init__(
@@ -75,7 +70,7 @@ class ModelWorker:
         num_threads: int = 0,
         cores: tuple[int, ...] = (),
         capture: Capture | None = None,
-        cache_ahead_bytes: int | None = 0,
+        cache_ahead_bytes: int = 0,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -183,10 +178,7 @@ class ModelWorker:
         buffers = bind_cache(self._layers, config, self._device)
         self._cache = config
         if self._device.type == "cpu":
-            ahead = self._cache_ahead_bytes
-            self._populator = CachePopulator(
-                buffers, config.num_blocks, _ahead_bytes(config) if ahead is None else ahead
-            )
+            self._populator = CachePopulator(buffers, config.num_blocks, self._cache_ahead_bytes)
         self._runner = ModelRunner(
             model,
             group_backends(self._layers, config),
@@ -304,11 +296,6 @@ def _dummy_batch(
         groups=groups,
         logits_rows=(ends.long() - 1).to(device),
     )
-
-
-def _ahead_bytes(config: KVCacheConfig) -> int:
-    blocks = len(config.groups) * AHEAD_TOKENS // config.block_size
-    return min(AHEAD_BYTES, blocks * config.block_bytes)
 
 
 def _parameter_bytes(model: CausalLM) -> int:
