@@ -12,6 +12,7 @@ in any batch if the kernels are row-invariant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -112,7 +113,9 @@ class Sampler:
         return _output(choice, dict(zip(asked.tolist(), entries)))
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:
-        if not batch.rules or _changes(logits, batch):
+        if not batch.rules:
+            return self._draw(logits, batch, keep_filtered)
+        if _changes(logits, batch):
             _apply_rules(logits, batch)
             return self._draw(logits, batch, keep_filtered)
         # Half precision has no room for small biases: rows with rules go on in float32.
@@ -145,8 +148,8 @@ class Sampler:
         return part
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, keep_filtered: bool) -> _Choice:
-        tensors = (*batch.tensors, torch.from_numpy(batch.uniform))
-        return _Choice(*self._sample(logits, *tensors, keep_filtered=keep_filtered))
+        settings = (*batch.tensors, batch.uniform)
+        return _Choice(*self._sample(logits, *settings, keep_filtered=keep_filtered))
 
     def prompt_logprobs(
         self, logits: Tensor, targets: npt.NDArray[Any], wanted: int
@@ -184,12 +187,16 @@ def _rows(values: Tensor, rows: Rows) -> Tensor:
 
 
 def _output(choice: _Choice, logprobs: Mapping[int, TokenLogprobs]) -> SamplerOutput:
-    largest = choice.largest.cpu().numpy()
-    return SamplerOutput(choice.token_ids.cpu().numpy(), logprobs, _unusable(largest))
+    token_ids, largest = choice
+    if largest.device.type != "cpu":
+        token_ids, largest = token_ids.cpu(), largest.cpu()
+    return SamplerOutput(token_ids.numpy(), logprobs, _unusable(largest.numpy()))
 
 
 def _unusable(largest: npt.NDArray[np.float32]) -> dict[int, str]:
     """Rows from which nothing can be chosen."""
+    if math.isfinite(largest.sum()):
+        return {}  # one look at all: this runs in every step, and hardly ever is one not finite
     errors: dict[int, str] = {}
     for r in np.flatnonzero(~np.isfinite(largest)).tolist():
         if largest[r] == -np.inf:

@@ -107,15 +107,15 @@ class SamplingBatch:
         return tuple(torch.from_numpy(column) for column in columns)
 
     @property
-    def uniform(self) -> npt.NDArray[np.float64]:
+    def uniform(self) -> Tensor:
         """Every row's own random number; zeros if nobody draws."""
         if self.greedy:
             return self._zeros
-        return uniforms(self.keys, self.num_output_tokens)
+        return torch.from_numpy(uniforms(self.keys, self.num_output_tokens))
 
     @cached_property
-    def _zeros(self) -> npt.NDArray[np.float64]:
-        return np.zeros(len(self.temperature))
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self.temperature), dtype=torch.float64)
 
     def select(self, rows: Ints) -> SamplingBatch:
         """Of ``rows``, which must hold all that have rules and ascend."""
@@ -195,13 +195,15 @@ class SamplingTable:
         """The settings of the rows that are sampled in this step.
 
         Good until the next call: asked for the same array of rows again, it gives the same object,
-        with other ``num_output_tokens``.
+        with other ``num_output_tokens``, unless all are greedy, so that nobody reads them.
         """
+        last = self._last
+        if last is not None and last[0] is rows and last[1].greedy:
+            return last[1]
         done = requests.num_tokens[rows] - requests.num_prompt_tokens[rows]
-        if self._last is not None and self._last[0] is rows:
-            batch = self._last[1]
-            batch.num_output_tokens[:] = done
-            return batch
+        if last is not None and last[0] is rows:
+            last[1].num_output_tokens[:] = done
+            return last[1]
         rules: list[tuple[int, TokenRules, npt.NDArray[Any]]] = []
         if self.rules:
             rules = [
