@@ -18,8 +18,6 @@ from urllib.parse import urlsplit
 
 from headrace_core.errors import ConfigError
 
-READ_SIZE = 32 * 1024
-"""Bytes that a connection reads at once."""
 MAX_HEAD = 64 * 1024
 """Longest status line and headers that are read, in bytes."""
 
@@ -178,15 +176,10 @@ class _Unused(HttpError):
     """The connection ended before a byte of an answer came."""
 
 
-class _Connection(asyncio.BufferedProtocol):
-    """One connection: one request at a time.
-
-    It lends its own memory to be read into: for a plain protocol asyncio asks the system for 256 KiB
-    with every piece and gives it back, which takes longer than to read the piece.
-    """
+class _Connection(asyncio.Protocol):
+    """One connection: one request at a time."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(READ_SIZE)
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self._done: asyncio.Future[Answer] | None = None
@@ -210,12 +203,8 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.write(message)
         return self._done
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._memory
-
-    def buffer_updated(self, nbytes: int) -> None:
+    def data_received(self, data: bytes) -> None:
         at = time.perf_counter()
-        data = bytes(memoryview(self._memory)[:nbytes])
         if self._answer is None or self._done is None or self._done.done():
             self.close()  # nobody asked for this
             return
