@@ -22,7 +22,6 @@ from headrace_core.kv import KVCacheConfig
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep
-from headrace_engine.execution.inputs import prepare_inputs
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
 from headrace_engine.startup import StartupTimeline
@@ -77,9 +76,7 @@ def decode(worker: ModelWorker, batch: int, context: int, steps: int) -> tuple[f
     runner = worker._ready()
     add_requests(worker, batch, context, len(runner.backends), runner.block_size)
     scheduled = {str(number): 1 for number in range(batch)}
-    inputs = prepare_inputs(
-        scheduled, runner.requests, block_size=runner.block_size, device=runner.device
-    )
+    inputs = runner.inputs.build(scheduled)
     graph: Any = runner.graph
     assert graph is not None, "nothing was captured"
     assert inputs.batch is not None

@@ -115,7 +115,7 @@ class Probe:
         put = self.watches.put
         put(runner.ModelRunner, "execute", "worker: rest")
         put(runner.ModelRunner, "apply_changes", "worker: changes")
-        put(runner, "prepare_inputs", "worker: inputs")
+        put(runner.InputBuilder, "build", "worker: inputs")
         if self._pause is not None:
             pause = self._pause
             runner.ModelRunner._forward = lambda _, inputs: _asleep(inputs, pause)

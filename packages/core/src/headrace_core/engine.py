@@ -77,7 +77,11 @@ class OutputStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
-    async def pour(self, take: Callable[[RequestOutput], bool]) -> None:
+    async def pour(
+        self,
+        take: Callable[[RequestOutput], bool],
+        take_text: Callable[[str, int], bool] | None = None,
+    ) -> None:
         """Call ``take`` with every further output as soon as it is there, on the event loop and
         without a task switch; return once it says False, or after the last output.
 
@@ -85,7 +89,13 @@ class OutputStream(Protocol):
         but not at once, and the first output must be taken by iterating. Outputs are merged as in
         iteration while neither is under way.
 
-        Raises: what iteration would raise, and what ``take`` raises.
+        Args:
+            take: gets the outputs.
+            take_text: gets (new text, number of new tokens) in place of an output that says no more
+                than that: one of a request with one completion that goes on, streams what is
+                new and has no log-probabilities. Such an output is then never made.
+
+        Raises: what iteration would raise, and what ``take`` and ``take_text`` raise.
         """
         ...
 

@@ -52,6 +52,11 @@ def test_as_much_as_asked_for_is_resident_and_follows_use() -> None:
         assert soon(lambda: populator.num_populated == 8)
         for buffer in memory:
             assert resident(buffer) == [True] * 8 + [False] * (NUM_BLOCKS - 8)
+        populator.used(3)  # half is left: that will do for now
+        time.sleep(0.05)
+        assert populator.num_populated == 8
+        populator.used(4)
+        assert soon(lambda: populator.num_populated == 13)
         populator.used(20)
         assert soon(lambda: populator.num_populated == 29)
         assert all(all(resident(buffer)[:29]) for buffer in memory)

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest
+from headrace_engine.execution.inputs import InputBuilder
 from headrace_engine.execution.requests import RequestTable
 
 
@@ -97,3 +99,56 @@ def test_what_is_wrong_with_a_request_is_its_own(changes: dict[str, Any], reason
     table.remove("bad")
     assert not table.failures
     assert table.add(new_request("good", [1, 2], ([1],))) == row
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["decode", "decode", "decode", "arrive", "leave", "fail", "block"]),
+        st.integers(0, 5),
+    ),
+    min_size=3,
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+@settings(max_examples=60, deadline=None)
+def test_inputs_do_not_depend_on_the_steps_before(steps: list[tuple[str, int]]) -> None:
+    """A builder that has seen every step gives what a new one gives, settings for sampling too."""
+    table = RequestTable(2, vocab_size=1000, seed=0)
+    kept = InputBuilder(table, block_size=4, device=torch.device("cpu"))
+    added = 0
+    for action, who in steps:
+        held = list(table.row_of)
+        name = held[who % len(held)] if held else ""
+        if action == "arrive" or not held:
+            added += 1
+            table.add(new_request(f"r{added}", [added, 2, 3], ([added], [added])))
+        elif action == "leave":
+            table.remove(name)
+        elif action == "fail":
+            table.fail(table.row_of[name], "as told")
+        elif action == "block":
+            table.append_blocks(name, ([50 + who], [60 + who]))
+        scheduled = {
+            i: max(1, int(table.num_tokens[r] - table.num_computed_tokens[r]))
+            for i, r in table.row_of.items()
+        }
+        new = InputBuilder(table, block_size=4, device=torch.device("cpu"))
+        got, want = kept.build(scheduled), new.build(scheduled)
+        assert (got.request_ids, got.errors) == (want.request_ids, want.errors)
+        assert got.rows.tolist() == want.rows.tolist()
+        assert got.seq_lens.tolist() == want.seq_lens.tolist()
+        assert got.sampled.tolist() == want.sampled.tolist()
+        assert (got.batch is None) == (want.batch is None)
+        if got.batch is None or want.batch is None:
+            continue
+        for field in ("input_ids", "positions", "cu_seqlens_q", "seq_lens"):
+            assert torch.equal(getattr(got.batch, field), getattr(want.batch, field)), field
+        for mine, theirs in zip(got.batch.groups, want.batch.groups, strict=True):
+            assert torch.equal(mine.block_table, theirs.block_table)
+            assert torch.equal(mine.slot_mapping, theirs.slot_mapping)
+        settings = table.sampling.batch(got.sampled_rows, table)
+        assert settings.keys.tolist() == table.sampling.keys[got.sampled_rows].tolist()
+        table.num_computed_tokens[got.rows] = got.seq_lens
+        table.append_tokens(got.sampled_rows, np.full(len(got.sampled), 7))

@@ -203,6 +203,30 @@ async def test_poured_outputs_are_those_of_iteration(engine: Engine) -> None:
     await until_free(engine)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_text_is_poured_without_outputs(engine: Engine, n: int) -> None:
+    """Whatever one completion says before its end; several, and log-probabilities, need outputs."""
+    for logprobs in (None, 1):
+        params = SamplingParams(
+            max_tokens=40, ignore_eos=True, output_kind=DELTA, n=n, logprobs=logprobs
+        )
+        stream = engine.generate("text", params, f"text {logprobs}")
+        outputs, texts = [await anext(stream)], []
+        while not outputs[-1].finished:
+            await stream.pour(
+                lambda output: outputs.append(output) is not None,  # noqa: B023
+                lambda text, tokens: texts.append((text, tokens)) is None,  # noqa: B023
+            )
+        parts = [part for output in outputs for part in output.outputs]
+        assert sum(len(part.token_ids) for part in parts) + sum(t for _, t in texts) == 40 * n
+        if n == 1 and logprobs is None:
+            assert len(texts) > 5
+            text = parts[0].text + "".join(t for t, _ in texts) + "".join(p.text for p in parts[1:])
+            assert text == text_of(expected_tokens("text", params))
+        else:
+            assert not texts
+
+
 async def test_pouring_switches_no_task() -> None:
     engine = make_engine(step_seconds=0.001)
     params = SamplingParams(max_tokens=50, ignore_eos=True, output_kind=DELTA)

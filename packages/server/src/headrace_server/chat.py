@@ -128,7 +128,9 @@ class Chat:
                 if data:
                     yield data
                 if isinstance(outputs, OutputStream) and not output.finished:
-                    yield Pour(outputs, self._encode)
+                    yield Pour(
+                        outputs, self._encode, self._encode_text if len(self._plain) == 1 else None
+                    )
         finally:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage
@@ -148,6 +150,11 @@ class Chat:
             if choice is not None:
                 events.append(event(self._wrap([choice], self._running)))
         return events[0] if len(events) == 1 else b"".join(events)
+
+    def _encode_text(self, text: str, num_tokens: int) -> bytes:
+        """The event of the only choice's text; b"" if there is none yet."""
+        self._tally.add(num_tokens)
+        return self._plain[0](text) if text else b""
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)

@@ -130,7 +130,8 @@ class Completion:
                 if output.finished or not isinstance(outputs, Numbered):
                     continue
                 if isinstance(outputs.stream, OutputStream):
-                    yield Pour(outputs.stream, partial(self._encode, position, echo))
+                    encode_text = self._encode_text if len(self._plain) == 1 else None
+                    yield Pour(outputs.stream, partial(self._encode, position, echo), encode_text)
         finally:
             await close(outputs)
         if forced or (options is not None and options.include_usage):
@@ -151,6 +152,11 @@ class Completion:
                 used = self._usage() if self._running else None
                 events.append(event(self._wrap([chunk], used)))
         return events[0] if len(events) == 1 else b"".join(events)
+
+    def _encode_text(self, text: str, num_tokens: int) -> bytes:
+        """The event of the only choice's text; b"" if there is none yet."""
+        self._tallies[0].add(num_tokens)
+        return self._plain[0](text) if text else b""
 
     def _templates(self) -> list[EventTemplate]:
         """By choice, for streams whose events are nothing but text; none for others."""

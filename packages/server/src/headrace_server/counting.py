@@ -38,6 +38,11 @@ class Tally:
                 output, self._params, self._timer, self.num_tokens, self._reasons
             )
 
+    def add(self, num_tokens: int) -> None:
+        """Count tokens of the only completion, which goes on (:meth:`count` without an output)."""
+        self.num_tokens[0] = self.num_tokens.get(0, 0) + num_tokens
+        self._metrics.saw_tokens(self._timer, num_tokens)
+
 
 def usage(tallies: list[Tally], *, details: bool, hidden: int = 0) -> Usage:
     """The sum over prompts.

@@ -73,11 +73,19 @@ class Pour:
     Args:
         outputs: the first is taken already.
         encode: an output's events; b"" for none.
+        encode_text: the same of new text and the number of its tokens, where that is all; None:
+            ``encode`` gets every output.
     """
 
-    def __init__(self, outputs: OutputStream, encode: Callable[[RequestOutput], bytes]) -> None:
+    def __init__(
+        self,
+        outputs: OutputStream,
+        encode: Callable[[RequestOutput], bytes],
+        encode_text: Callable[[str, int], bytes] | None = None,
+    ) -> None:
         self._outputs = outputs
         self._encode = encode
+        self._encode_text = encode_text
         self._ended = False
 
     async def into(self, writer: _Writer) -> None:
@@ -85,19 +93,25 @@ class Pour:
 
         Raises: what the engine, encoding or writing raises.
         """
-        refused = b""
+        refused, encode_text = b"", self._encode_text
 
-        def take(output: RequestOutput) -> bool:
+        def put(data: bytes) -> bool:
             nonlocal refused
-            self._ended = output.finished
-            data = self._encode(output)
             if not data or writer.write_now(data):
                 return True
             refused = data
             return False
 
+        def take(output: RequestOutput) -> bool:
+            self._ended = output.finished
+            return put(self._encode(output))
+
+        def take_text(text: str, num_tokens: int) -> bool:
+            assert encode_text is not None
+            return put(encode_text(text, num_tokens))
+
         while not self._ended:
-            await self._outputs.pour(take)
+            await self._outputs.pour(take, None if encode_text is None else take_text)
             if not refused:
                 return  # it has ended
             data, refused = refused, b""

@@ -176,7 +176,7 @@ class FakeEngine:
         add_special_tokens: bool | None = None,
     ) -> AsyncIterator[RequestOutput]:
         pulled = self._pull(prompt, params, request_id, priority, add_special_tokens)
-        return _Outputs(pulled) if self.pours else pulled
+        return _Outputs(pulled, params.n == 1) if self.pours else pulled
 
     async def _pull(
         self,
@@ -403,8 +403,9 @@ class FakeEngine:
 class _Outputs(AsyncIterator[RequestOutput]):
     """An :class:`~headrace_core.engine.OutputStream` over a generator."""
 
-    def __init__(self, pulled: AsyncGenerator[RequestOutput, None]) -> None:
+    def __init__(self, pulled: AsyncGenerator[RequestOutput, None], is_one: bool) -> None:
         self._pulled = pulled
+        self._is_one = is_one
 
     async def __anext__(self) -> RequestOutput:
         return await self._pulled.__anext__()
@@ -412,10 +413,24 @@ class _Outputs(AsyncIterator[RequestOutput]):
     async def aclose(self) -> None:
         await self._pulled.aclose()
 
-    async def pour(self, take: Callable[[RequestOutput], bool]) -> None:
+    async def pour(
+        self,
+        take: Callable[[RequestOutput], bool],
+        take_text: Callable[[str, int], bool] | None = None,
+    ) -> None:
         async for output in self._pulled:
-            if not take(output):
+            if take_text is not None and self._is_one and _is_text_only(output):
+                (part,) = output.outputs
+                more = take_text(part.text, len(part.token_ids))
+            else:
+                more = take(output)
+            if not more:
                 return
+
+
+def _is_text_only(output: RequestOutput) -> bool:
+    parts = output.outputs
+    return len(parts) == 1 and parts[0].finish_reason is None and parts[0].logprobs is None
 
 
 def _echo(prompt: str, index: int) -> str:

@@ -111,6 +111,16 @@ class CompletionState:
         self._decode()
         return self._output("".join(self._new_text), self.token_ids[self._sent_tokens :], logprobs)
 
+    def text_delta(self) -> tuple[str, int]:
+        """Text and number of tokens that are new since the last call: all that :meth:`delta` would
+        say while the completion goes on."""
+        self._decode()
+        text = "".join(self._new_text)
+        self._new_text.clear()
+        new = len(self.token_ids) - self._sent_tokens
+        self._sent_tokens += new
+        return text, new
+
     def _output(
         self, text: str, token_ids: list[int], logprobs: Logprobs | None
     ) -> CompletionOutput:
@@ -203,6 +213,12 @@ class RequestState:
         self._list = list(self._completions.values())
         self._only = self._list[0] if len(self._list) == 1 else None
         """The completion, where there is just one: the short way."""
+        self._text_only = (
+            self._only is not None
+            and self._kind is RequestOutputKind.DELTA
+            and params.logprobs is None
+            and params.prompt_logprobs is None
+        )
         self._prompt_logprobs: Logprobs | None = None
         self._metrics = RequestMetrics(arrival_time=request.arrival_time)
         self._num_cached_tokens = 0
@@ -280,6 +296,19 @@ class RequestState:
             ready = [c for c in self._list if c.ready(self._interval)]
             return self._output([c.delta() for c in ready], self._take_prompt_logprobs())
         return self._output([c.whole() for c in self._list], self._prompt_logprobs)
+
+    def take_text(self) -> tuple[str, int] | None:
+        """What :meth:`take` would give, if that is only text of so many tokens; else None."""
+        only = self._only
+        if (
+            only is None
+            or not self._text_only
+            or only.finish_reason is not None
+            or self.error is not None
+            or not only.ready(self._interval)
+        ):
+            return None
+        return only.text_delta()
 
     def _take_prompt_logprobs(self) -> Logprobs | None:
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None

@@ -14,17 +14,19 @@ from headrace_core.output import RequestOutput
 from headrace_engine.emission.output import RequestState
 
 Take = Callable[[RequestOutput], bool]
+TakeText = Callable[[str, int], bool]
 
 
 class News:
     """Tells the consumer of a request that there is news. Made before the request is taken in."""
 
-    __slots__ = ("_take", "_waiter", "state")
+    __slots__ = ("_take", "_take_text", "_waiter", "state")
 
     def __init__(self) -> None:
         self.state: RequestState | None = None
         """Set once the request is under way."""
         self._take: Take | None = None
+        self._take_text: TakeText | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def tell(self) -> None:
@@ -48,27 +50,32 @@ class News:
         finally:
             self._waiter = None
 
-    async def pour(self, take: Take) -> None:
+    async def pour(self, take: Take, take_text: TakeText | None) -> None:
         """Until the consumer refuses, the request ends or fails, or somebody calls :meth:`wake`."""
-        self._take, self._waiter = take, asyncio.get_running_loop().create_future()
+        self._take, self._take_text = take, take_text
+        self._waiter = asyncio.get_running_loop().create_future()
         try:
             self._pour_one(take)  # what has come meanwhile
             await self._waiter
         finally:
-            self._take = self._waiter = None
+            self._take = self._take_text = self._waiter = None
 
     def _pour_one(self, take: Take) -> None:
-        assert self.state is not None
+        state = self.state
+        assert state is not None
         assert self._waiter is not None
         if self._waiter.done():
             return  # refused, and not yet asked for more
         try:
-            output = self.state.take() if self.state.error is None else None
-            more = output is None or take(output)
+            if self._take_text is not None and (news := state.take_text()) is not None:
+                more = self._take_text(*news)
+            else:
+                output = state.take() if state.error is None else None
+                more = output is None or take(output)
         except Exception as error:  # the consumer's own: its, not the loop's
             self._waiter.set_exception(error)
             return
-        if not more or self.state.exhausted or self.state.error is not None:
+        if not more or state.exhausted or state.error is not None:
             self.wake()
 
 
@@ -98,13 +105,13 @@ class Outputs(AsyncIterator[RequestOutput]):
         """End the request if it still runs."""
         await self._pulled.aclose()
 
-    async def pour(self, take: Take) -> None:
+    async def pour(self, take: Take, take_text: TakeText | None = None) -> None:
         """See :meth:`headrace_core.engine.OutputStream.pour`."""
         state = self._news.state
         if state is None:
             raise RuntimeError("pour: the first output must be taken by iterating")
         if not state.exhausted:
             self._check(state)
-            await self._news.pour(take)
+            await self._news.pour(take, take_text)
             if not state.exhausted:
                 self._check(state)

@@ -40,8 +40,8 @@ class StepInputs:
     """B ids, in batch order; those in ``errors`` are left out."""
     rows: Ints
     """[B]; rows of the request table."""
-    num_new_tokens: Ints
-    """[B]."""
+    seq_lens: Ints
+    """[B]; context length including this step's tokens."""
     sampled: Ints
     """Indices (0..B-1) of the requests that get a token: this step completes what is known."""
     prompt_rows: list[PromptRows]
@@ -51,124 +51,181 @@ class StepInputs:
     errors: dict[str, str]
     """Requests that cannot run, and why."""
 
+    @property
+    def sampled_rows(self) -> Ints:
+        """Rows of the request table that get a token: :attr:`rows` itself if all do."""
+        return self.rows if len(self.sampled) == len(self.rows) else self.rows[self.sampled]
 
-def prepare_inputs(
-    scheduled: Mapping[str, int],
-    table: RequestTable,
-    *,
-    block_size: int,
-    device: torch.device,
-) -> StepInputs:
-    """Gather a step's inputs.
+
+class _Cast:
+    """Who takes part in a step with how many tokens, and what follows from that alone.
 
     Args:
-        scheduled: number of tokens by request id, in batch order.
+        request_ids: B ids, in batch order.
+        rows: [B]; their rows of the table, all held.
+        counts: [B]; tokens of this step, at least 1 each.
+        table: as it is now.
+    """
+
+    def __init__(
+        self, request_ids: list[str], rows: Ints, counts: Ints, table: RequestTable
+    ) -> None:
+        self.request_ids, self.rows, self.counts = request_ids, rows, counts
+        self.version = table.version
+        self.wants_prompt = table.sampling.wants_prompt_logprobs(rows)
+        self.most_tokens = int(counts.max()) if len(counts) else 0
+        self.cu_seqlens = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(counts, out=self.cu_seqlens[1:])
+        self.decodes = self.most_tokens == 1
+        self.token_rows = rows if self.decodes else np.repeat(rows, counts)
+        """[T]; row of the request that each token belongs to."""
+        self._cu_seqlens_int32 = self.cu_seqlens.astype(np.int32)
+        # A request's first token is at cu_seqlens[b] and at position computed[b].
+        self._steps = np.arange(self.cu_seqlens[-1])
+
+    def positions(self, computed: Ints) -> Ints:
+        """[T], from [B] numbers of computed tokens."""
+        if self.decodes:
+            return computed
+        return self._steps + np.repeat(computed - self.cu_seqlens[:-1], self.counts)
+
+    def cu_seqlens_tensor(self, device: torch.device) -> Tensor:
+        return _tensor(self._cu_seqlens_int32, device)
+
+    def without(self, bad: npt.NDArray[np.bool_], table: RequestTable) -> _Cast:
+        good = ~bad
+        ids = [self.request_ids[b] for b in np.flatnonzero(good)]
+        return _Cast(ids, self.rows[good], self.counts[good], table)
+
+
+class InputBuilder:
+    """Gathers the inputs of one step after the other.
+
+    Who takes part is looked up by id only if it has changed since the step before: while the same
+    requests decode, a step is a few operations on arrays.
+
+    Args:
         table: the requests; not changed.
         block_size: tokens per cache block.
         device: where the tensors go.
     """
-    request_ids, rows, counts, errors = _runnable(scheduled, table, block_size)
-    if not request_ids:
-        return StepInputs([], rows, counts, rows, [], None, errors)
-    computed = table.num_computed_tokens[rows]
-    seq_lens = computed + counts
-    cu_seqlens = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=cu_seqlens[1:])
 
-    # The first token of each request is at cu_seqlens[b] and at position computed[b].
-    token_rows = np.repeat(rows, counts)
-    positions = np.arange(cu_seqlens[-1]) + np.repeat(computed - cu_seqlens[:-1], counts)
-    input_ids = table.token_ids[token_rows, positions].astype(np.int64)
+    def __init__(self, table: RequestTable, *, block_size: int, device: torch.device) -> None:
+        self._table = table
+        self._block_size = block_size
+        self._device = device
+        self._ids: list[str] = []
+        self._counts: list[int] = []
+        self._cast = _Cast([], np.zeros(0, np.int64), np.zeros(0, np.int64), table)
 
-    sampled = np.flatnonzero(seq_lens == table.num_tokens[rows])
-    prompt_rows = _prompt_rows(table, rows, computed, seq_lens, cu_seqlens)
-    batch = ForwardBatch(
-        input_ids=_tensor(input_ids, device),
-        positions=_tensor(positions, device),
-        cu_seqlens_q=_tensor(cu_seqlens.astype(np.int32), device),
-        seq_lens=_tensor(seq_lens.astype(np.int32), device),
-        max_seqlen_q=int(counts.max()),
-        max_seqlen_k=int(seq_lens.max()),
-        groups=_groups(table, rows, token_rows, positions, int(seq_lens.max()), block_size, device),
-        logits_rows=_logits_rows(cu_seqlens, sampled, prompt_rows, device),
-    )
-    return StepInputs(request_ids, rows, counts, sampled, prompt_rows, batch, errors)
+    def build(self, scheduled: Mapping[str, int]) -> StepInputs:
+        """A step's inputs.
 
-
-def _runnable(
-    scheduled: Mapping[str, int], table: RequestTable, block_size: int
-) -> tuple[list[str], Ints, Ints, dict[str, str]]:
-    """Ids, rows and counts of the requests that can run; reasons for the others."""
-    ids = list(scheduled)
-    row_of = table.row_of
-    rows = np.fromiter((row_of.get(i, -1) for i in ids), np.int64, len(ids))
-    counts = np.fromiter(scheduled.values(), np.int64, len(ids))
-    ends = table.num_computed_tokens[rows] + counts
-    bad = (rows < 0) | (ends > table.num_tokens[rows]) | (counts < 1)
-    bad |= (ends > table.num_blocks[:, rows] * block_size).any(axis=0)
-    if table.failures:
-        bad |= np.isin(rows, list(table.failures))
-    if not bad.any():
-        return ids, rows, counts, {}
-    errors = {
-        ids[b]: _why_not(ids[b], int(counts[b]), table, block_size) for b in np.flatnonzero(bad)
-    }
-    good = ~bad
-    return [ids[b] for b in np.flatnonzero(good)], rows[good], counts[good], errors
-
-
-def _why_not(request_id: str, count: int, table: RequestTable, block_size: int) -> str:
-    row = table.row_of.get(request_id)
-    if row is None:
-        return f"request {request_id!r} is not held by the worker"
-    if row in table.failures:
-        return table.failures[row]
-    computed, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row])
-    if count < 1 or computed + count > known:
-        return (
-            f"{count} tokens were scheduled after {computed} computed ones, "
-            f"but {known} tokens are known"
+        Args:
+            scheduled: number of tokens by request id, in batch order.
+        """
+        table = self._table
+        cast, errors = self._look_up(list(scheduled), list(scheduled.values()))
+        computed, seq_lens, known = self._lengths(cast)
+        lacking = self._lacking(cast, seq_lens, known)
+        if lacking.any():
+            names = [cast.request_ids[b] for b in np.flatnonzero(lacking)]
+            errors = errors | {name: self._why_not(name, scheduled[name]) for name in names}
+            cast = cast.without(lacking, table)
+            computed, seq_lens, known = self._lengths(cast)
+        rows = cast.rows
+        if not len(rows):
+            return StepInputs([], rows, rows, rows, [], None, errors)
+        positions = cast.positions(computed)
+        sampled = np.flatnonzero(seq_lens == known)
+        prompt_rows = _prompt_rows(table, cast, computed, seq_lens)
+        longest, device = int(seq_lens.max()), self._device
+        batch = ForwardBatch(
+            input_ids=_tensor(table.token_ids[cast.token_rows, positions].astype(np.int64), device),
+            positions=_tensor(positions, device),
+            cu_seqlens_q=cast.cu_seqlens_tensor(device),
+            seq_lens=_tensor(seq_lens.astype(np.int32), device),
+            max_seqlen_q=cast.most_tokens,
+            max_seqlen_k=longest,
+            groups=self._groups(cast, positions, longest),
+            logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
         )
-    blocks = table.num_blocks[:, row].tolist()
-    return (
-        f"{computed + count} tokens do not fit into the {blocks} blocks (by group) of "
-        f"{block_size} tokens that the request holds"
-    )
+        return StepInputs(cast.request_ids, rows, seq_lens, sampled, prompt_rows, batch, errors)
 
+    def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_Cast, dict[str, str]]:
+        """Those that the table holds unharmed, and what is wrong with the others."""
+        table, cast = self._table, self._cast
+        if cast.version == table.version and ids == self._ids and counts == self._counts:
+            return cast, {}
+        found, errors = [], {}
+        for request_id, count in zip(ids, counts):
+            row = table.row_of.get(request_id, -1)
+            if row < 0 or count < 1 or row in table.failures:
+                errors[request_id] = self._why_not(request_id, count)
+            else:
+                found.append((request_id, row, count))
+        names, rows, numbers = zip(*found) if found else ((), (), ())
+        cast = _Cast(list(names), np.array(rows, np.int64), np.array(numbers, np.int64), table)
+        if not errors:
+            self._cast, self._ids, self._counts = cast, ids, counts
+        return cast, errors
 
-def _groups(
-    table: RequestTable,
-    rows: Ints,
-    token_rows: Ints,
-    positions: Ints,
-    max_seq_len: int,
-    block_size: int,
-    device: torch.device,
-) -> tuple[GroupBatch, ...]:
-    num_blocks = -(-max_seq_len // block_size)
-    columns = positions // block_size
-    offsets = positions - columns * block_size
-    groups = []
-    for blocks in table.block_tables:
-        slots = blocks[token_rows, columns].astype(np.int64)
-        slots *= block_size
-        slots += offsets
-        groups.append(
-            GroupBatch(
-                block_table=_tensor(blocks[:, :num_blocks][rows], device),
-                slot_mapping=_tensor(slots, device),
+    def _lengths(self, cast: _Cast) -> tuple[Ints, Ints, Ints]:
+        """[B] each: tokens before this step, with it, and known."""
+        computed = self._table.num_computed_tokens[cast.rows]
+        return computed, computed + cast.counts, self._table.num_tokens[cast.rows]
+
+    def _lacking(self, cast: _Cast, seq_lens: Ints, known: Ints) -> npt.NDArray[np.bool_]:
+        """[B]; whose tokens are not known, or have no blocks."""
+        lacking: npt.NDArray[np.bool_] = seq_lens > known
+        for num_blocks in self._table.num_blocks:
+            lacking |= seq_lens > num_blocks[cast.rows] * self._block_size
+        return lacking
+
+    def _why_not(self, request_id: str, count: int) -> str:
+        table = self._table
+        row = table.row_of.get(request_id)
+        if row is None:
+            return f"request {request_id!r} is not held by the worker"
+        if row in table.failures:
+            return table.failures[row]
+        computed, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row])
+        if count < 1 or computed + count > known:
+            return (
+                f"{count} tokens were scheduled after {computed} computed ones, "
+                f"but {known} tokens are known"
             )
+        blocks = table.num_blocks[:, row].tolist()
+        return (
+            f"{computed + count} tokens do not fit into the {blocks} blocks (by group) of "
+            f"{self._block_size} tokens that the request holds"
         )
-    return tuple(groups)
+
+    def _groups(self, cast: _Cast, positions: Ints, longest: int) -> tuple[GroupBatch, ...]:
+        size, device = self._block_size, self._device
+        num_blocks = -(-longest // size)
+        columns = positions // size
+        offsets = positions - columns * size
+        groups = []
+        for blocks in self._table.block_tables:
+            slots = blocks[cast.token_rows, columns].astype(np.int64)
+            slots *= size
+            slots += offsets
+            groups.append(
+                GroupBatch(
+                    block_table=_tensor(blocks[:, :num_blocks][cast.rows], device),
+                    slot_mapping=_tensor(slots, device),
+                )
+            )
+        return tuple(groups)
 
 
 def _prompt_rows(
-    table: RequestTable, rows: Ints, computed: Ints, seq_lens: Ints, cu_seqlens: Ints
+    table: RequestTable, cast: _Cast, computed: Ints, seq_lens: Ints
 ) -> list[PromptRows]:
-    wanted = table.sampling.wants_prompt_logprobs(rows)
-    found = []
-    for b in wanted:
-        row, first = int(rows[b]), int(computed[b])
+    found, cu_seqlens = [], cast.cu_seqlens
+    for b in cast.wants_prompt:
+        row, first = int(cast.rows[b]), int(computed[b])
         last = min(int(seq_lens[b]), int(table.num_prompt_tokens[row]) - 1)
         if last > first:
             token_rows = np.arange(cu_seqlens[b], cu_seqlens[b] + last - first)

@@ -62,14 +62,12 @@ class CachePopulator:
 
     def used(self, block_id: int) -> None:
         """A block came into use; cheap if enough is resident ahead of it."""
-        target = min(block_id + 1 + self._ahead, self._num_blocks)
-        # In strides, as waking a thread for every block would cost more than it saves.
-        if target - self._target < min(self._ahead // 8, self._num_blocks - self._target):
-            return
-        if target <= self._target:
+        # Only once half of it is used up: until then a burst of requests lives on what was made
+        # ready while nobody waited, and has the cores for itself.
+        if self._target - (block_id + 1) >= self._ahead // 2 or self._target == self._num_blocks:
             return
         with self._changed:
-            self._target = target
+            self._target = min(block_id + 1 + self._ahead, self._num_blocks)
             self._changed.notify()
 
     def close(self) -> None:

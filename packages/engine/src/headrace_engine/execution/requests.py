@@ -40,6 +40,8 @@ class RequestTable:
         self.row_of: dict[str, int] = {}
         self.failures: dict[int, str] = {}
         """Row -> why the request can no longer run; it stays so until it is gone."""
+        self.version = 0
+        """Raised when a request comes, goes or fails: until then ids mean the same rows."""
         self.token_ids = np.zeros((_FIRST_ROWS, _FIRST_TOKENS), np.int32)
         """[C, W]; prompt, then what was sampled."""
         self.num_tokens = np.zeros(_FIRST_ROWS, np.int64)
@@ -75,8 +77,14 @@ class RequestTable:
         except Exception as error:
             # Whatever is wrong with one request must not fail the step.
             logger.warning("request %s cannot run", new.request_id, exc_info=True)
-            self.failures[row] = f"{type(error).__name__}: {error}"
+            self.fail(row, f"{type(error).__name__}: {error}")
+        self.version += 1
         return row
+
+    def fail(self, row: int, reason: str) -> None:
+        """Keep a request from running again."""
+        self.failures[row] = reason
+        self.version += 1
 
     def append_blocks(self, request_id: str, block_ids: tuple[list[int], ...]) -> None:
         """Lengthen a request's block tables. Ids that are not held are ignored."""
@@ -103,6 +111,7 @@ class RequestTable:
         for group, table in enumerate(self.block_tables):
             table[row, : self.num_blocks[group, row]] = 0
         self.failures.pop(row, None)
+        self.version += 1
         self.sampling.clear(row)
         self._free_rows.append(row)
 

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
-from headrace_engine.execution.inputs import PromptRows, StepInputs, prepare_inputs
+from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.populate import CachePopulator
-from headrace_engine.execution.requests import RequestTable
+from headrace_engine.execution.requests import Ints, RequestTable
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
 
 logger = logging.getLogger(__name__)
@@ -67,29 +67,29 @@ class ModelRunner:
         self.launching: Callable[[], None] = lambda: None
         """Called before the model runs; see :meth:`headrace_core.executor.Worker.when_launching`."""
         self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
+        self.inputs = InputBuilder(self.requests, block_size=cache.block_size, device=device)
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. A request that fails alone gets an error; an exception fails the step."""
         self.apply_changes(step)
-        inputs = prepare_inputs(
-            step.num_scheduled_tokens,
-            self.requests,
-            block_size=self.block_size,
-            device=self.device,
-        )
-        results = {request_id: RequestStepResult() for request_id in step.num_scheduled_tokens}
-        for request_id, reason in inputs.errors.items():
-            results[request_id].error = reason
+        inputs = self.inputs.build(step.num_scheduled_tokens)
+        results = {
+            request_id: RequestStepResult(error=reason)
+            for request_id, reason in inputs.errors.items()
+        }
         seconds = 0.0
         if inputs.batch is not None:
             self.launching()
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
-            self.requests.num_computed_tokens[inputs.rows] += inputs.num_new_tokens
+            self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
             if logits is not None:
                 self._sample(inputs, logits, results)
+        ids = step.num_scheduled_tokens
+        if len(inputs.sampled) < len(ids) or inputs.prompt_rows:  # some have other results, or none
+            results = {i: results.get(i) or RequestStepResult() for i in ids}
         return StepResult(step.step_id, results, forward_seconds=seconds)
 
     def apply_changes(self, step: ScheduledStep) -> None:
@@ -147,47 +147,55 @@ class ModelRunner:
         return hidden, self.model.compute_logits(rows)
 
     def _sample(
-        self, inputs: StepInputs, logits: Tensor, results: Mapping[str, RequestStepResult]
+        self, inputs: StepInputs, logits: Tensor, results: dict[str, RequestStepResult]
     ) -> None:
         """Choose tokens, append them to the requests' lists, fill in the results."""
-        rows = inputs.rows[inputs.sampled]
-        settings = self.requests.sampling.batch(rows, self.requests)
-        output = self.sampler(logits, settings)
-        ids = [inputs.request_ids[b] for b in inputs.sampled]
+        rows, ids = inputs.sampled_rows, inputs.request_ids
+        output = self.sampler(logits, self.requests.sampling.batch(rows, self.requests))
+        if len(rows) < len(ids):
+            ids = [ids[b] for b in inputs.sampled.tolist()]
+        tokens = output.token_ids
         if output.errors:
-            self._record_errors(output, ids, results)
+            self._record_errors(output, rows, ids, results)
             good = [r for r in range(len(ids)) if r not in output.errors]
-            self.requests.append_tokens(rows[good], output.token_ids[good])
+            ids, rows, tokens = [ids[r] for r in good], rows[good], tokens[good]
+        self.requests.append_tokens(rows, tokens)
+        if not results:  # nothing but tokens, as nearly always
+            results.update(zip(ids, [RequestStepResult([token]) for token in tokens.tolist()]))
         else:
-            self.requests.append_tokens(rows, output.token_ids)
-        for r, (request_id, token) in enumerate(zip(ids, output.token_ids.tolist())):
-            result = results[request_id]
-            if result.error is not None:
-                continue
-            result.token_ids = [token]
-            if r in output.logprobs:
-                result.logprobs = [output.logprobs[r]]
+            for request_id, token in zip(ids, tokens.tolist()):
+                result = results.setdefault(request_id, RequestStepResult())
+                if result.error is None:
+                    result.token_ids = [token]
+        for r, logprobs in output.logprobs.items():
+            result = results[inputs.request_ids[inputs.sampled[r]]]
+            if result.error is None:
+                result.logprobs = [logprobs]
 
     def _record_errors(
-        self, output: SamplerOutput, ids: list[str], results: Mapping[str, RequestStepResult]
+        self,
+        output: SamplerOutput,
+        rows: Ints,
+        ids: list[str],
+        results: dict[str, RequestStepResult],
     ) -> None:
         """Report the rows that failed, and keep them from running again."""
         for r, reason in output.errors.items():
-            results[ids[r]].error = reason
-            self.requests.failures[self.requests.row_of[ids[r]]] = reason
+            results.setdefault(ids[r], RequestStepResult()).error = reason
+            self.requests.fail(int(rows[r]), reason)
 
     def _collect_prompt_logprobs(
-        self, inputs: StepInputs, hidden: Tensor, results: Mapping[str, RequestStepResult]
+        self, inputs: StepInputs, hidden: Tensor, results: dict[str, RequestStepResult]
     ) -> None:
         start = len(inputs.sampled)
         for part in inputs.prompt_rows:
             end = start + len(part.targets)
             entries = list(self._prompt_logprobs(hidden[start:end], part, inputs))
-            result = results[inputs.request_ids[part.index]]
+            result = results.setdefault(inputs.request_ids[part.index], RequestStepResult())
             if any(math.isnan(entry.logprobs[0]) for entry in entries):
                 # The cache holds what they came from: the request cannot go on.
                 result.error = "the model's logits for the prompt are not finite"
-                self.requests.failures[int(inputs.rows[part.index])] = result.error
+                self.requests.fail(int(inputs.rows[part.index]), result.error)
             else:
                 result.prompt_logprobs = entries
             start = end

@@ -12,6 +12,7 @@ in any batch if the kernels are row-invariant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -31,9 +32,8 @@ from headrace_engine.sampling.masks import (
     apply_logit_bias,
     apply_min_tokens,
 )
-from headrace_engine.sampling.noise import uniforms
 from headrace_engine.sampling.penalties import apply_penalties
-from headrace_engine.sampling.state import NOT_WANTED, SamplingBatch, is_greedy
+from headrace_engine.sampling.state import SamplingBatch
 
 Rows = npt.NDArray[np.int64]
 
@@ -94,7 +94,7 @@ class Sampler:
             logits: [R, V], any floating dtype; changed.
             batch: the rows' settings.
         """
-        asked = np.flatnonzero(batch.num_logprobs != NOT_WANTED)
+        asked = batch.asked
         if not asked.size:
             choice = self._choose(logits, batch, keep_filtered=False)
             return _output(choice, {})
@@ -113,7 +113,9 @@ class Sampler:
         return _output(choice, dict(zip(asked.tolist(), entries)))
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:
-        if not batch.rules or _changes(logits, batch):
+        if not batch.rules:
+            return self._draw(logits, batch, keep_filtered)
+        if _changes(logits, batch):
             _apply_rules(logits, batch)
             return self._draw(logits, batch, keep_filtered)
         # Half precision has no room for small biases: rows with rules go on in float32.
@@ -146,13 +148,8 @@ class Sampler:
         return part
 
     def _draw(self, logits: Tensor, batch: SamplingBatch, keep_filtered: bool) -> _Choice:
-        if is_greedy(batch.temperature).all():
-            uniform = np.zeros(len(batch.temperature))
-        else:
-            uniform = uniforms(batch.keys, batch.num_output_tokens)
-        settings = (batch.temperature, batch.min_p, batch.top_k, batch.top_p, uniform)
-        tensors = [torch.from_numpy(column) for column in settings]
-        return _Choice(*self._sample(logits, *tensors, keep_filtered=keep_filtered))
+        settings = (*batch.tensors, batch.uniform)
+        return _Choice(*self._sample(logits, *settings, keep_filtered=keep_filtered))
 
     def prompt_logprobs(
         self, logits: Tensor, targets: npt.NDArray[Any], wanted: int
@@ -190,12 +187,16 @@ def _rows(values: Tensor, rows: Rows) -> Tensor:
 
 
 def _output(choice: _Choice, logprobs: Mapping[int, TokenLogprobs]) -> SamplerOutput:
-    largest = choice.largest.cpu().numpy()
-    return SamplerOutput(choice.token_ids.cpu().numpy(), logprobs, _unusable(largest))
+    token_ids, largest = choice
+    if largest.device.type != "cpu":
+        token_ids, largest = token_ids.cpu(), largest.cpu()
+    return SamplerOutput(token_ids.numpy(), logprobs, _unusable(largest.numpy()))
 
 
 def _unusable(largest: npt.NDArray[np.float32]) -> dict[int, str]:
     """Rows from which nothing can be chosen."""
+    if math.isfinite(largest.sum()):
+        return {}  # one look at all: this runs in every step, and hardly ever is one not finite
     errors: dict[int, str] = {}
     for r in np.flatnonzero(~np.isfinite(largest)).tolist():
         if largest[r] == -np.inf:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.counts import TokenCounts
-from headrace_engine.sampling.noise import request_key
+from headrace_engine.sampling.noise import request_key, uniforms
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable
@@ -67,7 +70,7 @@ class TokenRules:
             self.seen.add(token_id)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingBatch:
     """Settings of the R rows of one step that get a token. All arrays are [R]."""
 
@@ -84,6 +87,35 @@ class SamplingBatch:
     """Index of the token that is being chosen, within its request's output."""
     rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
+
+    # What follows from the settings is found out once: a batch serves many steps.
+
+    @cached_property
+    def asked(self) -> Ints:
+        """Indices of the rows that want log-probabilities."""
+        return np.flatnonzero(self.num_logprobs != NOT_WANTED)
+
+    @cached_property
+    def greedy(self) -> bool:
+        """Whether all rows are."""
+        return bool(is_greedy(self.temperature).all())
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """temperature, min_p, top_k and top_p, as :class:`~headrace_core.ops.SampleOp` takes them."""
+        columns = (self.temperature, self.min_p, self.top_k, self.top_p)
+        return tuple(torch.from_numpy(column) for column in columns)
+
+    @property
+    def uniform(self) -> Tensor:
+        """Every row's own random number; zeros if nobody draws."""
+        if self.greedy:
+            return self._zeros
+        return torch.from_numpy(uniforms(self.keys, self.num_output_tokens))
+
+    @cached_property
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self.temperature), dtype=torch.float64)
 
     def select(self, rows: Ints) -> SamplingBatch:
         """Of ``rows``, which must hold all that have rules and ascend."""
@@ -119,9 +151,12 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.rules: dict[int, TokenRules] = {}
+        self._last: tuple[Ints, SamplingBatch] | None = None
+        """Rows and their batch, as long as nothing of it has changed."""
 
     def set(self, row: int, new: NewRequest) -> None:
         """Take a request's settings."""
+        self._last = None
         params = new.params
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
@@ -138,6 +173,7 @@ class SamplingTable:
 
     def clear(self, row: int) -> None:
         """Forget a row's request."""
+        self._last = None
         self.rules.pop(row, None)
         self.num_prompt_logprobs[row] = NOT_WANTED
 
@@ -156,7 +192,18 @@ class SamplingTable:
         return wanted
 
     def batch(self, rows: Ints, requests: RequestTable) -> SamplingBatch:
-        """The settings of the rows that are sampled in this step."""
+        """The settings of the rows that are sampled in this step.
+
+        Good until the next call: asked for the same array of rows again, it gives the same object,
+        with other ``num_output_tokens``, unless all are greedy, so that nobody reads them.
+        """
+        last = self._last
+        if last is not None and last[0] is rows and last[1].greedy:
+            return last[1]
+        done = requests.num_tokens[rows] - requests.num_prompt_tokens[rows]
+        if last is not None and last[0] is rows:
+            last[1].num_output_tokens[:] = done
+            return last[1]
         rules: list[tuple[int, TokenRules, npt.NDArray[Any]]] = []
         if self.rules:
             rules = [
@@ -164,16 +211,19 @@ class SamplingTable:
                 for r, row in enumerate(rows.tolist())
                 if row in self.rules
             ]
-        return SamplingBatch(
+        batch = SamplingBatch(
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
             min_p=self.min_p[rows],
             keys=self.keys[rows],
             num_logprobs=self.num_logprobs[rows],
-            num_output_tokens=requests.num_tokens[rows] - requests.num_prompt_tokens[rows],
+            num_output_tokens=done,
             rules=rules,
         )
+        # Rules come with the output so far, which is another one in every step.
+        self._last = None if rules else (rows, batch)
+        return batch
 
     def grow(self, num_rows: int) -> None:
         """Make room for more rows."""
