@@ -23,20 +23,20 @@ template <int R, int V, bool AHEAD>
 inline void key_product(const float* a, int64_t lda, const float* const* groups, int64_t words, float* c,
                         int64_t ldc, const float* const* ahead) {
   vf acc[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = vzero();
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = vzero();
   for (int64_t w = 0; w < words; ++w) {
     vf x[V];
-    for (int v = 0; v < V; ++v) x[v] = ld(groups[v] + w * W);
+    HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(groups[v] + w * W);
     if constexpr (AHEAD)
-      for (int v = 0; v < V; ++v) __builtin_prefetch(ahead[v] + w * W);
-    for (int r = 0; r < R; ++r) {
+      HR_UNROLL for (int v = 0; v < V; ++v) __builtin_prefetch(ahead[v] + w * W);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
       const vf y = vset(a[r * lda + w]);
-      for (int v = 0; v < V; ++v) acc[r][v] = Pair::mac(acc[r][v], y, x[v]);
+      HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = Pair::mac(acc[r][v], y, x[v]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
 }
 
 template <int R, bool AHEAD>
@@ -56,20 +56,20 @@ template <int R, int V>
 inline void value_product(const float* a, const float* const* rows, int from, int to, int64_t at, int lines,
                           float* c, int64_t ldc) {
   vf acc[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = vzero();
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = vzero();
   for (int k = from; k < to; ++k) {
     const float* const b = rows[k] + at;
     vf x[V];
-    for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
+    HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
     for (int i = 0; i < lines; ++i) __builtin_prefetch(rows[k + ROWS_AHEAD] + i * W);
-    for (int r = 0; r < R; ++r) {
+    HR_UNROLL for (int r = 0; r < R; ++r) {
       const vf y = vset(a[r * PART + k]);
-      for (int v = 0; v < V; ++v) acc[r][v] = Pair::mac(acc[r][v], y, x[v]);
+      HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = Pair::mac(acc[r][v], y, x[v]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
 }
 
 template <int R>
@@ -142,10 +142,12 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     }
   }
 
+  const float* value_row(int k) const { return value_groups[k * 2 / W] + k % (W / 2) * g.dim; }
+
   // Rows of values from their groups; behind the last one that is seen, what is fetched after it.
   void find_rows(Span seen) {
     const int end = int(ceil_div(seen.to, 2));
-    for (int k = seen.from / 2; k < end; ++k) value_rows[k] = value_groups[k * 2 / W] + k % (W / 2) * g.dim;
+    for (int k = seen.from / 2; k < end; ++k) value_rows[k] = value_row(k);
     for (int i = 0; i < ROWS_AHEAD; ++i) {
       const float* next = next_keys[i / (W / 2)];
       value_rows[end + i] = next == nullptr ? value_rows[end - 1] : next + i % (W / 2) * g.dim;
@@ -169,10 +171,15 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     }
   }
 
+  // The rows as they were before cut_edges.
+  void mend_edges(Span seen) {
+    if (seen.from % 2 != 0) value_rows[seen.from / 2] = value_row(seen.from / 2);
+    if (seen.to % 2 != 0) value_rows[seen.to / 2] = value_row(seen.to / 2);
+  }
+
   // Whether all values that any row sees are finite.
   bool are_finite(Span seen) {
     Pair::Bad bad{};
-    find_rows(seen);
     cut_edges(seen);
     for (int k = seen.from / 2; k * 2 < seen.to; ++k) {
       for (int64_t d = 0; d < g.dim; d += W) {
@@ -180,6 +187,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
         bad = _mm512_max_epu16(bad, _mm512_and_si512(x, _mm512_set1_epi16(0x7fff)));
       }
     }
+    mend_edges(seen);
     return !Pair::any(bad);
   }
 
@@ -235,6 +243,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     const int64_t base = partition * PART;
     const Span all = span(0, rows, base);
     find_groups(partition, all);
+    if (!all.empty()) find_rows(all);
     const bool together = t.count == 1 || t.common || all.empty() || are_finite(all);
     for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
       const int64_t n = min_of(BLOCK_ROWS, rows - r);
@@ -247,9 +256,9 @@ struct PairedUnit : UnitRows<bf16, Pair> {
       }
       if (seen.empty()) continue;
       if (together) {
-        find_rows(seen);
         cut_edges(seen);
         weigh(r, n, seen, s, r == 0, state);
+        mend_edges(seen);
       } else {
         for (int64_t i = 0; i < n; ++i) weigh_alone(r + i, span(r + i, base), seen, s + i * PART, state);
       }

@@ -24,8 +24,6 @@ namespace headrace::HR_ISA {
 namespace {
 namespace paged {
 
-#define HR_UNROLL _Pragma("GCC unroll 16")
-
 constexpr int PART = 512;        // keys of a partition; its border is part of the arithmetic
 constexpr int KEYS = 64;         // keys of a tile, packed at a time
 constexpr int TASK_ROWS = 256;   // rows of a unit, if there are so many queries
@@ -254,18 +252,18 @@ template <class A, int R, int V>
 inline void product(const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth, float* c,
                     int64_t ldc, bool more) {
   vf acc[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = more ? ld(c + r * ldc + v * W) : vzero();
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = more ? ld(c + r * ldc + v * W) : vzero();
   for (int64_t k = 0; k < depth; ++k, b += ldb) {
     vf x[V];
-    for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
-    for (int r = 0; r < R; ++r) {
+    HR_UNROLL for (int v = 0; v < V; ++v) x[v] = ld(b + v * W);
+    HR_UNROLL for (int r = 0; r < R; ++r) {
       const vf y = vset(a[r * lda + k]);
-      for (int v = 0; v < V; ++v) acc[r][v] = A::mac(acc[r][v], y, x[v]);
+      HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = A::mac(acc[r][v], y, x[v]);
     }
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
 }
 
 template <class A, int R>
@@ -672,7 +670,6 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   }
 };
 
-#undef HR_UNROLL
 }  // namespace paged
 }  // namespace
 }  // namespace headrace::HR_ISA

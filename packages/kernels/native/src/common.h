@@ -37,6 +37,13 @@ void run_parallel(int64_t count, Task task, void* context);
 
 int pool_size();
 
+// While one lives, threads that wait for work stay awake: to wake one takes as long as a small kernel.
+struct Burst {
+  Burst();
+  ~Burst();
+  Burst(const Burst&) = delete;
+};
+
 // A buffer of this thread, 64-byte aligned, content undefined; valid until the next request for
 // the same slot. Callers own slot 0 and up; tasks own SCRATCH_TASK.
 enum ScratchSlot { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_TASK, SCRATCH_SLOTS };

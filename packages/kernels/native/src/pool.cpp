@@ -105,6 +105,10 @@ class Pool {
     size_ = size;
   }
 
+  // Between begin and end, threads that have begun to wait do not fall asleep.
+  void begin_burst() { bursts_.fetch_add(1); }
+  void end_burst() { bursts_.fetch_sub(1); }
+
   // From now on the i-th thread runs on cores[i] alone, except the first, the caller, which is not
   // ours, and those beyond the cores. Returns how many threads the system would not bind.
   int bind(std::vector<int> cores) {
@@ -140,7 +144,8 @@ class Pool {
       // (Comparing with a word read later would sleep through a job published in between.)
       const uint64_t seen = head_.load();
       if (take()) continue;
-      for (int spins = 0; spins < SPINS && head_.load(std::memory_order_relaxed) == seen; ++spins) {
+      for (int spins = 0; head_.load(std::memory_order_relaxed) == seen; ++spins) {
+        if (spins >= SPINS && bursts_.load(std::memory_order_relaxed) == 0) break;
         relax();
       }
       if (head_.load() != seen) continue;
@@ -185,6 +190,7 @@ class Pool {
   std::atomic<void*> context_{nullptr};
   std::atomic<uint32_t> count_{0};
   std::atomic<int> sleepers_{0};
+  std::atomic<int> bursts_{0};
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -225,6 +231,9 @@ thread_local Buffer buffers[SCRATCH_SLOTS];
 void run_parallel(int64_t count, Task task, void* context) { pool().run(count, task, context); }
 
 int pool_size() { return pool().size(); }
+
+Burst::Burst() { pool().begin_burst(); }
+Burst::~Burst() { pool().end_burst(); }
 
 void* scratch(ScratchSlot slot, size_t bytes) {
   Buffer& buffer = buffers[slot];

@@ -381,7 +381,6 @@ inline vf scales_at(const uint8_t* header, int32_t dtype, int v) {
 
 // Accumulators stay in registers only if every loop over them is unrolled before the compiler
 // decides where arrays live.
-#define HR_UNROLL _Pragma("GCC unroll 8")
 
 template <int BITS, int V> inline void load_codes(const uint8_t* step, int v0, Codes* codes) {
   if constexpr (BITS == 8) {
@@ -615,7 +614,6 @@ inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, 
   });
 }
 
-#undef HR_UNROLL
 
 }  // namespace quant
 

@@ -27,6 +27,7 @@ struct Patch {
 HR_EXPORT int64_t hr_replay(const headrace::Call* calls, int64_t count, headrace::Word* words,
                             const headrace::Patch* patches, int64_t num_patches,
                             const int64_t* values, int32_t* status) {
+  const headrace::Burst burst;
   for (int64_t i = 0; i < num_patches; ++i) {
     const headrace::Patch& p = patches[i];
     words[p.word].integer = values[p.value] * p.factor + p.offset;

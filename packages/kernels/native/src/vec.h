@@ -7,6 +7,10 @@
 #include <immintrin.h>
 #endif
 
+// For loops over a tile's accumulators: GCC 12 leaves those that it unrolls by itself on the stack,
+// from where it fetches them and where it puts them at both ends of the loop over K.
+#define HR_UNROLL _Pragma("GCC unroll 16")
+
 namespace headrace::HR_ISA {
 namespace {
 
