@@ -254,7 +254,9 @@ class Comparison:
 
         def once(_: object) -> dict[str, float]:
             port = free_port()
-            launch = self._peers.server(visit.engine, visit.model, visit.precision, port)
+            launch = self._peers.server(
+                visit.engine, visit.model, visit.precision, port, lasting=False
+            )
             start = time.perf_counter()
             process = launch.start(self._log(visit))
             try:

@@ -80,7 +80,8 @@ class Peers:
             settings["dtype"] = "bfloat16"
         if engine == "headrace":
             settings |= {"skip_tokenizer_init": True, "use_tqdm_on_load": False,
-                         "kv_cache_memory_bytes": CACHE_GIB << 30} | _quantized(precision)  # fmt: skip
+                         "kv_cache_memory_bytes": CACHE_GIB << 30,
+                         "kv_cache_ahead_bytes": -1} | _quantized(precision)  # fmt: skip
         if engine == "openvino":
             settings["cache_gib"] = CACHE_GIB
         words = [self._python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
@@ -91,8 +92,10 @@ class Peers:
         settings = json.dumps({"url": url, "version": version})
         return Launch([sys.executable, str(DRIVEN / "worker.py"), "server", settings], {})
 
-    def server(self, engine: str, model: str, precision: str, port: int) -> Launch:
-        """The engine's server on 127.0.0.1.
+    def server(
+        self, engine: str, model: str, precision: str, port: int, *, lasting: bool = True
+    ) -> Launch:
+        """The engine's server on 127.0.0.1; ``lasting``: it may take its time to start.
 
         Raises:
             Absent: as :meth:`worker`; or it has no server.
@@ -103,6 +106,8 @@ class Peers:
         words = SERVERS[engine](self, path, str(port))
         if engine == "headrace":
             words += [w for k, v in _quantized(precision).items() for w in (f"--{k}", v)]
+            if lasting:  # as the others do, who write zeros into their caches
+                words += ["--kv-cache-ahead-bytes", "-1"]
         if engine == "llamacpp":
             words += ["-c", str(self._cache_tokens(model))]
         return Launch(words, self._environment(engine), _unset(engine))

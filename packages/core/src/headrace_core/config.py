@@ -159,9 +159,9 @@ class CacheConfig:
     )
     kv_cache_ahead_bytes: int = option(
         512 << 20, "CPU: how much of the KV cache is made resident ahead of its use, by a thread of "
-        "low priority; 0: memory comes at its first use; the cache's size: all of it at once.",
-        human_int=True, cost="so much memory beyond what is in use; without it a prompt waits for "
-        "the system to give memory",
+        "low priority; 0: memory comes at its first use; -1: all of it, before the first request.",
+        human_int=True, cost="so much memory beyond what is in use, and with -1 up to a second of "
+        "start-up a gigabyte; without it a prompt waits for the system to give memory",
     )  # fmt: skip
     num_gpu_blocks_override: int | None = option(
         None, "Number of blocks; replaces both of the above. For tests of preemption."
@@ -178,8 +178,8 @@ class CacheConfig:
         for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"cache.{name}", value, "at least 1")
-        _check(self.kv_cache_ahead_bytes >= 0, "cache.kv_cache_ahead_bytes",
-               self.kv_cache_ahead_bytes, "at least 0")  # fmt: skip
+        _check(self.kv_cache_ahead_bytes >= -1, "cache.kv_cache_ahead_bytes",
+               self.kv_cache_ahead_bytes, "at least 0, or -1")  # fmt: skip
         _check_choice("cache.prefix_caching_hash_algo", self.prefix_caching_hash_algo, ("sha256",))
 
     def _check_scales(self) -> None:

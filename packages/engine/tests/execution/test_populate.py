@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_engine.execution.populate import CachePopulator
+from headrace_engine.execution.populate import WHOLE, CachePopulator
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS = 64
@@ -77,6 +77,19 @@ def test_what_is_written_meanwhile_stays() -> None:
     finally:
         populator.close()
     assert bool((memory[0] == 7).all())
+
+
+@linux
+def test_a_whole_cache_is_resident_once_started() -> None:
+    memory = buffers(3)
+    populator = CachePopulator(memory, NUM_BLOCKS, WHOLE, num_threads=2)
+    populator.start()
+    try:
+        assert populator.num_populated == NUM_BLOCKS
+        assert all(all(resident(buffer)) for buffer in memory)
+        populator.used(NUM_BLOCKS - 1)
+    finally:
+        populator.close()
 
 
 def test_nothing_is_touched_if_nothing_is_wanted() -> None:

@@ -14,7 +14,9 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -24,8 +26,16 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change 
 _PIECE = 8 << 20
 """Bytes populated by one call: how long a stop waits."""
 _PAGE = 4096
+WHOLE = -1
+"""As ``ahead_bytes``: all of the cache."""
 _IDLE = 19
 """Niceness of the thread: it takes what nobody else wants."""
+
+
+def _madvise() -> ctypes._NamedFuncPointer:
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
 
 
 class CachePopulator:
@@ -34,14 +44,19 @@ class CachePopulator:
     Args:
         buffers: bytes of the cache, each with all blocks in ascending order.
         num_blocks: in each buffer.
-        ahead_bytes: of all buffers together, to be resident beyond the highest block in use.
+        ahead_bytes: of all buffers together, to be resident beyond the highest block in use;
+            ``WHOLE``: everything, before :meth:`start` returns.
+        num_threads: that populate a whole cache.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], num_blocks: int, ahead_bytes: int) -> None:
+    def __init__(
+        self, buffers: Sequence[Tensor], num_blocks: int, ahead_bytes: int, num_threads: int = 1
+    ) -> None:
         self._buffers = list(buffers)
         self._num_blocks = num_blocks
+        self._whole, self._num_threads = ahead_bytes == WHOLE, num_threads
         total = sum(buffer.numel() for buffer in self._buffers)
-        self._ahead = -(-ahead_bytes * num_blocks // max(1, total))
+        self._ahead = num_blocks if self._whole else -(-ahead_bytes * num_blocks // max(1, total))
         self._target = min(self._ahead, num_blocks)
         self._done = 0
         self._closing = False
@@ -56,6 +71,9 @@ class CachePopulator:
     def start(self) -> None:
         """Begin, if this system can; otherwise memory comes at its first use, as ever."""
         if not self._ahead or not sys.platform.startswith("linux"):
+            return
+        if self._whole:
+            self._populate_whole()
             return
         self._thread = threading.Thread(target=self._run, name="cache-populator", daemon=True)
         self._thread.start()
@@ -79,9 +97,22 @@ class CachePopulator:
             self._thread.join()
         self._buffers = []
 
+    def _populate_whole(self) -> None:
+        begin, madvise = time.perf_counter(), _madvise()
+
+        def populate(buffer: Tensor) -> bool:
+            return self._populate(madvise, buffer.data_ptr(), 0, buffer.numel())
+
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            if not all(threads.map(populate, self._buffers)):
+                return
+        self._done = self._num_blocks
+        total = sum(buffer.numel() for buffer in self._buffers)
+        seconds = time.perf_counter() - begin
+        logger.info("%.1f GiB of cache made resident in %.1f s", total / (1 << 30), seconds)
+
     def _run(self) -> None:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        madvise = _madvise()
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IDLE)
         while self._wait():

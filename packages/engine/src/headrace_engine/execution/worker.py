@@ -186,7 +186,10 @@ class ModelWorker:
         self._cache = config
         if self._device.type == "cpu":
             self._populator = CachePopulator(
-                self._buffers, config.num_blocks, self._cache_ahead_bytes
+                self._buffers,
+                config.num_blocks,
+                self._cache_ahead_bytes,
+                torch.get_num_threads(),
             )
         self._runner = ModelRunner(
             model,
