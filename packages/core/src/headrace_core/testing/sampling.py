@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headrace_core import reference
 from headrace_core.ops import KernelNeed, KernelProvider, SampleOp, TopLogprobsOp
+from headrace_core.testing.ops.suite import look_up
 
 NEAR = 1e-5
 
@@ -90,29 +91,18 @@ class SamplingConformance:
         return str(request.param)
 
     @pytest.fixture
-    def look_up(self, provider: KernelProvider) -> Callable[[str], Any]:
-        need = KernelNeed(device=self.device, dtype="float32")
-        reasons = provider.refuse(need)
-        if reasons:
-            pytest.skip(f"{provider.name} refuses: {'; '.join(reasons)}")
-        operations = provider.operations(need)
-
-        def of(name: str) -> Any:
-            if name not in operations:
-                pytest.skip(f"{provider.name} has no {name}")
-            return operations[name]
-
-        return of
+    def op(self, provider: KernelProvider) -> Callable[[str], Any]:
+        return look_up(provider, KernelNeed(device=self.device, dtype="float32"))
 
     @pytest.fixture
-    def sample(self, look_up: Callable[[str], Any]) -> SampleOp:
-        op: SampleOp = look_up("sample")
-        return op
+    def sample(self, op: Callable[[str], Any]) -> SampleOp:
+        sample: SampleOp = op("sample")
+        return sample
 
     @pytest.fixture
-    def top_logprobs(self, look_up: Callable[[str], Any]) -> TopLogprobsOp:
-        op: TopLogprobsOp = look_up("top_logprobs")
-        return op
+    def top_logprobs(self, op: Callable[[str], Any]) -> TopLogprobsOp:
+        top_logprobs: TopLogprobsOp = op("top_logprobs")
+        return top_logprobs
 
     def check(
         self, sample: SampleOp, logits: Tensor, rows: Sequence[Settings], uniform: Tensor

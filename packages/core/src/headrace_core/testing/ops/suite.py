@@ -22,6 +22,21 @@ LINEAR_SHAPES = ((1, 1), (16, 16), (33, 17), (64, 100), (130, 64), (257, 1000), 
 """(N, K)."""
 
 
+def look_up(provider: KernelProvider, need: KernelNeed) -> Callable[[str], Any]:
+    """A provider's op by name; asking for one that it lacks skips the test."""
+    reasons = provider.refuse(need)
+    if reasons:
+        pytest.skip(f"{provider.name} refuses: {'; '.join(reasons)}")
+    operations = provider.operations(need)
+
+    def of(name: str) -> Any:
+        if name not in operations:
+            pytest.skip(f"{provider.name} has no {name}")
+        return operations[name]
+
+    return of
+
+
 class OpSuite:
     """Which provider, device and dtypes; finding ops; comparing. The tests are in the subclasses."""
 
@@ -52,18 +67,7 @@ class OpSuite:
     @pytest.fixture
     def op(self, provider: KernelProvider, dtype: str) -> Callable[[str], Any]:
         """Looks up an op by name; skips the test if the provider lacks it."""
-        need = KernelNeed(device=self.device, dtype=dtype)
-        reasons = provider.refuse(need)
-        if reasons:
-            pytest.skip(f"{provider.name} refuses: {'; '.join(reasons)}")
-        operations = provider.operations(need)
-
-        def look_up(name: str) -> Any:
-            if name not in operations:
-                pytest.skip(f"{provider.name} has no {name}")
-            return operations[name]
-
-        return look_up
+        return look_up(provider, KernelNeed(device=self.device, dtype=dtype))
 
     @pytest.fixture
     def invariant_op(

@@ -36,6 +36,16 @@ def rows_for(op: str, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int
     return x, rows, stride
 
 
+def bias_for(
+    op: str, bias: Tensor | None, packed: PackedLinear
+) -> tuple[Tensor | None, int | None]:
+    """The bias [N] as a kernel reads it, to be kept while it does, and its address; None for none."""
+    if bias is None:
+        return None, None
+    bias = vector(bias, getattr(torch, packed.dtype), packed.out_features, f"{op}: bias")
+    return bias, bias.data_ptr()
+
+
 def gate_width(op: str, packed: PackedLinear) -> int:
     """How many of the outputs are gates: half."""
     if packed.out_features % 2:

@@ -12,12 +12,12 @@ from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
     activation_code,
+    bias_for,
     dtype_code,
     gate_width,
     int64,
     matrix,
     rows_for,
-    vector,
 )
 
 
@@ -47,10 +47,7 @@ class Linear:
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         x, rows, stride = rows_for("linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
-        bias_pointer = None
-        if bias is not None:
-            bias = vector(bias, dtype, out_features, "linear: bias")
-            bias_pointer = bias.data_ptr()
+        bias, bias_pointer = bias_for("linear", bias, packed)
         out = torch.empty(rows, out_features, dtype=dtype)
         self._kernel(
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows,
@@ -63,10 +60,7 @@ class Linear:
     ) -> Tensor:
         x, rows, stride = rows_for("linear", x, packed)
         dtype, width = x.dtype, gate_width("linear", packed)
-        bias_pointer = None
-        if bias is not None:
-            bias = vector(bias, dtype, packed.out_features, "linear: bias")
-            bias_pointer = bias.data_ptr()
+        bias, bias_pointer = bias_for("linear", bias, packed)
         out = torch.empty(rows, width, dtype=dtype)
         self._gated_kernel(
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows, width,

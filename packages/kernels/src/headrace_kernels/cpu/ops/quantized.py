@@ -16,11 +16,11 @@ from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     activation_code,
+    bias_for,
     dtype_code,
     gate_width,
     matrix,
     rows_for,
-    vector,
 )
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
@@ -106,10 +106,7 @@ class QuantLinear:
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         x, rows, stride = rows_for("quant_linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
-        bias_pointer = None
-        if bias is not None:
-            bias = vector(bias, dtype, out_features, "quant_linear: bias")
-            bias_pointer = bias.data_ptr()
+        bias, bias_pointer = bias_for("quant_linear", bias, packed)
         weight: _Packed = packed.data
         out = torch.empty(rows, out_features, dtype=dtype)
         self._kernel(
@@ -124,10 +121,7 @@ class QuantLinear:
     ) -> Tensor:
         x, rows, stride = rows_for("quant_linear", x, packed)
         dtype, out_features = x.dtype, packed.out_features
-        bias_pointer = None
-        if bias is not None:
-            bias = vector(bias, dtype, out_features, "quant_linear: bias")
-            bias_pointer = bias.data_ptr()
+        bias, bias_pointer = bias_for("quant_linear", bias, packed)
         weight: _Packed = packed.data
         out = torch.empty(rows, gate_width("quant_linear", packed), dtype=dtype)
         self._gated_kernel(
