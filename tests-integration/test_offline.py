@@ -61,6 +61,14 @@ def test_a_cache_of_one_byte_holds_twice_the_tokens(llm, caplog):
 
 
 @pytest.mark.spec("ENGINE-PROMPTS")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for memory")
+def test_a_whole_cache_is_made_resident_before_the_first_request(caplog):
+    whole = {"kv_cache_ahead_bytes": -1, "kv_cache_memory_bytes": 64 << 20}
+    with caplog.at_level("INFO", logger="headrace_engine"), LLM(**SMALL | whole):
+        pass
+    assert any("cache made resident in" in record.getMessage() for record in caplog.records)
+
+
 def test_every_form_of_a_prompt_gives_the_same(llm):
     ids = llm.get_tokenizer().encode("Hello there")
     forms = ["Hello there", ids, {"prompt": "Hello there"}, {"prompt_token_ids": ids}]

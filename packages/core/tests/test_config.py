@@ -38,6 +38,7 @@ INFO = ModelInfo(
         (lambda: CacheConfig(kv_cache_dtype="int3"), "cache.kv_cache_dtype"),
         (lambda: CacheConfig(kv_cache_dtype="int8"), "cache.kv_cache_dtype"),
         (lambda: CacheConfig(calculate_kv_scales=True), "cache.calculate_kv_scales"),
+        (lambda: CacheConfig(kv_cache_ahead_bytes=-2), "cache.kv_cache_ahead_bytes"),
         (lambda: CacheConfig(num_gpu_blocks_override=0), "cache.num_gpu_blocks_override"),
         (lambda: SchedulerConfig(max_num_seqs=0), "scheduler.max_num_seqs"),
         (lambda: SchedulerConfig(max_num_seqs=9, max_num_batched_tokens=8),

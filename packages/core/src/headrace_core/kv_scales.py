@@ -40,7 +40,7 @@ INT8_CONSTANTS = ScaleConstants(90.0, 90.0)
 
 Rotation mixes pairs of a key's dimensions: at a position that was not measured the larger of two
 can become sqrt(2) times as large, and no larger. Values are not rotated; those of real text
-reached 1.43 times what was measured (docs/adr/0020).
+reached 1.44 times what was measured (docs/adr/0020).
 """
 
 KVScaleMeasure = Callable[["AttentionLayerSpec", "Tensor", "Tensor"], "AttentionLayerSpec"]

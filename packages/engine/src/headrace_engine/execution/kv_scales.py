@@ -21,7 +21,7 @@ from torch import Tensor
 from headrace_core.attention import AttentionLayerSpec
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import ConfigError, ModelError
-from headrace_core.kv import KVCacheConfig
+from headrace_core.kv import NULL_BLOCK, KVCacheConfig
 from headrace_core.kv_scales import LARGEST, KVScaleMeasure, ScaleConstants
 from headrace_core.model import AttentionLayer, MeasuresKVScales
 
@@ -54,7 +54,8 @@ def measuring_batch(
     num_tokens = min(MEASURED_TOKENS, max_model_len, room)
     num_blocks = -(-num_tokens // block_size)
     positions = torch.arange(num_tokens, device=device)
-    tables = 1 + torch.arange(num_groups * num_blocks, dtype=torch.int32, device=device)
+    first = NULL_BLOCK + 1
+    tables = first + torch.arange(num_groups * num_blocks, dtype=torch.int32, device=device)
     groups = tuple(
         GroupBatch(table[None], table.long()[positions // block_size] * block_size
                    + positions % block_size)
@@ -71,7 +72,7 @@ def measuring_batch(
         groups=groups,
         logits_rows=positions[-1:],
     )
-    return MeasuringBatch(batch, slice(1, 1 + num_groups * num_blocks))
+    return MeasuringBatch(batch, slice(first, first + num_groups * num_blocks))
 
 
 def measure_kv_scales(

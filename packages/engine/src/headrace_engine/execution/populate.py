@@ -103,13 +103,17 @@ class CachePopulator:
         def populate(buffer: Tensor) -> bool:
             return self._populate(madvise, buffer.data_ptr(), 0, buffer.numel())
 
+        size = sum(buffer.numel() for buffer in self._buffers) / (1 << 30)
+        logger.info("making %.1f GiB of cache resident (up to a second a gigabyte)", size)
         with ThreadPoolExecutor(self._num_threads) as threads:
-            if not all(threads.map(populate, self._buffers)):
-                return
-        self._done = self._num_blocks
-        total = sum(buffer.numel() for buffer in self._buffers)
-        seconds = time.perf_counter() - begin
-        logger.info("%.1f GiB of cache made resident in %.1f s", total / (1 << 30), seconds)
+            try:
+                complete = all(threads.map(populate, self._buffers))
+            except BaseException:
+                self._closing = True  # or the threads would go on to the end before this goes up
+                raise
+        if complete:
+            self._done = self._num_blocks
+            logger.info("cache made resident in %.1f s", time.perf_counter() - begin)
 
     def _run(self) -> None:
         madvise = _madvise()
