@@ -73,9 +73,6 @@ def test_a_change_after_construction_is_found_by_validate():
 
 
 def test_what_is_not_served_is_refused_by_name():
-    with pytest.raises(UnsupportedFeature) as caught:
-        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    assert caught.value.param == "structured_outputs"
     with pytest.raises(UnsupportedFeature, match="logits_processors"):
         SamplingParams(logits_processors=[lambda ids, row: row])
 
@@ -85,6 +82,10 @@ def test_structured_outputs_wants_exactly_one_constraint():
         StructuredOutputsParams()
     with pytest.raises(RequestError, match="exactly one"):
         StructuredOutputsParams(regex="a", choice=["b"])
+    with pytest.raises(RequestError, match="at least one"):
+        StructuredOutputsParams(choice=[])
+    assert StructuredOutputsParams(json=True).kind == "json"
+    assert StructuredOutputsParams(json_object=True, regex=None).kind == "json_object"
 
 
 def test_clone_is_deep_unless_told_otherwise():

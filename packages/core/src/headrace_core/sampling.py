@@ -11,7 +11,7 @@ import enum
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -36,28 +36,57 @@ class RequestOutputKind(enum.Enum):
     """One output, at the end."""
 
 
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""The kinds of constraint: fields of :class:`StructuredOutputsParams`."""
+
+
 @dataclass
 class StructuredOutputsParams:
     """A constraint on the output's form; exactly one of the six kinds.
 
-    Not served yet: a request that carries one is refused by name.
+    Raises:
+        RequestError: none or several kinds are given, or one is empty.
     """
 
-    json: str | dict[str, Any] | None = None
+    json: str | dict[str, Any] | bool | None = None
+    """JSON schema, as text or parsed."""
     regex: str | None = None
+    """The whole output matches."""
     choice: list[str] | None = None
+    """The output is one of these."""
     grammar: str | None = None
+    """EBNF (``root ::= ...``) or Lark (``start: ...``)."""
     json_object: bool | None = None
-    structural_tag: str | None = None
+    """Any JSON object."""
+    structural_tag: str | dict[str, Any] | None = None
+    """Free text with constrained parts between tags; JSON as text or parsed."""
+    whitespace_pattern: str | None = None
+    """Regex of the white space between JSON tokens, where the backend can."""
+    disable_fallback: bool = False
+    """The configured backend or an error; no other backend is tried."""
+    disable_any_whitespace: bool = False
+    """Compact JSON."""
+    disable_additional_properties: bool = False
+    """Objects hold the properties that the schema names, and no others."""
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs: exactly one constraint must be given, not {given or 'none'}; "
-                f"they are {[f.name for f in fields(self)]}",
+                f"they are {list(CONSTRAINTS)}",
                 param="structured_outputs",
             )
+        if self.choice is not None and not self.choice:
+            raise RequestError(
+                "structured_outputs.choice = []: must hold at least one text",
+                param="structured_outputs.choice",
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of :data:`CONSTRAINTS` is given."""
+        return next(name for name in CONSTRAINTS if getattr(self, name) not in (None, False))
 
 
 @dataclass
@@ -170,11 +199,6 @@ class SamplingParams:
         """Check every field and every pair that must agree."""
         self._check_ranges()
         self._check_pairs()
-        if self.structured_outputs is not None:
-            raise UnsupportedFeature(
-                "structured_outputs: constrained decoding is not served by this version",
-                param="structured_outputs",
-            )
         if self.logits_processors:
             raise UnsupportedFeature(
                 "logits_processors: per-request callables are not served; they cannot be batched",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Tokenizer(Protocol):
@@ -97,11 +97,19 @@ class ToolCallParser(ABC):
     """Finds tool calls in output text. One object per answer; linear time, no ``eval``.
 
     For every way of cutting a text into pieces, feeding the pieces and finishing gives the same
-    content and calls; text that is no well-formed call is returned as content, never dropped.
+    content and calls. Text that is no well-formed call is returned as content, unless a piece of
+    the call was given away before it broke: then that piece stands and the rest is dropped.
     """
+
+    needs_special_tokens: ClassVar[bool] = False
+    """Whether the format's marks are special tokens, which output texts otherwise leave out."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
+
+    def call_id(self, index: int, name: str) -> str | None:
+        """The id that the format gives to a call; None: any will do."""
+        return None
 
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:
@@ -125,8 +133,28 @@ class ToolCallParser(ABC):
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What is known of an answer before its first token."""
+
+    prompt_end: str = ""
+    """The last characters of the rendered prompt, special tokens included; "" if unknown. A
+    template may have opened the reasoning there, or closed it."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the template was given, the operator's defaults included: switches of thinking."""
+
+
 class ReasoningParser(ABC):
     """Separates reasoning from answer. One object per answer; same rules as tool-call parsers."""
+
+    needs_special_tokens: ClassVar[bool] = False
+    """As for tool-call parsers."""
+    end_marker: ClassVar[str] = ""
+    """The text after which the answer proper begins: constraints on its form hold from there.
+    "": the format has none, and structured output is refused along with it."""
+
+    def __init__(self, context: AnswerContext = AnswerContext()) -> None:
+        self.context = context
 
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:

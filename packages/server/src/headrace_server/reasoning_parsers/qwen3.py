@@ -6,7 +6,7 @@ is cut off before its closing tag stays reasoning, since it was streamed as such
 
 from __future__ import annotations
 
-from headrace_core.text import ParsedDelta, ReasoningParser
+from headrace_core.text import AnswerContext, ParsedDelta, ReasoningParser
 
 OPEN, CLOSE = "<think>", "</think>"
 _MAX_SPACE = 64
@@ -16,7 +16,10 @@ _MAX_SPACE = 64
 class Qwen3ReasoningParser(ReasoningParser):
     """See the module."""
 
-    def __init__(self) -> None:
+    end_marker = CLOSE
+
+    def __init__(self, context: AnswerContext = AnswerContext()) -> None:
+        super().__init__(context)
         self._held = ""
         self._tag = OPEN
         """The tag that may come next; "" after the last."""
