@@ -153,8 +153,8 @@ class ReasoningParser(ABC):
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""
 
-    def __init__(self, context: AnswerContext = AnswerContext()) -> None:
-        self.context = context
+    def __init__(self, context: AnswerContext | None = None) -> None:
+        self.context = context or AnswerContext()
 
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:

@@ -18,7 +18,7 @@ class Qwen3ReasoningParser(ReasoningParser):
 
     end_marker = CLOSE
 
-    def __init__(self, context: AnswerContext = AnswerContext()) -> None:
+    def __init__(self, context: AnswerContext | None = None) -> None:
         super().__init__(context)
         self._held = ""
         self._tag = OPEN
