@@ -1,0 +1,186 @@
+"""What all tool-call formats share: content, calls, and what becomes of text that breaks.
+
+A format (a subclass) says with which marks a section of calls opens and closes, and how to read
+on behind the opening mark. The machine does the rest, the same for all:
+
+- Outside of sections text is content. White space next to a call belongs to the format.
+- From an opening mark until the name and the beginning of the arguments are known, text is held.
+  If it breaks there, it is content, opening mark and all, and reading goes on at the character
+  that broke it.
+- From then on the call is given away as it comes. If it breaks now, what was given stands, and
+  the rest is dropped up to the section's closing mark or the next opening one.
+- Behind a complete call, what is neither another call nor the closing mark is content again.
+
+None of this looks at the end of the text or at its cuts, so that whole and piecewise reading
+agree for every text, well-formed or not.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
+from headrace_server.tool_parsers.source import Broken, Source, Steps
+
+_CHUNK = 4096
+"""Characters that are looked at together: bounds what a search for a mark can cost."""
+
+
+class Machine(ToolCallParser):
+    """A format written as steps; see the module."""
+
+    opens: ClassVar[tuple[str, ...]] = ()
+    """Marks with which a section of calls begins."""
+    closes: ClassVar[tuple[str, ...]] = ()
+    """Marks with which it ends; () if it just ends."""
+    ignored: ClassVar[tuple[str, str] | None] = None
+    """Marks between which no calls are sought: reasoning."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self.source = Source()
+        self._run: Steps[None] | None = None
+        self._content: list[str] = []
+        """Of this feed."""
+        self._space: list[str] = []
+        """White space at the end of the content so far."""
+        self._calls: list[tuple[int, str | None, list[str]]] = []
+        """Pieces of calls of this feed: index, name, arguments."""
+        self._num_calls = 0
+        self._open = False
+        """A call was given away and is not complete."""
+        self._after_call = False
+        self._owed: tuple[str, ...] = ()
+        """Closing marks of a section that went on with text."""
+
+    @abstractmethod
+    def calls(self, mark: str) -> Steps[None]:
+        """Read a section behind its opening mark.
+
+        Returns behind the section, or raises :class:`Broken` anywhere.
+        """
+
+    def begin(self) -> Steps[None]:
+        """Read calls that begin the answer without any mark; nothing by default."""
+        return
+        yield
+
+    def feed(self, text: str) -> ParsedDelta:
+        for at in range(0, len(text), _CHUNK):
+            self.source.add(text[at : at + _CHUNK])
+            self._resume()
+        return self._flush()
+
+    def finish(self) -> ParsedDelta:
+        self.source.end()
+        self._resume()
+        if not self._after_call:
+            self._content += self._space
+        self._space = []
+        return self._flush()
+
+    # What formats say
+
+    def next_call(self) -> None:
+        """What is read from here on belongs to a call that may still turn out to be none."""
+        self.source.held = []
+
+    def open_call(self, name: str) -> None:
+        """The call is one: from here on its pieces are given away."""
+        self.source.held = None
+        self._space = []
+        self._calls.append((self._num_calls, name, []))
+        self._num_calls += 1
+        self._open, self._after_call = True, True
+
+    def arguments(self, text: str) -> None:
+        """A piece of the open call's arguments."""
+        index = self._num_calls - 1
+        if not self._calls or self._calls[-1][0] != index:
+            self._calls.append((index, None, []))
+        self._calls[-1][2].append(text)
+
+    def close_call(self) -> None:
+        """The open call's arguments are complete."""
+        self._open = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls given away so far."""
+        return self._num_calls
+
+    # The run
+
+    def _resume(self) -> None:
+        if self._run is None:
+            self._run = self._main()
+        next(self._run, None)
+
+    def _flush(self) -> ParsedDelta:
+        delta = ParsedDelta(
+            "".join(self._content),
+            tool_calls=[ToolCallDelta(i, name, "".join(args)) for i, name, args in self._calls],
+        )
+        self._content, self._calls = [], []
+        return delta
+
+    def _main(self) -> Steps[None]:
+        mark = yield from self._section(None)
+        while True:
+            mark = mark or (yield from self._seek())
+            if not mark:
+                return
+            mark = yield from self._section(mark)
+
+    def _seek(self) -> Steps[str]:
+        """Content up to the next opening mark, which is returned; "" at the end."""
+        ignored = self.ignored
+        begin = (ignored[0],) if ignored else ()
+        while True:
+            mark = yield from self.source.until(self.opens + self._owed + begin, self._text)
+            if mark in self.opens or not mark:
+                return mark
+            if mark in self._owed:
+                self._owed = ()
+            elif ignored:
+                self._text(mark)
+                self._text((yield from self.source.until(ignored[1:], self._text)))
+
+    def _section(self, mark: str | None) -> Steps[str]:
+        """Read a section. Returns the opening mark of the next, if it was come across."""
+        before = self._num_calls
+        self.source.held = [mark] if mark else []
+        self._owed = ()
+        try:
+            yield from self.begin() if mark is None else self.calls(mark)
+        except Broken:
+            if self._num_calls > before:
+                self._owed = self.closes
+        if self._open:
+            return (yield from self._skip())
+        held, self.source.held = self.source.held, None
+        self._text("".join(held or ()))
+        return ""
+
+    def _skip(self) -> Steps[str]:
+        """Drop the rest of a broken call."""
+        self._open, self._owed = False, ()
+        mark = yield from self.source.until(self.opens + self.closes, _drop)
+        return mark if mark in self.opens else ""
+
+    def _text(self, text: str) -> None:
+        """Text is content; white space at its end is kept until more comes."""
+        said = text.rstrip()
+        if said:
+            self._content += self._space
+            self._content.append(said)
+            self._space = []
+            self._after_call = False
+        if len(said) < len(text):
+            self._space.append(text[len(said) :])
+
+
+def _drop(text: str) -> None:
+    pass

@@ -1,0 +1,142 @@
+"""Formats that write a call as one JSON object: ``{"name": ..., "arguments": {...}}``.
+
+One object or several, bare or in a list, between marks or without any: :class:`ObjectFormat` says
+which. Name and arguments may come in either order; arguments are given away as they come once the
+name is known. Other members of the object are read and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
+from headrace_server.tool_parsers.machine import Machine
+from headrace_server.tool_parsers.source import Broken, Steps
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFormat:
+    """How objects stand in a section."""
+
+    array: bool = False
+    """A JSON list of objects."""
+    also_array: bool = False
+    """One object, or a list of objects."""
+    separator: str | None = None
+    """What stands between several objects outside of a list; "" for white space only; None: a
+    section has one object."""
+    close: tuple[str, ...] = ()
+    """Marks that end a section."""
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    """Members that hold the arguments."""
+    arguments_optional: bool = False
+    """An object without them is a call without arguments."""
+
+
+class ObjectsParser(Machine):
+    """A format given by an :class:`ObjectFormat`."""
+
+    format: ClassVar[ObjectFormat] = ObjectFormat()
+
+    def calls(self, mark: str) -> Steps[None]:
+        yield from self.objects()
+
+    def objects(self) -> Steps[None]:
+        """The objects of a section, and its closing mark."""
+        form = self.format
+        yield from self.source.space()
+        bracket = yield from self.source.peek()
+        if bracket == "[" and (form.array or form.also_array):
+            yield from self._list()
+        elif form.array:
+            raise Broken
+        else:
+            yield from self._sequence()
+        yield from self.end_section()
+
+    def end_section(self) -> Steps[None]:
+        """White space and the closing mark, if it comes."""
+        if self.format.close:
+            yield from self.source.space()
+            yield from self.source.expect(*self.format.close)
+
+    def _list(self) -> Steps[None]:
+        yield from self.source.expect("[")
+        yield from self.object_list()
+
+    def object_list(self) -> Steps[None]:
+        """Behind the opening bracket: objects and the closing bracket."""
+        while True:
+            yield from self.source.space()
+            yield from self.object_call()
+            yield from self.source.space()
+            if (yield from self.source.expect(",", "]")) == "]":
+                return
+            self.next_call()
+
+    def _sequence(self) -> Steps[None]:
+        separator = self.format.separator
+        yield from self.object_call()
+        while separator is not None:
+            yield from self.source.space()
+            if separator and not (yield from self.source.accept(separator)):
+                return
+            yield from self.source.space()
+            if (yield from self.source.peek()) != "{":
+                return
+            self.next_call()
+            yield from self.object_call()
+
+    def object_call(self) -> Steps[None]:
+        """One object."""
+        source = self.source
+        name, held, given = "", None, False
+        yield from source.expect("{")
+        separator = "{"
+        while separator != "}":
+            yield from source.space()
+            if separator == "{" and (yield from source.accept("}")):
+                break
+            key = yield from json_string(source)
+            yield from source.space()
+            yield from source.expect(":")
+            yield from source.space()
+            if key == "name" and not name:
+                name = yield from json_string(source)
+                if not name:
+                    raise Broken
+                if held is not None:
+                    self._whole(name, "".join(held))
+                    given = True
+            elif key in self.format.arguments and not given and held is None:
+                if name:
+                    yield from self._stream(name)
+                    given = True
+                else:
+                    held = []
+                    yield from json_object(source, held.append)
+            else:
+                yield from json_value(source, _drop)
+            yield from source.space()
+            separator = yield from source.expect(",", "}")
+        if not given:
+            if not name or not self.format.arguments_optional:
+                raise Broken
+            self._whole(name, "{}")
+
+    def _stream(self, name: str) -> Steps[None]:
+        if (yield from self.source.peek()) != "{":
+            raise Broken
+        self.open_call(name)
+        yield from json_object(self.source, self.arguments)
+        self.close_call()
+
+    def _whole(self, name: str, arguments: str) -> None:
+        self.open_call(name)
+        self.arguments(arguments)
+        self.close_call()
+
+
+def _drop(text: str) -> None:
+    pass

@@ -1,0 +1,154 @@
+"""The text of an answer as a cursor sees it, while it is still being written.
+
+Formats are written as plain steps, one after the other (``yield from source.expect("<x>")``), and
+wait inside a step when the text so far does not decide it. What a step decides never depends on
+where the text was cut, so neither does any format built of steps.
+
+Steps read every character once and keep no more unread text than the longest mark, so time is
+linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A part of a format: waits for text by yielding, returns what it read."""
+
+JSON_SPACE = " \t\r\n"
+
+
+class Broken(Exception):
+    """The text does not go on as the format says. What was unread is still unread."""
+
+
+class Source:
+    """Unread text, and what was read of a possible call."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self.held: list[str] | None = None
+        """What was read since a possible call began; None outside of one."""
+
+    def add(self, text: str) -> None:
+        """More text came."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """No more text comes."""
+        self._ended = True
+
+    def take(self, count: int) -> str:
+        """Read ``count`` characters that are there."""
+        text = self._text[self._at : self._at + count]
+        self._at += count
+        if self.held is not None:
+            self.held.append(text)
+        return text
+
+    def window(self) -> Steps[str]:
+        """All unread text, at least one character. Raises Broken at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                raise Broken
+            yield
+        return self._text[self._at :]
+
+    def peek(self) -> Steps[str]:
+        """The next character, left unread; "" at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def space(self, characters: str = JSON_SPACE) -> Steps[str]:
+        """Read characters of a kind, if there are any."""
+        read = []
+        while (character := (yield from self.peek())) and character in characters:
+            read.append(self.take(1))
+        return "".join(read)
+
+    def accept(self, *literals: str) -> Steps[str]:
+        """Read the one of the literals that comes next; "" if none does.
+
+        No literal may be the beginning of another.
+        """
+        while True:
+            for literal in literals:
+                if self._text.startswith(literal, self._at):
+                    return self.take(len(literal))
+            rest = self._text[self._at : self._at + _facts(literals)[0]]
+            if self._ended or not any(literal.startswith(rest) for literal in literals):
+                return ""
+            yield
+
+    def expect(self, *literals: str) -> Steps[str]:
+        """As :meth:`accept`. Raises Broken if none comes."""
+        found = yield from self.accept(*literals)
+        if not found:
+            raise Broken
+        return found
+
+    def until(self, marks: tuple[str, ...], put: Callable[[str], object]) -> Steps[str]:
+        """Give ``put`` the text before the first mark, as it comes, and read the mark.
+
+        Returns the mark; "" at the end. No mark may be the beginning of another. Text that may
+        turn out to begin a mark is kept until it is decided.
+        """
+        while True:
+            start, mark = self._find(marks)
+            if start > self._at:
+                put(self.take(start - self._at))
+            if mark:
+                return self.take(len(mark))
+            if self._ended:
+                if self._at < len(self._text):
+                    put(self.take(len(self._text) - self._at))
+                return ""
+            yield
+
+    def before(self, marks: tuple[str, ...], *, limit: int) -> Steps[tuple[str, str]]:
+        """The text before the first mark, and the mark, read.
+
+        Raises Broken at the end, or after ``limit`` characters if the mark does not follow.
+        """
+        read: list[str] = []
+        room = limit
+        while True:
+            start, mark = self._find(marks)
+            count = start - self._at
+            read.append(self.take(min(count, room)))
+            if count > room:
+                raise Broken
+            room -= count
+            if mark:
+                return "".join(read), self.take(len(mark))
+            if self._ended:
+                raise Broken
+            yield
+
+    def _find(self, marks: tuple[str, ...]) -> tuple[int, str]:
+        """Where the first mark is, or may be: (its position, the mark or "")."""
+        text, best, found = self._text, len(self._text), ""
+        for mark in marks:
+            at = text.find(mark, self._at, best + len(mark) - 1 if found else best)
+            if at >= 0 and (not found or at < best):
+                best, found = at, mark
+        longest, beginnings = _facts(marks)
+        for at in range(max(self._at, len(text) - longest + 1), best):
+            if text[at] in beginnings and any(mark.startswith(text[at:]) for mark in marks):
+                return at, ""
+        return best, found
+
+
+@functools.lru_cache(maxsize=256)
+def _facts(marks: tuple[str, ...]) -> tuple[int, frozenset[str]]:
+    """Length of the longest, and the characters with which they begin."""
+    return max(map(len, marks), default=0), frozenset(mark[0] for mark in marks)
