@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
+from headrace_server.tool_parsers.json_text import json_value
 from headrace_server.tool_parsers.source import Broken, Source, Steps
 
 _CHUNK = 4096
@@ -87,8 +88,18 @@ class Machine(ToolCallParser):
         """What is read from here on belongs to a call that may still turn out to be none."""
         self.source.held = []
 
+    def say(self) -> None:
+        """What was held so far is content after all; what follows is held anew."""
+        self.tell("".join(self.source.held or ()))
+        self.source.held = []
+
     def open_call(self, name: str) -> None:
-        """The call is one: from here on its pieces are given away."""
+        """The call is one: from here on its pieces are given away.
+
+        Raises :class:`Broken` if the name can be no function's.
+        """
+        if not is_name(name):
+            raise Broken
         self.source.held = None
         self._space = []
         self._calls.append((self._num_calls, name, []))
@@ -106,10 +117,28 @@ class Machine(ToolCallParser):
         """The open call's arguments are complete."""
         self._open = False
 
-    @property
-    def num_calls(self) -> int:
-        """Calls given away so far."""
-        return self._num_calls
+    def name(self) -> Steps[str]:
+        """Read the characters that a name may have, as far as they go. Raises Broken if none."""
+        read: list[str] = []
+        while len(read) < MAX_NAME and is_name((yield from self.source.peek())):
+            read.append(self.source.take(1))
+        if not read:
+            raise Broken
+        return "".join(read)
+
+    def whole_call(self, name: str, arguments: str) -> None:
+        """A call in one piece."""
+        self.open_call(name)
+        self.arguments(arguments)
+        self.close_call()
+
+    def object_arguments(self, name: str) -> Steps[None]:
+        """Open a call, and read its arguments: the JSON object that comes next."""
+        if (yield from self.source.peek()) != "{":
+            raise Broken
+        self.open_call(name)
+        yield from json_value(self.source, self.arguments)
+        self.close_call()
 
     # The run
 
@@ -139,14 +168,14 @@ class Machine(ToolCallParser):
         ignored = self.ignored
         begin = (ignored[0],) if ignored else ()
         while True:
-            mark = yield from self.source.until(self.opens + self._owed + begin, self._text)
+            mark = yield from self.source.until(self.opens + self._owed + begin, self.tell)
             if mark in self.opens or not mark:
                 return mark
             if mark in self._owed:
-                self._owed = ()
+                self._owed = tuple(owed for owed in self._owed if owed != mark)
             elif ignored:
-                self._text(mark)
-                self._text((yield from self.source.until(ignored[1:], self._text)))
+                self.tell(mark)
+                self.tell((yield from self.source.until(ignored[1:], self.tell)))
 
     def _section(self, mark: str | None) -> Steps[str]:
         """Read a section. Returns the opening mark of the next, if it was come across."""
@@ -161,16 +190,16 @@ class Machine(ToolCallParser):
         if self._open:
             return (yield from self._skip())
         held, self.source.held = self.source.held, None
-        self._text("".join(held or ()))
+        self.tell("".join(held or ()))
         return ""
 
     def _skip(self) -> Steps[str]:
         """Drop the rest of a broken call."""
         self._open, self._owed = False, ()
-        mark = yield from self.source.until(self.opens + self.closes, _drop)
+        mark = yield from self.source.until(self.opens + self.closes, drop)
         return mark if mark in self.opens else ""
 
-    def _text(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         """Text is content; white space at its end is kept until more comes."""
         said = text.rstrip()
         if said:
@@ -182,5 +211,19 @@ class Machine(ToolCallParser):
             self._space.append(text[len(said) :])
 
 
-def _drop(text: str) -> None:
-    pass
+MAX_NAME = 256
+_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may be called so: no white space, brackets or quotes, and not long."""
+    return (
+        0 < len(text) <= MAX_NAME
+        and text.isprintable()
+        and " " not in text
+        and _NOT_IN_NAMES.isdisjoint(text)
+    )
+
+
+def drop(text: str) -> None:
+    """Takes text that nobody wants."""

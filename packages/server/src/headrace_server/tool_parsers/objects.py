@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
-from headrace_server.tool_parsers.machine import Machine
+from headrace_server.tool_parsers.machine import Machine, drop
 from headrace_server.tool_parsers.source import Broken, Steps
 
 
@@ -107,36 +107,20 @@ class ObjectsParser(Machine):
                 if not name:
                     raise Broken
                 if held is not None:
-                    self._whole(name, "".join(held))
+                    self.whole_call(name, "".join(held))
                     given = True
             elif key in self.format.arguments and not given and held is None:
                 if name:
-                    yield from self._stream(name)
+                    yield from self.object_arguments(name)
                     given = True
                 else:
                     held = []
                     yield from json_object(source, held.append)
             else:
-                yield from json_value(source, _drop)
+                yield from json_value(source, drop)
             yield from source.space()
             separator = yield from source.expect(",", "}")
         if not given:
             if not name or not self.format.arguments_optional:
                 raise Broken
-            self._whole(name, "{}")
-
-    def _stream(self, name: str) -> Steps[None]:
-        if (yield from self.source.peek()) != "{":
-            raise Broken
-        self.open_call(name)
-        yield from json_object(self.source, self.arguments)
-        self.close_call()
-
-    def _whole(self, name: str, arguments: str) -> None:
-        self.open_call(name)
-        self.arguments(arguments)
-        self.close_call()
-
-
-def _drop(text: str) -> None:
-    pass
+            self.whole_call(name, "{}")

@@ -1,0 +1,187 @@
+"""Formats that write a call's name into a frame, and its arguments as JSON behind it.
+
+:class:`FrameFormat` holds a format's marks; Mistral's, which has three spellings, has a class.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
+from headrace_server.tool_parsers.source import Steps
+
+
+@dataclass(frozen=True, slots=True)
+class FrameFormat:
+    """The marks of a frame, in the order in which they come."""
+
+    section: str
+    call: str
+    kind: str = ""
+    """What stands between a call's mark and its name."""
+    name_end: str = ""
+    fence: tuple[str, str] | None = None
+    """Marks around the arguments, which may be missing."""
+    call_end: str = ""
+    section_end: str = ""
+
+
+class FramesParser(Machine):
+    """A format given by a :class:`FrameFormat`. A section's own marks may be missing."""
+
+    format: ClassVar[FrameFormat]
+    needs_special_tokens = True
+
+    def calls(self, mark: str) -> Steps[None]:
+        form, source = self.format, self.source
+        if mark == form.section:
+            yield from source.space()
+            yield from source.expect(form.call)
+        while True:
+            yield from self._call()
+            yield from source.space()
+            if (yield from source.expect(form.call, form.section_end)) == form.section_end:
+                return
+            self.next_call()
+
+    def _call(self) -> Steps[None]:
+        form, source = self.format, self.source
+        if form.kind:
+            yield from source.expect(form.kind)
+        name, _ = yield from source.before((form.name_end,), limit=MAX_NAME)
+        yield from source.space()
+        fenced = form.fence and (yield from source.accept(form.fence[0]))
+        yield from source.space()
+        yield from self.object_arguments(self.name_of(name.strip()))
+        yield from source.space()
+        if fenced and form.fence:
+            yield from source.expect(form.fence[1])
+            yield from source.space()
+        yield from source.expect(form.call_end)
+
+    def name_of(self, text: str) -> str:
+        """The function's name, of what stands in a frame."""
+        return text
+
+
+class DeepSeekV3ToolParser(FramesParser):
+    """DeepSeek V3-0324 and R1-0528: kind, name, and fenced arguments in a frame."""
+
+    opens = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    closes = ("<｜tool▁calls▁end｜>", "<｜tool▁call▁end｜>")
+    format = FrameFormat(
+        section="<｜tool▁calls▁begin｜>",
+        call="<｜tool▁call▁begin｜>",
+        kind="function<｜tool▁sep｜>",
+        name_end="\n",
+        fence=("```json", "```"),
+        call_end="<｜tool▁call▁end｜>",
+        section_end="<｜tool▁calls▁end｜>",
+    )
+
+
+class DeepSeekV31ToolParser(FramesParser):
+    """DeepSeek V3.1: name and bare arguments in a frame."""
+
+    opens = DeepSeekV3ToolParser.opens
+    closes = DeepSeekV3ToolParser.closes
+    format = FrameFormat(
+        section="<｜tool▁calls▁begin｜>",
+        call="<｜tool▁call▁begin｜>",
+        name_end="<｜tool▁sep｜>",
+        call_end="<｜tool▁call▁end｜>",
+        section_end="<｜tool▁calls▁end｜>",
+    )
+
+
+class KimiK2ToolParser(FramesParser):
+    """Kimi K2: ``functions.NAME:IDX`` is a call's id and says its name."""
+
+    opens = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    closes = ("<|tool_calls_section_end|>", "<|tool_call_end|>")
+    format = FrameFormat(
+        section="<|tool_calls_section_begin|>",
+        call="<|tool_call_begin|>",
+        name_end="<|tool_call_argument_begin|>",
+        call_end="<|tool_call_end|>",
+        section_end="<|tool_calls_section_end|>",
+    )
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._ids: list[str] = []
+
+    def open_call(self, name: str) -> None:
+        super().open_call(name)
+        self._ids.append(self._written)
+
+    def name_of(self, text: str) -> str:
+        self._written = text
+        name, colon, index = text.rpartition(":")
+        if not colon or not (index.isascii() and index.isdigit()):
+            name, self._written = text, ""
+        return name.removeprefix("functions.")
+
+    def call_id(self, index: int, name: str) -> str | None:
+        """``functions.NAME:IDX``, as the model wrote it."""
+        written = self._ids[index] if index < len(self._ids) else ""
+        return written or f"functions.{name}:{index}"
+
+
+class MistralToolParser(ObjectsParser):
+    """Mistral: ``[TOOL_CALLS]`` and a list of objects, or before each call's name and arguments.
+
+    Tokenizers since version 11 write ``[TOOL_CALLS]name{...}``, later ones ``[ARGS]`` between
+    name and arguments, and perhaps ``[CALL_ID]`` and an id before that.
+    """
+
+    needs_special_tokens = True
+    opens = ("[TOOL_CALLS]",)
+    format = ObjectFormat(array=True, arguments_optional=True)
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._ids: list[str] = []
+        self._written = ""
+
+    def calls(self, mark: str) -> Steps[None]:
+        source = self.source
+        yield from source.space()
+        self._written = ""
+        if (yield from source.peek()) == "[":
+            yield from self.objects()
+            return
+        name = yield from self.name()
+        yield from source.space()
+        if (yield from source.accept("[CALL_ID]")):
+            self._written, _ = yield from source.before(("[ARGS]",), limit=64)
+        else:
+            yield from source.accept("[ARGS]")
+        yield from source.space()
+        yield from self.object_arguments(name)
+
+    def open_call(self, name: str) -> None:
+        super().open_call(name)
+        self._ids.append(self._written if _is_id(self._written) else _new_id())
+
+    def call_id(self, index: int, name: str) -> str | None:
+        """Nine letters and digits: other ids are refused by the model's template."""
+        while len(self._ids) <= index:
+            self._ids.append(_new_id())
+        return self._ids[index]
+
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(9))
+
+
+def _is_id(text: str) -> bool:
+    return len(text) == 9 and text.isascii() and text.isalnum()

@@ -1,0 +1,111 @@
+"""FunctionGemma: ``<start_function_call>call:NAME{K:<escape>V<escape>,N:1}<end_function_call>``.
+
+Strings stand between escape marks; numbers, true, false, null, lists and objects are bare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.tool_parsers.schema_values import ANY, SchemaValues, spell, spell_string
+from headrace_server.tool_parsers.source import Broken, Steps
+
+MAX_DEPTH = 32
+"""Deeper nesting is no call."""
+MAX_BARE = 512
+"""Characters of a value that is no string."""
+
+_ESCAPE = "<escape>"
+_END = "<end_function_call>"
+
+
+class FunctionGemmaToolParser(Machine):
+    """See the module."""
+
+    needs_special_tokens = True
+    opens = ("<start_function_call>",)
+    closes = (_END,)
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._values = SchemaValues(tools)
+
+    def calls(self, mark: str) -> Steps[None]:
+        source = self.source
+        yield from source.space()
+        yield from source.expect("call:")
+        name = yield from self.name()
+        yield from source.expect("{")
+        self.open_call(name)
+        separator = "{"
+        yield from source.space()
+        while not (yield from source.accept("}")):
+            if separator == ", ":
+                yield from source.expect(",")
+            key, value = yield from self._entry(0, name)
+            self.arguments(f"{separator}{spell_string(key)}: {value}")
+            separator = ", "
+            yield from source.space()
+        self.arguments("{}" if separator == "{" else "}")
+        self.close_call()
+        yield from source.space()
+        yield from source.expect(_END)
+
+    def _entry(self, depth: int, function: str = "") -> Steps[tuple[str, str]]:
+        """A key and its value as JSON; ``function`` if it is a parameter's."""
+        yield from self.source.space()
+        if (yield from self.source.accept(_ESCAPE)):
+            key, _ = yield from self.source.before((_ESCAPE,), limit=MAX_NAME)
+            yield from self.source.expect(":")
+        else:
+            key, _ = yield from self.source.before((":",), limit=MAX_NAME)
+        key = key.strip()
+        types = self._values.types(function, key) if function else frozenset({"string"})
+        value = yield from self._value(depth, types)
+        return key, value
+
+    def _value(self, depth: int, types: frozenset[str]) -> Steps[str]:
+        """A value as JSON. ``types`` are those of a string's text."""
+        source = self.source
+        if depth > MAX_DEPTH:
+            raise Broken
+        yield from source.space()
+        if (yield from source.accept(_ESCAPE)):
+            pieces: list[str] = []
+            if not (yield from source.until((_ESCAPE,), pieces.append)):
+                raise Broken
+            return spell("".join(pieces), frozenset({"string"}) if types == ANY else types)
+        if (yield from source.accept("{")):
+            return (yield from self._items("}", depth))
+        if (yield from source.accept("[")):
+            return (yield from self._items("]", depth))
+        return (yield from self._bare(types))
+
+    def _items(self, close: str, depth: int) -> Steps[str]:
+        """The rest of an object or a list, behind its opening bracket."""
+        items: list[str] = []
+        yield from self.source.space()
+        while not (yield from self.source.accept(close)):
+            if items:
+                yield from self.source.expect(",")
+            if close == "}":
+                key, value = yield from self._entry(depth + 1)
+                items.append(f"{spell_string(key)}: {value}")
+            else:
+                items.append((yield from self._value(depth + 1, frozenset({"string"}))))
+            yield from self.source.space()
+        return ("{" if close == "}" else "[") + ", ".join(items) + close
+
+    def _bare(self, types: frozenset[str]) -> Steps[str]:
+        """A number, true, false or null; anything else is a string."""
+        read: list[str] = []
+        while (character := (yield from self.source.peek())) and character not in ",}]":
+            if len(read) == MAX_BARE or character in "{[<":
+                raise Broken
+            read.append(self.source.take(1))
+        text = "".join(read).strip()
+        if not text:
+            raise Broken
+        return spell(text, types if types != {"string"} else ANY)

@@ -1,0 +1,100 @@
+"""gpt-oss writes messages: ``<|channel|>commentary to=functions.F<|message|>{...}<|call|>``.
+
+A message has a header (role, recipient, channel, type of content) and a body, which ends with
+``<|end|>``, ``<|call|>`` or ``<|return|>``, or with the next message. The format is described in
+OpenAI's "harmony response format". Text outside of any message is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_core.text import ParsedDelta
+from headrace_server.tool_parsers.machine import Machine, drop
+from headrace_server.tool_parsers.source import Steps
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+OPENS = (START, CHANNEL)
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 1024
+"""Characters of a header; more is no message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message says of itself."""
+
+    channel: str = ""
+    recipient: str = ""
+    """Who is called: ``functions.F``, or a built-in tool; "" for a message to the user."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Neither for the user nor for a tool."""
+        return self.channel == "analysis" and not self.recipient
+
+    @property
+    def function(self) -> str:
+        """The name of the function that is called."""
+        return self.recipient.removeprefix("functions.")
+
+
+def read_header(mark: str, text: str) -> Header:
+    """Of a header's text behind its opening mark."""
+    words = (mark + text).replace("<|constrain|>", " ").replace(START, " ")
+    role, _, channel = words.partition(CHANNEL)
+    names = channel.split()
+    recipients = [w.removeprefix("to=") for w in [*role.split(), *names] if w.startswith("to=")]
+    first = names[0] if names and not names[0].startswith("to=") else ""
+    return Header(first, recipients[0] if recipients else "")
+
+
+class OpenAIToolParser(Machine):
+    """gpt-oss: see the module. What the model thinks is given as reasoning."""
+
+    needs_special_tokens = True
+    opens = OPENS
+    closes = ENDS
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tools)
+        self._reasoning: list[str] = []
+
+    def feed(self, text: str) -> ParsedDelta:
+        return self._with_reasoning(super().feed(text))
+
+    def finish(self) -> ParsedDelta:
+        return self._with_reasoning(super().finish())
+
+    def _with_reasoning(self, delta: ParsedDelta) -> ParsedDelta:
+        delta.reasoning, self._reasoning = "".join(self._reasoning), []
+        return delta
+
+    def _think(self, text: str) -> None:
+        self._reasoning.append(text)
+
+    def calls(self, mark: str) -> Steps[None]:
+        while mark in OPENS:
+            self.source.held = [mark]
+            mark = yield from self._message(mark)
+
+    def _message(self, mark: str) -> Steps[str]:
+        """Read a message behind its opening mark. Returns the mark that ended it."""
+        source = self.source
+        text, _ = yield from source.before((MESSAGE,), limit=MAX_HEADER)
+        header = read_header(mark, text)
+        put = self.tell
+        if header.is_reasoning:
+            put = self._think
+        elif header.recipient:
+            yield from source.space()
+            if end := (yield from source.accept(*ENDS)):
+                self.whole_call(header.function, "{}")
+                return end
+            if (yield from source.peek()) == "{":
+                yield from self.object_arguments(header.function)
+                put = drop
+        source.held = None
+        return (yield from source.until(OPENS + ENDS, put))

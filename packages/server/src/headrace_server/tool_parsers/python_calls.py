@@ -1,0 +1,178 @@
+"""Formats that write calls as Python does: ``[add(a=1, b="x"), now()]``.
+
+Keyword arguments with literal values only, and nothing is ever evaluated: the machine finds where
+a value ends, :mod:`headrace_server.tool_parsers.literals` reads it. A call is one from its first
+keyword on (or its closing bracket, if it has none), and its values are given away one by one.
+"""
+
+from __future__ import annotations
+
+from headrace_server.tool_parsers.literals import MAX_DEPTH, read_literal
+from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.tool_parsers.schema_values import spell_string
+from headrace_server.tool_parsers.source import Broken, Source, Steps
+
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+
+
+class PythonicToolParser(Machine):
+    """Llama 3.2, ToolACE and others: a list of calls, the first thing in the answer."""
+
+    needs_special_tokens = True
+    opens = ("<|python_tag|>",)
+
+    def begin(self) -> Steps[None]:
+        yield from self.source.space()
+        yield from self.call_list()
+
+    def calls(self, mark: str) -> Steps[None]:
+        yield from self.begin()
+
+    def call_list(self) -> Steps[None]:
+        """Calls between square brackets."""
+        source = self.source
+        yield from source.expect("[")
+        while True:
+            yield from source.space()
+            yield from self.python_call()
+            yield from source.space()
+            if (yield from source.expect(",", "]")) == "]":
+                return
+            self.next_call()
+
+    def python_call(self) -> Steps[None]:
+        """One call."""
+        source = self.source
+        name = yield from _identifier(source, "._-")
+        yield from source.expect("(")
+        yield from source.space()
+        separator = "{"
+        while not (yield from source.accept(")")):
+            key = yield from _identifier(source, "_")
+            yield from source.space()
+            yield from source.expect("=")
+            if separator == "{":
+                self.open_call(name)
+            value = yield from _value(source)
+            self.arguments(f"{separator}{spell_string(key)}: {value}")
+            separator = ", "
+            if (yield from source.accept(",")):
+                yield from source.space()
+        if separator == "{":
+            self.whole_call(name, "{}")
+        else:
+            self.arguments("}")
+            self.close_call()
+
+
+class Llama4PythonicToolParser(PythonicToolParser):
+    """Llama 4: a list of calls, perhaps between ``<|python_start|>`` and ``<|python_end|>``."""
+
+    opens = ("<|python_start|>",)
+    closes = ("<|python_end|>",)
+
+    def calls(self, mark: str) -> Steps[None]:
+        yield from self.begin()
+        yield from self.source.space()
+        yield from self.source.expect(*self.closes)
+
+
+class Olmo3ToolParser(PythonicToolParser):
+    """Olmo 3: ``<function_calls>``, a call a line, ``</function_calls>``."""
+
+    needs_special_tokens = False
+    opens = ("<function_calls>",)
+    closes = ("</function_calls>",)
+
+    def begin(self) -> Steps[None]:
+        return
+        yield
+
+    def calls(self, mark: str) -> Steps[None]:
+        source = self.source
+        yield from source.space()
+        while True:
+            yield from self.python_call()
+            yield from source.space()
+            if (yield from source.accept(*self.closes)):
+                return
+            self.next_call()
+
+
+def _identifier(source: Source, others: str) -> Steps[str]:
+    """Letters, digits and some other characters, not beginning with a digit."""
+    read: list[str] = []
+    while len(read) < MAX_NAME:
+        character = yield from source.peek()
+        if not character or not (character.isalnum() or character in others):
+            break
+        read.append(source.take(1))
+    if not read or read[0].isdigit():
+        raise Broken
+    return "".join(read)
+
+
+def _value(source: Source) -> Steps[str]:
+    """A literal up to the comma or bracket behind it, left unread, as JSON."""
+    pieces: list[str] = []
+    finder = _EndFinder()
+    while not finder.found:
+        window = yield from source.window()
+        pieces.append(source.take(finder.scan(window)))
+        if finder.broken:
+            raise Broken
+    value = read_literal("".join(pieces).strip())
+    if value is None:
+        raise Broken
+    return value
+
+
+class _EndFinder:
+    """Where a literal inside a call's brackets ends."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self.broken = False
+        """The next character closes what was not opened, or nesting is too deep."""
+        self._stack: list[str] = []
+        """The brackets that are to close what is open."""
+        self._quote = ""
+        self._escaped = False
+
+    def scan(self, text: str) -> int:
+        """Read on; returns the number of characters that belong to the literal."""
+        at = 0
+        while at < len(text) and not self.found and not self.broken:
+            at = self._in_string(text, at) if self._quote else self._outside(text, at)
+        return at
+
+    def _in_string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        quote = text.find(self._quote, at)
+        end = quote if quote >= 0 else len(text)
+        escape = text.find("\\", at, end)
+        if escape >= 0:
+            self._escaped = True
+            return escape + 1
+        if quote < 0:
+            return end
+        self._quote = ""
+        return quote + 1
+
+    def _outside(self, text: str, at: int) -> int:
+        character = text[at]
+        if character in "'\"":
+            self._quote = character
+        elif character in ",)" and not self._stack:
+            self.found = True
+            return at
+        elif character in _CLOSING and len(self._stack) < MAX_DEPTH:
+            self._stack.append(_CLOSING[character])
+        elif self._stack and character == self._stack[-1]:
+            self._stack.pop()
+        elif character in "[({])}":
+            self.broken = True
+            return at
+        return at + 1
