@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
-from headrace_server.tool_parsers.source import Steps
+from headrace_server.source import Steps
 
 
 @dataclass(frozen=True, slots=True)

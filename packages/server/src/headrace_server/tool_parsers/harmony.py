@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace_core.text import ParsedDelta
 from headrace_server.tool_parsers.machine import Machine, drop
-from headrace_server.tool_parsers.source import Steps
+from headrace_server.source import Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 OPENS = (START, CHANNEL)

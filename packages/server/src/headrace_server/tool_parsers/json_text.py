@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from headrace_server.tool_parsers.source import JSON_SPACE, Broken, Source, Steps
+from headrace_server.source import JSON_SPACE, Broken, Source, Steps
 
 MAX_DEPTH = 128
 """Deeper nesting is no call."""

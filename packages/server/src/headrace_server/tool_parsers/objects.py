@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
 from headrace_server.tool_parsers.machine import Machine, drop
-from headrace_server.tool_parsers.source import Broken, Steps
+from headrace_server.source import Broken, Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
-from headrace_server.tool_parsers.source import Steps
+from headrace_server.source import Steps
 
 _THINK = ("<think>", "</think>")
 

@@ -1,0 +1,47 @@
+"""What all reasoning formats share: the run over the text, and what it gives away."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from headrace_core.text import AnswerContext, ParsedDelta, ReasoningParser
+from headrace_server.source import Source, Steps
+
+
+class ReasoningMachine(ReasoningParser):
+    """A format written as steps over a :class:`Source`, so that cuts do not matter."""
+
+    def __init__(self, context: AnswerContext | None = None) -> None:
+        super().__init__(context)
+        self.source = Source()
+        self._run: Steps[None] | None = None
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    @abstractmethod
+    def read(self) -> Steps[None]:
+        """Read the whole answer."""
+
+    def feed(self, text: str) -> ParsedDelta:
+        self.source.add(text)
+        return self._resume()
+
+    def finish(self) -> ParsedDelta:
+        self.source.end()
+        return self._resume()
+
+    def tell(self, text: str) -> None:
+        """Text is answer."""
+        self._content.append(text)
+
+    def think(self, text: str) -> None:
+        """Text is reasoning."""
+        self._reasoning.append(text)
+
+    def _resume(self) -> ParsedDelta:
+        if self._run is None:
+            self._run = self.read()
+        next(self._run, None)
+        delta = ParsedDelta("".join(self._content), "".join(self._reasoning))
+        self._content, self._reasoning = [], []
+        return delta
