@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class Tokenizer(Protocol):
@@ -93,12 +93,25 @@ class ParsedDelta:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
+class CallFrame(NamedTuple):
+    """What a format writes around a call's arguments, where these are JSON."""
+
+    trigger: str
+    """The text with which calls begin, whatever tool they call; ``before`` begins with it."""
+    before: str
+    """Everything in front of the arguments."""
+    after: str
+    """Everything behind them."""
+
+
 class ToolCallParser(ABC):
     """Finds tool calls in output text. One object per answer; linear time, no ``eval``.
 
     For every way of cutting a text into pieces, feeding the pieces and finishing gives the same
-    content and calls. Text that is no well-formed call is returned as content, unless a piece of
-    the call was given away before it broke: then that piece stands and the rest is dropped.
+    content and calls, whether the text is well-formed or not. Text that is no well-formed call is
+    returned as content, unless a piece of the call was given away before it broke: then that piece
+    stands and the rest of the call is dropped. Arguments that were given away are JSON, or, of a
+    call that broke, the beginning of JSON.
     """
 
     needs_special_tokens: ClassVar[bool] = False
@@ -109,6 +122,14 @@ class ToolCallParser(ABC):
 
     def call_id(self, index: int, name: str) -> str | None:
         """The id that the format gives to a call; None: any will do."""
+        return None
+
+    @classmethod
+    def call_frame(cls, name: str) -> CallFrame | None:
+        """How a call of one tool is written; None: not as JSON between fixed texts.
+
+        By this the arguments of ``strict`` tools are held to their schemas while they are written.
+        """
         return None
 
     @abstractmethod

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
-from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 from headrace_server.source import JSON_SPACE, Steps
+from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
 
 class ForcedToolCallParser(ObjectsParser):

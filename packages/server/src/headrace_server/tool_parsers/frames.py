@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from headrace_core.text import CallFrame
+from headrace_server.source import Steps
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
-from headrace_server.source import Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,13 @@ class FramesParser(Machine):
             yield from source.expect(form.fence[1])
             yield from source.space()
         yield from source.expect(form.call_end)
+
+    @classmethod
+    def call_frame(cls, name: str) -> CallFrame | None:
+        form = cls.format
+        opening, closing = (f"{form.fence[0]}\n", f"\n{form.fence[1]}") if form.fence else ("", "")
+        before = form.section + form.call + form.kind + name + form.name_end + opening
+        return CallFrame(form.section, before, closing + form.call_end + form.section_end)
 
     def name_of(self, text: str) -> str:
         """The function's name, of what stands in a frame."""
@@ -115,6 +123,12 @@ class KimiK2ToolParser(FramesParser):
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._ids: list[str] = []
+        self._written = ""
+        """The id that the current frame gives; "" if none."""
+
+    @classmethod
+    def call_frame(cls, name: str) -> CallFrame | None:
+        return None  # A frame counts the calls.
 
     def open_call(self, name: str) -> None:
         super().open_call(name)

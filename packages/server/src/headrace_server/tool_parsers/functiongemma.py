@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace_server.source import Broken, Steps
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import ANY, SchemaValues, spell, spell_string
-from headrace_server.source import Broken, Steps
 
 MAX_DEPTH = 32
 """Deeper nesting is no call."""

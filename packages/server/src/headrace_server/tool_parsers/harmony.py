@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.text import ParsedDelta
-from headrace_server.tool_parsers.machine import Machine, drop
 from headrace_server.source import Steps
+from headrace_server.tool_parsers.machine import Machine, drop
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 OPENS = (START, CHANNEL)

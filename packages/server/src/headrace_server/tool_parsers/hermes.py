@@ -10,4 +10,5 @@ class HermesToolParser(ObjectsParser):
 
     opens = ("<tool_call>",)
     closes = ("</tool_call>",)
+    frame = ("<tool_call>\n", "\n</tool_call>")
     format = ObjectFormat(close=closes, arguments=("arguments",), arguments_optional=True)

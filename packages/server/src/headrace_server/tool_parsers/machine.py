@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
-from headrace_server.tool_parsers.json_text import json_value
 from headrace_server.source import Broken, Source, Steps
+from headrace_server.tool_parsers.json_text import json_value
 
 _CHUNK = 4096
 """Characters that are looked at together: bounds what a search for a mark can cost."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from headrace_core.text import CallFrame
+from headrace_server.source import Broken, Steps
 from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
 from headrace_server.tool_parsers.machine import Machine, drop
-from headrace_server.source import Broken, Steps
+from headrace_server.tool_parsers.schema_values import spell_string
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,16 @@ class ObjectsParser(Machine):
     """A format given by an :class:`ObjectFormat`."""
 
     format: ClassVar[ObjectFormat] = ObjectFormat()
+    frame: ClassVar[tuple[str, str] | None] = None
+    """What stands around a single object, if that is always the same."""
+
+    @classmethod
+    def call_frame(cls, name: str) -> CallFrame | None:
+        if cls.frame is None:
+            return None
+        before, after = cls.frame
+        member = f'{{"name": {spell_string(name)}, "{cls.format.arguments[0]}": '
+        return CallFrame(cls.opens[0], before + member, "}" + after)
 
     def calls(self, mark: str) -> Steps[None]:
         yield from self.objects()

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from headrace_server.source import Broken, Steps
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine, is_name
 from headrace_server.tool_parsers.schema_values import SchemaValues, spell, spell_string
-from headrace_server.source import Broken, Steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ keyword on (or its closing bracket, if it has none), and its values are given aw
 
 from __future__ import annotations
 
+from headrace_server.source import Broken, Source, Steps
 from headrace_server.tool_parsers.literals import MAX_DEPTH, read_literal
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import spell_string
-from headrace_server.source import Broken, Source, Steps
 
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 from headrace_server.source import Steps
+from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
 _THINK = ("<think>", "</think>")
 
@@ -13,6 +13,7 @@ class LongCatToolParser(ObjectsParser):
 
     opens = ("<longcat_tool_call>",)
     closes = ("</longcat_tool_call>",)
+    frame = ("<longcat_tool_call>\n", "\n</longcat_tool_call>")
     format = ObjectFormat(close=closes, arguments=("arguments",), arguments_optional=True)
 
 
@@ -21,6 +22,7 @@ class Ernie45ToolParser(ObjectsParser):
 
     opens = ("<tool_call>",)
     closes = ("</tool_call>",)
+    frame = ("<tool_call>\n", "\n</tool_call>")
     format = ObjectFormat(close=closes, arguments_optional=True)
 
 
@@ -29,6 +31,7 @@ class GraniteToolParser(ObjectsParser):
 
     needs_special_tokens = True
     opens = ("<|tool_call|>", "<tool_call>")
+    frame = ("<|tool_call|>[", "]")
     format = ObjectFormat(array=True)
 
 
@@ -37,6 +40,7 @@ class Granite20bToolParser(ObjectsParser):
 
     needs_special_tokens = True
     opens = ("<function_call>",)
+    frame = ("<function_call> ", "")
     format = ObjectFormat(arguments_optional=True)
 
 
@@ -46,7 +50,8 @@ class InternLmToolParser(ObjectsParser):
     needs_special_tokens = True
     opens = ("<|action_start|>",)
     closes = ("<|action_end|>",)
-    format = ObjectFormat(close=closes)
+    frame = ("<|action_start|><|plugin|>\n", "<|action_end|>\n")
+    format = ObjectFormat(close=closes, arguments=("parameters", "arguments"))
 
     def calls(self, mark: str) -> Steps[None]:
         yield from self.source.space()
@@ -60,6 +65,7 @@ class JambaToolParser(ObjectsParser):
     needs_special_tokens = True
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
+    frame = ("<tool_calls>[\n", "\n]</tool_calls>")
     format = ObjectFormat(array=True, close=closes)
 
 
@@ -70,6 +76,7 @@ class HunyuanToolParser(ObjectsParser):
     ignored = _THINK
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
+    frame = ("<tool_calls>[", "]</tool_calls>")
     format = ObjectFormat(array=True, close=closes)
 
 
@@ -79,6 +86,7 @@ class MiniMaxToolParser(ObjectsParser):
     ignored = _THINK
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
+    frame = ("<tool_calls>\n", "\n</tool_calls>")
     format = ObjectFormat(separator="", close=closes, arguments_optional=True)
 
 
