@@ -89,10 +89,26 @@ class ServerSettings:
         False, "Let the model call tools (tool_choice 'auto'); needs --tool-call-parser."
     )
     tool_call_parser: str | None = option(
-        None, "How this model writes tool calls: hermes, or a plug-in's name."
+        None,
+        "How this model writes tool calls: deepseek_v3, deepseek_v31, deepseek_v32, ernie45, "
+        "functiongemma, gigachat3, glm45, glm47, granite, granite-20b-fc, hermes, "
+        "hunyuan_a13b, internlm, jamba, kimi_k2, llama3_json, llama4_json, llama4_pythonic, "
+        "longcat, minimax, minimax_m2, mistral, olmo3, openai, phi4_mini_json, pythonic, "
+        "qwen3_coder, qwen3_xml, seed_oss, step3, xlam, or a plug-in's name (headrace plugins "
+        "tool_parsers).",
+    )  # fmt: skip
+    tool_parser_plugin: str | None = option(
+        None, "Python file that registers more names for --tool-call-parser."
     )
     reasoning_parser: str | None = option(
-        None, "How this model marks its reasoning: qwen3, or a plug-in's name."
+        None,
+        "How this model marks its reasoning: deepseek_r1, deepseek_v3, ernie45, glm45, "
+        "granite, holo2, hunyuan_a13b, kimi_k2, minimax_m2, minimax_m2_append_think, mistral, "
+        "olmo3, openai_gptoss, qwen3, seed_oss, step3, or a plug-in's name (headrace plugins "
+        "reasoning_parsers).",
+    )  # fmt: skip
+    reasoning_parser_plugin: str | None = option(
+        None, "Python file that registers more names for --reasoning-parser."
     )
     return_tokens_as_token_ids: bool = option(
         False, "Show tokens in log-probabilities as token_id:N."
