@@ -260,13 +260,13 @@ class TestUsersFiles:
         assert "tool-call parser Raises failed" in caplog.text
 
     def test_registering_elsewhere_is_refused(self) -> None:
-        with pytest.raises(ConfigError, match="--tool-parser-plugin"):
+        with pytest.raises(ConfigError, match=r"--tool-parser-plugin"):
             ToolParserManager.register_module("x", module=object)
 
     def test_a_file_needs_a_name(self) -> None:
-        with pytest.raises(ConfigError, match="tool_parser_plugin.*tool_call_parser"):
+        with pytest.raises(ConfigError, match=r"tool_parser_plugin.*tool_call_parser"):
             ServerSettings(tool_parser_plugin="x.py")
-        with pytest.raises(ConfigError, match="reasoning_parser_plugin.*reasoning_parser"):
+        with pytest.raises(ConfigError, match=r"reasoning_parser_plugin.*reasoning_parser"):
             ServerSettings(reasoning_parser_plugin="x.py")
 
 

@@ -187,8 +187,7 @@ class TestGptOss(ReasoningParserConformance):
     )  # fmt: skip
     golden = (
         (
-            "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final"
-            + "<|message|>so<|return|>",
+            "<|channel|>analysis<|message|>why<|end|><|channel|>final<|message|>so<|return|>",
             "why",
             "so",
         ),
