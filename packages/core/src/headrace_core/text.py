@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 
 class Tokenizer(Protocol):
@@ -93,6 +93,17 @@ class ParsedDelta:
     tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
+class CallFrame(NamedTuple):
+    """What a format writes around a call's arguments, where these are JSON."""
+
+    trigger: str
+    """The text with which calls begin, whatever tool they call; ``before`` begins with it."""
+    before: str
+    """Everything in front of the arguments."""
+    after: str
+    """Everything behind them."""
+
+
 class ToolCallParser(ABC):
     """Finds tool calls in output text. One object per answer; linear time, no ``eval``.
 
@@ -109,6 +120,14 @@ class ToolCallParser(ABC):
 
     def call_id(self, index: int, name: str) -> str | None:
         """The id that the format gives to a call; None: any will do."""
+        return None
+
+    @classmethod
+    def call_frame(cls, name: str) -> CallFrame | None:
+        """How a call of one tool is written; None: not as JSON between fixed texts.
+
+        By this the arguments of ``strict`` tools are held to their schemas while they are written.
+        """
         return None
 
     @abstractmethod

@@ -30,6 +30,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
+from headrace_server.structured import constraint_of
 
 
 @dataclass
@@ -74,8 +75,9 @@ class Completion:
         body.check_fields(state)
         convert.refuse_rank(request)
         self.id = convert.answer_id("cmpl-", body.request_id, request)
-        self._params = convert.completion_params(body, model)
-        self._prompts = convert.completion_prompts(body)
+        constraint = constraint_of(body.response_format, body.structured_outputs)
+        self._params = convert.completion_params(body, model, constraint)
+        self._prompts = convert.completion_prompts(body, model)
         self._created = int(time.time())
         self._model = model.name
         self._prompt_only = body.max_tokens == 0
