@@ -30,6 +30,9 @@ _NAMED_SCHEMAS = frozenset(
 )
 """Keywords whose values map names to schemas: a key ``const`` in there is a name."""
 
+_DEFINITIONS = {"$defs": "", "definitions": "d"}
+"""Keywords of definitions -> what keeps apart equal names under both."""
+
 
 @dataclass(frozen=True)
 class ToolPlan:
@@ -151,10 +154,13 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
         check_schema(f"tools[{index}].function.parameters", parameters)
         parameters.pop("$schema", None)
         parameters.pop("$id", None)
-        move = partial(_moved, prefix=f"{index}.", home=where)
-        for keyword in ("$defs", "definitions"):
-            for name, schema in (parameters.pop(keyword, None) or {}).items():
-                definitions[f"{index}.{name}"] = _rewritten(schema, move)
+        move = partial(_moved, index=index, home=where)
+        for keyword, kind in _DEFINITIONS.items():
+            found = parameters.pop(keyword, None)
+            if not isinstance(found, dict):
+                continue
+            for name, schema in found.items():
+                definitions[f"{kind}{index}_{name}"] = _rewritten(schema, move)
         calls.append(
             {
                 "type": "object",
@@ -178,11 +184,11 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
     return schema
 
 
-def _moved(reference: str, *, prefix: str, home: str) -> str:
+def _moved(reference: str, *, index: int, home: str) -> str:
     """A reference of one tool's schema, after the move. Others' (``http://...``) stay."""
-    for keyword in ("#/$defs/", "#/definitions/"):
-        if reference.startswith(keyword):
-            return "#/$defs/" + prefix + reference[len(keyword) :]
+    for keyword, kind in _DEFINITIONS.items():
+        if reference.startswith(f"#/{keyword}/"):
+            return f"#/$defs/{kind}{index}_" + reference[len(keyword) + 3 :]
     if reference == "#" or reference.startswith("#/"):
         return home + reference[1:]
     return reference
