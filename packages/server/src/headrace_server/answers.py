@@ -39,6 +39,12 @@ class AnswerPlan:
             parallel=body.parallel_tool_calls,
         )
         reasoning = state.parsers.reasoning
+        if body.thinking_token_budget is not None and reasoning is None:
+            raise UnsupportedFeature(
+                "thinking_token_budget: this server does not know how the model marks its "
+                "reasoning; start it with --reasoning-parser NAME",
+                param="thinking_token_budget",
+            )
         needs_marks = self.tools.needs_special_tokens or (
             reasoning is not None and reasoning.needs_special_tokens
         )

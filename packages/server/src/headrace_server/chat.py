@@ -11,10 +11,12 @@ from fastapi import Request
 from msgspec import UNSET, UnsetType
 
 from headrace_core.engine import OutputStream
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.text import ParsedDelta, ToolCall, ToolCallDelta
 from headrace_server import convert
 from headrace_server.answers import AnswerPlan
+from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
 from headrace_server.parsing import AnswerParser
@@ -49,7 +51,10 @@ class Chat:
     def __init__(self, body: ChatRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
         wins = body.max_completion_tokens is not None
-        self.spelling: Mapping[str, str] = {"max_tokens": "max_completion_tokens"} if wins else {}
+        self.spelling: Mapping[str, str] = {
+            "beam_width": "n",
+            "max_tokens": "max_completion_tokens" if wins else "max_tokens",
+        }
         """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)
@@ -58,6 +63,11 @@ class Chat:
         self.id = convert.answer_id("chatcmpl-", body.request_id, request)
         self._plan = AnswerPlan(body, state)
         self._params = self._plan.params
+        self._beams = beams_of(body, self._params.max_tokens)
+        if self._beams is not None and self._params.structured_outputs is not None:
+            raise UnsupportedFeature(
+                "tool_choice: not along with use_beam_search", param="tool_choice"
+            )
         self._prompt = convert.chat_prompt(
             body,
             state,
@@ -157,6 +167,14 @@ class Chat:
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
         log_request(self.state.settings, name, self._params, self._prompt)
+        if self._beams is not None:
+            return beam_outputs(
+                self.state.engine,
+                self._prompt,
+                self._beams,
+                name,
+                priority=self.body.priority,
+            )
         return self.state.engine.generate(
             self._prompt, self._params, name, priority=self.body.priority
         )

@@ -15,6 +15,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.output import CompletionOutput, Logprobs, RequestOutput
 from headrace_core.request import Prompt
 from headrace_server import convert
+from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import CompletionFormat, prompt_logprobs
 from headrace_server.protocol.completions import (
@@ -68,7 +69,7 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        self.spelling: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+        self.spelling: Mapping[str, str] = {"prompt_token_ids": "prompt", "beam_width": "n"}
         """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)
@@ -78,6 +79,7 @@ class Completion:
         constraint = constraint_of(body.response_format, body.structured_outputs)
         self._params = convert.completion_params(body, model, constraint)
         self._prompts = convert.completion_prompts(body, model)
+        self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())
         self._model = model.name
         self._prompt_only = body.max_tokens == 0
@@ -182,6 +184,15 @@ class Completion:
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)
         log_request(self.state.settings, name, self._params, prompt)
+        if self._beams is not None:
+            return beam_outputs(
+                self.state.engine,
+                prompt,
+                self._beams,
+                name,
+                priority=self.body.priority,
+                add_special_tokens=self.body.add_special_tokens,
+            )
         return self.state.engine.generate(
             prompt,
             self._params,

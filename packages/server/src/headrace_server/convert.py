@@ -89,10 +89,12 @@ def sampling_params(
     extra_args: dict[str, Any] | None = None,
     constraint: StructuredOutputsParams | None = None,
     keep_special_tokens: bool = False,
+    searches: bool = False,
 ) -> SamplingParams:
     """Sampling parameters of a body; what it leaves out comes from the model's defaults.
 
     Args:
+        searches: beams are searched, nothing is sampled; the parameters only describe the request.
         keep_special_tokens: whatever the body says: a parser reads them.
 
     Raises:
@@ -109,6 +111,8 @@ def sampling_params(
     values["stop"] = body.stop or values.get("stop")
     if keep_special_tokens:
         values["skip_special_tokens"] = False
+    if searches:
+        values["temperature"] = 1.0  # several greedy completions would be refused
     return SamplingParams.from_optional(
         **values,
         max_tokens=max_tokens,
@@ -129,6 +133,7 @@ _COPIED = frozenset(
         "presence_penalty", "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output",
         "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
         "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+        "thinking_token_budget",
     }
 )  # fmt: skip
 
@@ -226,6 +231,7 @@ def completion_params(
         stream=body.stream,
         extra_args=_extra_args(body),
         constraint=constraint,
+        searches=body.use_beam_search,
     )
 
 
@@ -315,6 +321,7 @@ def chat_params(
         extra_args=_extra_args(body),
         constraint=constraint,
         keep_special_tokens=keep_special_tokens,
+        searches=body.use_beam_search,
     )
 
 

@@ -36,10 +36,6 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
     "guided_decoding_backend": Refusal(
         "is gone; the server chooses the backend (--structured-outputs-config.backend): drop it"
     ),
-    "thinking_token_budget": Refusal(
-        "a budget of reasoning tokens is not served by this version; max_completion_tokens bounds "
-        "reasoning and answer together"
-    ),
     "logits_processors": Refusal("per-request logits processors are not served"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
@@ -86,6 +82,9 @@ class SamplingFields(RequestBody):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    thinking_token_budget: Count | None = Field(
+        None, description="After so many tokens the end of the reasoning is forced."
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -27,7 +27,6 @@ class TokenSampling(SamplingFields):
         "flat_logprobs": Refusal("the answer has one form", False),
         "skip_clone": Refusal("belongs to the Python object", False, True),
         "logits_processors": Refusal("per-request logits processors are not served"),
-        "thinking_token_budget": Refusal("is not served by this version"),
     }
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
