@@ -236,10 +236,11 @@ def test_journals_of_something_else_are_refused(tmp_path: Path) -> None:
     for source, model, said in ((SOURCE, "n", "model"), (BatchInput(3, "x"), "m", "input")):
         with pytest.raises(ConfigError, match=said):
             Journal(path, source, model)
-    (tmp_path / "text").write_text("hello\n")
-    with pytest.raises(ConfigError, match="no journal"):
-        Journal(tmp_path / "text", SOURCE, "m")
-    assert (tmp_path / "text").read_text() == "hello\n"
+    for text in ("hello\n", "hello"):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(ConfigError, match="no journal"):
+            Journal(tmp_path / "text", SOURCE, "m")
+        assert (tmp_path / "text").read_text() == text
     with pytest.raises(ConfigError, match="written"):
         Journal(tmp_path / "absent" / "j", SOURCE, "m")
     with Journal(path, SOURCE, "m"), pytest.raises(ConfigError, match="in use"):

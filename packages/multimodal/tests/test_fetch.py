@@ -242,11 +242,11 @@ async def test_slow_and_broken_answers(
     async with Fetcher(rules) as fetcher:
         with pytest.raises(FetchError, match="slower"):
             await fetcher.read(server.url + "/drip")
-        with pytest.raises(FetchError, match="longer than|broke off"):
+        with pytest.raises(FetchError, match=r"longer than|broke off"):
             await fetcher.read(server.url + "/stall")
         with pytest.raises(FetchError, match="broke off"):
             await fetcher.read(server.url + "/break")
-        with pytest.raises(FetchError, match="ConnectError|refused"):
+        with pytest.raises(FetchError, match=r"ConnectError|refused"):
             await fetcher.read("http://127.0.0.1:1/")
 
 

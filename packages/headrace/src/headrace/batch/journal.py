@@ -127,8 +127,10 @@ class Journal:
         self._end = 0
         self._file.seek(0)
         for raw in self._file:
-            if not raw.endswith(b"\n"):
-                break  # half a line: the crash
+            if not raw.endswith(b"\n"):  # half a line: the crash
+                if self._end == 0 and not msgspec.json.encode(header).startswith(raw):
+                    raise _no_journal(self.path)
+                break
             if self._end == 0:
                 self._check(raw, header)
             else:
@@ -153,8 +155,12 @@ def _decode(raw: bytes, kind: type[_Form], path: Path) -> _Form:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ConfigError(
-            f"{str(path)!r} exists and is no journal of a batch; move it away or start afresh with "
-            "--restart",
-            field="output_file",
-        ) from error
+        raise _no_journal(path) from error
+
+
+def _no_journal(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{str(path)!r} exists and is no journal of a batch; move it away or start afresh with "
+        "--restart",
+        field="output_file",
+    )
