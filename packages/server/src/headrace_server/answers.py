@@ -12,6 +12,7 @@ from headrace_core.request import ChatPrompt
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.text import AnswerContext
 from headrace_server import convert
+from headrace_server.parsers import Parsers
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.special_tokens import by_first
@@ -26,19 +27,27 @@ PROMPT_END = 256
 class AnswerPlan:
     """What a body's tools, form and reasoning come to.
 
+    Args:
+        body: the request.
+        state: the application's.
+        parsers: in place of those that the operator chose.
+
     Raises:
         RequestError: naming the field.
     """
 
-    def __init__(self, body: ChatRequest, state: ServerState) -> None:
+    def __init__(
+        self, body: ChatRequest, state: ServerState, parsers: Parsers | None = None
+    ) -> None:
         self._body, self._state = body, state
+        self._chosen = parsers or state.parsers
         self.tools = plan_tools(
             body.tools or [],
             body.tool_choice,
-            state.parsers.tools,
+            self._chosen.tools,
             parallel=body.parallel_tool_calls,
         )
-        reasoning = state.parsers.reasoning
+        reasoning = self._chosen.reasoning
         if body.thinking_token_budget is not None and reasoning is None:
             raise UnsupportedFeature(
                 "thinking_token_budget: this server does not know how the model marks its "
@@ -74,7 +83,7 @@ class AnswerPlan:
         return asked
 
     def _check_reasoning(self, constraint: StructuredOutputsParams | None, name: str) -> None:
-        reasoning = self._state.parsers.reasoning
+        reasoning = self._chosen.reasoning
         if constraint is not None and reasoning is not None and not reasoning.end_marker:
             raise UnsupportedFeature(
                 f"{name}: this server's reasoning format "
@@ -89,6 +98,17 @@ class AnswerPlan:
         dropped = self._state.settings.exclude_tools_when_tool_choice_none
         return not (dropped and self.tools.choice == "none")
 
+    def make_parser(self, context: AnswerContext) -> AnswerParser:
+        """The parser of one choice."""
+        reasoning, make_tools = self._chosen.reasoning, self.tools.make_parser
+        return AnswerParser(
+            reasoning(context) if reasoning is not None else None,
+            make_tools() if make_tools is not None else None,
+            keep_reasoning=self._body.include_reasoning,
+            one_call=not self._body.parallel_tool_calls,
+            hidden=by_first(self._state.engine.model.special_tokens) if self._hides else None,
+        )
+
     async def make_parsers(self, output: RequestOutput, prompt: ChatPrompt) -> list[AnswerParser]:
         """One parser per choice.
 
@@ -96,21 +116,10 @@ class AnswerPlan:
             output: the first: it shows the prompt as rendered.
             prompt: the conversation.
         """
-        chosen, context = self._state.parsers.reasoning, AnswerContext()
-        if chosen is not None:
+        context = AnswerContext()
+        if self._chosen.reasoning is not None:
             context = await self._context(output, prompt)
-        hidden = by_first(self._state.engine.model.special_tokens) if self._hides else None
-        make_tools = self.tools.make_parser
-        return [
-            AnswerParser(
-                chosen(context) if chosen is not None else None,
-                make_tools() if make_tools is not None else None,
-                keep_reasoning=self._body.include_reasoning,
-                one_call=not self._body.parallel_tool_calls,
-                hidden=hidden,
-            )
-            for _ in range(self._body.n)
-        ]
+        return [self.make_parser(context) for _ in range(self._body.n)]
 
     async def _context(self, output: RequestOutput, prompt: ChatPrompt) -> AnswerContext:
         """What a reasoning parser may know; the end of a prompt that was cut is read anew."""
