@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from headrace_core.errors import RequestError
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.testing.engine import FakeEngine
-from headrace_core.text import ParsedDelta, ReasoningParser
-from headrace_server.parsers import Parsers
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 ROUTES = [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})]
@@ -166,23 +165,17 @@ async def test_schemas_are_bounded(connect: Any) -> None:
         assert answer.json()["error"]["param"] == "structured_outputs.json"
 
 
-class Endless(ReasoningParser):
-    """A format without a mark at the end of the reasoning."""
-
-    def feed(self, text: str) -> ParsedDelta:
-        return ParsedDelta(text)
-
-    def finish(self) -> ParsedDelta:
-        return ParsedDelta()
-
-
-async def test_reasoning_without_an_end_has_no_constraint(connect: Any) -> None:
-    client = connect(FakeEngine("{}"), reasoning_parser="qwen3")
-    state = client._transport.app.state.headrace
-    body = {**CHAT, "response_format": {"type": "json_object"}}
-    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
-    state.parsers = Parsers(None, Endless)
-    answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.json()["error"]["param"] == "response_format"
-    assert "qwen3" in answer.json()["error"]["message"]
-    assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+async def test_a_form_that_the_engine_refuses_is_named_as_it_came(connect: Any) -> None:
+    """The engine knows constraints by one name; clients know several fields."""
+    error = RequestError(
+        "structured_outputs: 'x' at '#/y' cannot be served", param="structured_outputs"
+    )
+    client = connect(FakeEngine(reject=error))
+    tool = {"type": "function", "function": {"name": "f"}}
+    for body, param in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+    ):
+        answer = await client.post("/v1/chat/completions", json={**CHAT, **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -273,6 +273,28 @@ async def test_strict_tools_are_held_to_their_schemas(connect: Any) -> None:
     assert engine.requests[1].params.structured_outputs is None
 
 
+async def test_answers_have_a_form_and_calls_theirs(connect: Any) -> None:
+    """Agents send tools and response_format in every turn: the model chooses which to write."""
+    engine = FakeEngine("x")
+    client = framed(connect, engine)
+    schema = {"type": "object", "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    await post(client, response_format=form, parallel_tool_calls=False)
+    tag = engine.requests[0].params.structured_outputs.structural_tag  # type: ignore[union-attr]
+    answer, calls = tag["format"]["elements"]  # type: ignore[index,call-overload]
+    assert tag["format"]["type"] == "or"  # type: ignore[index,call-overload]
+    assert answer == {"type": "json_schema", "json_schema": schema}
+    assert (calls["at_least_one"], calls["stop_after_first"]) == (True, True)
+    assert [(t["begin"], t["end"]) for t in calls["tags"]] == [
+        ("<call:add>", "</call>"), ("<call:look_up>", "</call>"),
+    ]  # fmt: skip
+    await post(client, response_format={"type": "json_object"})
+    tag = engine.requests[1].params.structured_outputs.structural_tag  # type: ignore[union-attr]
+    assert tag["format"]["elements"][0]["json_schema"] == {"type": "object"}  # type: ignore[index,call-overload]
+    await post(client, structured_outputs={"regex": "a"})
+    assert engine.requests[2].params.structured_outputs.regex == "a"  # type: ignore[union-attr]
+
+
 async def test_ids_of_the_format(connect: Any, events: Any) -> None:
     engine = FakeEngine("a<call:add>{}</call><call:look_up>{}</call>")
     client = framed(connect, engine)

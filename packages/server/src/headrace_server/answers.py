@@ -18,7 +18,7 @@ from headrace_server.protocol.chat import ChatRequest
 from headrace_server.special_tokens import by_first
 from headrace_server.state import ServerState
 from headrace_server.structured import constraint_of
-from headrace_server.tool_calls import plan_tools
+from headrace_server.tool_calls import form_or_calls, plan_tools
 
 PROMPT_END = 256
 """Characters of the prompt's end that reasoning parsers get to see."""
@@ -66,7 +66,8 @@ class AnswerPlan:
         """Whether texts are anything but content."""
 
     def _constraint(self) -> StructuredOutputsParams | None:
-        """What the answer must look like. A forced call has no content that could have a form."""
+        """What the answer must look like. A forced call has no content that could have a form; beside
+        free calls a form is that of answers without calls, if the format of calls is known."""
         body, tools = self._body, self.tools
         asked = constraint_of(body.response_format, body.structured_outputs)
         if tools.forced and body.structured_outputs is not None:
@@ -76,21 +77,20 @@ class AnswerPlan:
                 param="structured_outputs",
             )
         if tools.forced or asked is None:
-            self._check_reasoning(tools.constraint, "tool_choice")
             return tools.constraint
-        name = "structured_outputs" if body.structured_outputs else "response_format"
-        self._check_reasoning(asked, name)
+        if tools.choice == "auto" and tools.frames and body.structured_outputs is None:
+            schema = asked.json if isinstance(asked.json, (dict, bool)) else {"type": "object"}
+            return asked if asked.structural_tag is not None else form_or_calls(schema, tools)
         return asked
 
-    def _check_reasoning(self, constraint: StructuredOutputsParams | None, name: str) -> None:
-        reasoning = self._chosen.reasoning
-        if constraint is not None and reasoning is not None and not reasoning.end_marker:
-            raise UnsupportedFeature(
-                f"{name}: this server's reasoning format "
-                f"({self._state.settings.reasoning_parser}) has no mark after which a constraint "
-                "could begin",
-                param=name,
-            )
+    @property
+    def constrained_by(self) -> str:
+        """The field that the constraint came from."""
+        body = self._body
+        if body.structured_outputs is not None:
+            return "structured_outputs"
+        given = body.response_format is not None and body.response_format.type != "text"
+        return "response_format" if given and not self.tools.forced else "tools"
 
     @property
     def with_tools(self) -> bool:

@@ -50,12 +50,6 @@ class Chat:
 
     def __init__(self, body: ChatRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        wins = body.max_completion_tokens is not None
-        self.spelling: Mapping[str, str] = {
-            "beam_width": "n",
-            "max_tokens": "max_completion_tokens" if wins else "max_tokens",
-        }
-        """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
@@ -63,6 +57,13 @@ class Chat:
         self.id = convert.answer_id("chatcmpl-", body.request_id, request)
         self._plan = AnswerPlan(body, state)
         self._params = self._plan.params
+        wins = body.max_completion_tokens is not None
+        self.spelling: Mapping[str, str] = {
+            "beam_width": "n",
+            "max_tokens": "max_completion_tokens" if wins else "max_tokens",
+            "structured_outputs": self._plan.constrained_by,
+        }
+        """The engine's names of fields -> the client's."""
         self._beams = beams_of(body, self._params.max_tokens)
         if self._beams is not None and self._params.structured_outputs is not None:
             raise UnsupportedFeature(

@@ -69,7 +69,12 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        self.spelling: Mapping[str, str] = {"prompt_token_ids": "prompt", "beam_width": "n"}
+        formed = body.structured_outputs is None
+        self.spelling: Mapping[str, str] = {
+            "prompt_token_ids": "prompt",
+            "beam_width": "n",
+            "structured_outputs": "response_format" if formed else "structured_outputs",
+        }
         """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)

@@ -45,6 +45,10 @@ class ToolPlan:
     """Makes the parser of one answer; None: calls are not sought."""
     needs_special_tokens: bool = False
     """Whether that parser reads special tokens."""
+    frames: Sequence[Mapping[str, Any]] = ()
+    """How free calls are written, one ``{"begin", "schema", "end"}`` per tool; () if the format
+    does not say."""
+    parallel: bool = True
 
     @property
     def forced(self) -> bool:
@@ -84,7 +88,7 @@ def plan_tools(
     if not tools:
         raise RequestError(f"tool_choice = {_shown(choice)}: needs tools", param="tool_choice")
     if choice == "auto":
-        return _auto(tools, chosen)
+        return _auto(tools, chosen, parallel)
     if choice == "required":
         schema = calls_schema(tools, most=None if parallel else 1)
         return ToolPlan(
@@ -213,7 +217,7 @@ def _rewritten(schema: Any, move: Callable[[str], str]) -> Any:
     return result
 
 
-def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None) -> ToolPlan:
+def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: bool) -> ToolPlan:
     if chosen is None:
         raise UnsupportedFeature(
             "tools: this server does not parse tool calls; start it with "
@@ -221,40 +225,75 @@ def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None) -> ToolPla
             "'required' or one function",
             param="tools",
         )
+    frames = _frames(tools, chosen)
+    strict = any(tool["function"].get("strict") is True for tool in tools)
     return ToolPlan(
         "auto",
-        _strict_constraint(tools, chosen),
+        _strict_constraint(tools, chosen, frames) if strict and frames else None,
         partial(chosen, tools),
         chosen.needs_special_tokens,
+        frames,
+        parallel,
     )
 
 
-def _strict_constraint(
-    tools: Sequence[Tool], chosen: type[ToolCallParser]
-) -> StructuredOutputsParams | None:
-    """Free text, in which calls of ``strict`` tools have arguments by their schemas.
+def _frames(tools: Sequence[Tool], chosen: type[ToolCallParser]) -> list[dict[str, Any]]:
+    """Begin, schema of the arguments and end of each tool's calls; [] if the format has no such.
 
-    None if no tool is strict, or if the parser's format does not say where arguments stand.
+    Only ``strict`` tools are held to their own schemas.
     """
-    if not any(tool["function"].get("strict") is True for tool in tools):
-        return None
-    structures, triggers = [], set()
+    frames = []
     for index, tool in enumerate(tools):
         function = tool["function"]
         frame = chosen.call_frame(function["name"])
         if frame is None:
-            return None
+            return []
         schema = parameters_of(tool) if function.get("strict") is True else {"type": "object"}
         check_schema(f"tools[{index}].function.parameters", schema)
-        structures.append({"begin": frame.before, "schema": schema, "end": frame.after})
-        triggers.add(frame.trigger)
+        frames.append({"begin": frame.before, "schema": schema, "end": frame.after})
+    return frames
+
+
+def _strict_constraint(
+    tools: Sequence[Tool], chosen: type[ToolCallParser], frames: Sequence[Mapping[str, Any]]
+) -> StructuredOutputsParams:
+    """Free text, in which calls of ``strict`` tools have arguments by their schemas."""
+    found = [chosen.call_frame(tool["function"]["name"]) for tool in tools]
+    triggers = sorted({frame.trigger for frame in found if frame is not None})
     return StructuredOutputsParams(
         structural_tag={
             "type": "structural_tag",
-            "structures": structures,
-            "triggers": sorted(triggers),
+            "structures": list(frames),
+            "triggers": triggers,
         }
     )
+
+
+def form_or_calls(schema: dict[str, Any] | bool, plan: ToolPlan) -> StructuredOutputsParams:
+    """An answer by a JSON schema, or calls of tools instead of it.
+
+    Args:
+        plan: of free calls, with frames.
+    """
+    tags = [
+        {
+            "type": "tag",
+            "begin": frame["begin"],
+            "content": {"type": "json_schema", "json_schema": frame["schema"]},
+            "end": frame["end"],
+        }
+        for frame in plan.frames
+    ]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not plan.parallel,
+    }
+    answer = {"type": "json_schema", "json_schema": schema}
+    form = {"type": "or", "elements": [answer, calls]}
+    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
 
 
 def _named(choice: Any) -> str:

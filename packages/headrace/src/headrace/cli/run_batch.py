@@ -48,6 +48,10 @@ def main(words: Sequence[str]) -> int:
     settings = settings_from(args)
     if args.model_tag is not None:
         args.model = args.model_tag
+    if settings.reasoning_parser and hasattr(args, "structured_outputs_config"):
+        args.structured_outputs_config = {  # constraints begin where the reasoning ends
+            "reasoning_parser": settings.reasoning_parser, **args.structured_outputs_config,
+        }  # fmt: skip
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     from headrace import __version__
