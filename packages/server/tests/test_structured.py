@@ -177,5 +177,9 @@ async def test_a_form_that_the_engine_refuses_is_named_as_it_came(connect: Any) 
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tools": [tool], "tool_choice": "required"}, "tools"),
     ):
-        answer = await client.post("/v1/chat/completions", json={**CHAT, **body})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        for detail in ("", ".json"):
+            error = RequestError("'x' at '#/y'", param="structured_outputs" + detail)
+            client = connect(FakeEngine(reject=error))
+            answer = await client.post("/v1/chat/completions", json={**CHAT, **body})
+            shown = param + detail if param == "structured_outputs" else param
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, shown)

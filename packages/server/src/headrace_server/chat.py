@@ -39,6 +39,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Pour, close, event
+from headrace_server.structured import spelling_of
 
 
 class Chat:
@@ -61,7 +62,7 @@ class Chat:
         self.spelling: Mapping[str, str] = {
             "beam_width": "n",
             "max_tokens": "max_completion_tokens" if wins else "max_tokens",
-            "structured_outputs": self._plan.constrained_by,
+            **spelling_of(self._plan.constrained_by),
         }
         """The engine's names of fields -> the client's."""
         self._beams = beams_of(body, self._params.max_tokens)

@@ -31,7 +31,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
-from headrace_server.structured import constraint_of
+from headrace_server.structured import constraint_of, spelling_of
 
 
 @dataclass
@@ -69,11 +69,11 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        formed = body.structured_outputs is None
+        constrained_by = "response_format" if body.response_format else "structured_outputs"
         self.spelling: Mapping[str, str] = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
-            "structured_outputs": "response_format" if formed else "structured_outputs",
+            **spelling_of(constrained_by),
         }
         """The engine's names of fields -> the client's."""
         model = state.engine.model

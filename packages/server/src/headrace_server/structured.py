@@ -37,6 +37,14 @@ def constraint_of(
     return _of_object(structured_outputs)
 
 
+def spelling_of(field: str) -> dict[str, str]:
+    """The engine's names of a constraint -> the client's field that it came from."""
+    if field == "structured_outputs":
+        return {}
+    names = ("structured_outputs", *(f"structured_outputs.{name}" for name in CONSTRAINTS))
+    return dict.fromkeys(names, field)
+
+
 def check_schema(name: str, schema: Any) -> None:
     """Bound depth, values and bytes of a schema or another free-form description.
 
