@@ -69,7 +69,7 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        constrained_by = "response_format" if body.response_format else "structured_outputs"
+        constrained_by = "structured_outputs" if body.structured_outputs else "response_format"
         self.spelling: Mapping[str, str] = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
