@@ -27,7 +27,8 @@ def test_help_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "name", ["serve", "chat", "complete", "generate", "bench", "collect-env", "plugins"]
+    "name",
+    ["serve", "chat", "complete", "generate", "run-batch", "bench", "collect-env", "plugins"],
 )
 def test_every_command_has_help_without_torch(name):
     code = (

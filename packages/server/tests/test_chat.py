@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from headrace_core.testing.engine import FakeEngine, fake_served_model
+from headrace_core.text import AnswerContext, ParsedDelta, ReasoningParser
+from headrace_server.parsers import Parsers
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -215,13 +217,11 @@ async def test_return_token_ids(connect: Any, events: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
-        ("use_beam_search", True),
         ("kv_transfer_params", {}),
         ("mm_processor_kwargs", {"a": 1}),
         ("logits_processors", []),
-        ("reasoning_effort", "low"),
+        ("reasoning_effort", "utmost"),
+        ("thinking_token_budget", 10),
         ("functions", []),
         ("store", True),
         ("modalities", ["text", "audio"]),
@@ -292,16 +292,71 @@ async def test_one_call_only(connect: Any) -> None:
     assert message["content"] is None
 
 
-@pytest.mark.spec("API-CHAT-TOOLS")
-async def test_forced_calls_are_refused(connect: Any) -> None:
-    client = connect(FakeEngine(CALL), **ON)
-    named = {"type": "function", "function": {"name": "add"}}
-    for choice in ("required", named, "maybe"):
-        assert (await refused(client, tools=TOOLS, tool_choice=choice))["param"] == "tool_choice"
-    assert (await refused(client, tool_choice="auto"))["param"] == "tool_choice"
-    assert (await refused(client, tools=[{"type": "x"}]))["param"] == "tools"
-    answer = await post(client, tools=TOOLS, tool_choice="none")
-    assert answer["choices"][0]["message"]["content"] == CALL
+@pytest.mark.spec("API-CHAT-REASONING")
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high"])
+async def test_reasoning_effort_reaches_the_template(connect: Any, effort: str) -> None:
+    engine = FakeEngine("x")
+    client = connect(engine, default_chat_template_kwargs={"reasoning_effort": "x", "wide": 1})
+    await post(client, reasoning_effort=effort)
+    off = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+    prompt: Any = engine.requests[0].prompt
+    assert prompt.chat_template_kwargs == {"wide": 1, "reasoning_effort": effort, **off}
+    await post(client, reasoning_effort=effort, chat_template_kwargs={"reasoning_effort": "mine"})
+    prompt = engine.requests[1].prompt
+    assert prompt.chat_template_kwargs["reasoning_effort"] == "mine"
+
+
+@pytest.mark.spec("REASON-API")
+async def test_a_budget_for_reasoning(connect: Any) -> None:
+    engine = FakeEngine("x")
+    await post(connect(engine, reasoning_parser="qwen3"), thinking_token_budget=7)
+    assert engine.requests[0].params.thinking_token_budget == 7
+    error = await refused(connect(engine), thinking_token_budget=7)
+    assert "--reasoning-parser" in error["message"]
+
+
+class Witness(ReasoningParser):
+    """Shows what it was told."""
+
+    end_marker = "!"
+    seen: ClassVar[list[AnswerContext]] = []
+
+    def feed(self, text: str) -> ParsedDelta:
+        return ParsedDelta(text)
+
+    def finish(self) -> ParsedDelta:
+        self.seen.append(self.context)
+        return ParsedDelta()
+
+
+@pytest.mark.spec("API-CHAT-REASONING")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cut", [None, 4])
+async def test_reasoning_parsers_see_the_prompts_end(
+    connect: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, cut: int | None
+) -> None:
+    """A template may have opened the reasoning already."""
+
+    class NoText(FakeEngine):
+        """Gives no prompt text, as engines do where the prompt was cut."""
+
+        async def _play(self, *args: Any) -> Any:
+            async for output in super()._play(*args):
+                output.prompt = None if cut else output.prompt
+                yield output
+
+    monkeypatch.setattr(Witness, "seen", [])
+    client = connect(
+        NoText("x"), default_chat_template_kwargs={"deep": 1}, reasoning_parser="qwen3"
+    )
+    client._transport.app.state.headrace.parsers = Parsers(None, Witness)
+    messages = [{"role": "user", "content": "Hi " * 200}]
+    body = {"messages": messages, "stream": stream, "chat_template_kwargs": {"on": True}, "n": 2}
+    assert (await client.post(URL, json=body)).status_code == 200
+    first, second = Witness.seen
+    assert first == second
+    assert first.prompt_end == "<user>".join(["", "Hi " * 200 + "</user><assistant>"])[-256:]
+    assert first.chat_template_kwargs == {"deep": 1, "on": True}
 
 
 @pytest.mark.spec("API-CHAT-REASONING")

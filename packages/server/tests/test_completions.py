@@ -47,6 +47,8 @@ async def test_the_answer_has_every_field(connect: Any) -> None:
         (["ab", "c"], ["ab", "c"]),
         ([97, 98], ["ab"]),
         ([[97], [98, 99]], ["a", "bc"]),
+        (["ab", [98, 99], ""], ["ab", "bc", ""]),
+        ([[97], "b"], ["a", "b"]),
     ],
 )
 async def test_prompt_forms(connect: Any, prompt: Any, texts: list[str]) -> None:
@@ -281,3 +283,81 @@ async def test_prompt_logprobs_that_come_once_reach_every_choice(connect: Any, e
         for choice in chunk["choices"]:
             firsts.setdefault(choice["index"], choice["logprobs"]["tokens"])
     assert firsts == {0: ["<s>", "a", "b", "x"], 1: ["<s>", "a", "b", "x"]}
+
+
+async def refused(client: Any, **body: Any) -> Any:
+    answer = await client.post(URL, json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+async def test_best_of(connect: Any) -> None:
+    """Completions are not made to be thrown away."""
+    client = connect(FakeEngine("x"))
+    await post(client, prompt="a", best_of=1)
+    await post(client, prompt="a", best_of=2, n=2, temperature=1)
+    error = await refused(client, prompt="a", best_of=3, n=2)
+    assert (error["param"], "n = 2" in error["message"]) == ("best_of", True)
+
+
+@pytest.mark.spec("CUSTOM-ARGS")
+@pytest.mark.parametrize("value", ["a", 1, 1.5, True, ["a", 1, 2.5], []])
+async def test_custom_arguments_arrive_unchanged(connect: Any, value: Any) -> None:
+    engine = FakeEngine("x")
+    await post(connect(engine), prompt="a", vllm_xargs={"k": value})
+    assert repr(engine.requests[0].params.extra_args) == repr({"k": value})
+
+
+@pytest.mark.spec("CUSTOM-ARGS")
+@pytest.mark.parametrize("value", [None, {"a": 1}, [["a"]], [None]])
+async def test_custom_arguments_of_other_kinds_are_refused(connect: Any, value: Any) -> None:
+    error = await refused(connect(), prompt="a", headrace_xargs={"k": value})
+    assert error["param"].startswith("headrace_xargs.k")
+
+
+TAKES_EMBEDS = fake_served_model(prompt_embeds=True)
+
+
+class EmbedsEngine(FakeEngine):
+    """Answers prompts that are embeddings with their bytes as text."""
+
+    def _tokens(self, prompt: Any, special: Any) -> Any:
+        if isinstance(prompt, dict) and "prompt_embeds" in prompt:
+            return "", [0] * len(prompt["prompt_embeds"])
+        return super()._tokens(prompt, special)
+
+
+@pytest.mark.spec("PROMPT-EMBEDS")
+@pytest.mark.parametrize("form", [str, list])
+async def test_embeddings_come_before_texts(connect: Any, form: type) -> None:
+    engine = EmbedsEngine(lambda text, index: text or "embedded", model=TAKES_EMBEDS)
+    given: Any = "AAEC" if form is str else ["AAEC", "AA=="]
+    answer = await post(connect(engine), prompt=["a", "b"], prompt_embeds=given, cache_salt="s")
+    count = 1 if form is str else 2
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["embedded"] * count + ["a", "b"]
+    sent = [r.prompt for r in engine.requests if "prompt_embeds" in r.prompt]  # type: ignore[operator]
+    assert {"prompt_embeds": b"\x00\x01\x02", "cache_salt": "s"} in sent
+    assert len(sent) == count
+    alone = await post(connect(engine), prompt_embeds="AAEC")
+    assert [choice["text"] for choice in alone["choices"]] == ["embedded"]
+
+
+@pytest.mark.req("SEC-10")
+@pytest.mark.spec("PROMPT-EMBEDS")
+async def test_embeddings_that_are_refused(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = await refused(connect(), prompt="a", prompt_embeds="AAEC")
+    assert error["param"] == "prompt_embeds"
+    assert "--enable-prompt-embeds" in error["message"]
+    engine = EmbedsEngine("x", model=TAKES_EMBEDS)
+    client = connect(engine)
+    for given in ("A", "AA=", "AA==\n", "A-_=", "AAEC AAEC", ["AAEC", "ü"]):
+        assert (await refused(client, prompt_embeds=given))["param"] == "prompt_embeds", given
+    for given in ("", [], ["AAEC"] * 1025, 3, [1]):
+        assert "prompt_embeds" in (await refused(client, prompt_embeds=given))["param"]
+    for field, value in (("echo", True), ("prompt_logprobs", 1), ("use_beam_search", True)):
+        assert (await refused(client, prompt_embeds="AAEC", **{field: value}))["param"] == field
+    monkeypatch.setattr("headrace_server.embeds.MAX_BYTES", 8)
+    assert "8 bytes" in (await refused(client, prompt_embeds=["AAECAAEC", "AAECAAEC"]))["message"]
+    assert engine.requests == []
+    assert (await refused(connect()))["param"] == "prompt"

@@ -34,6 +34,10 @@ class ServedModel:
     (``max_tokens`` there is a server-wide cap)."""
     priority_scheduling: bool = False
     tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+    """Texts of the tokens that ``skip_special_tokens`` drops."""
+    prompt_embeds: bool = False
+    """Whether a prompt may be embeddings: ``{"prompt_embeds": ...}``."""
 
 
 @dataclass(slots=True)

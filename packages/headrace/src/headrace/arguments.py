@@ -18,7 +18,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
@@ -108,13 +108,18 @@ class Parser(argparse.ArgumentParser):
             help="Show this help; =all, =<group> or =<flag> shows more.",
         )  # fmt: skip
 
-    def add_config(self, config: type, title: str) -> None:
-        """Add a flag for every option of a configuration class, in a group named ``title``."""
+    def add_config(self, config: type, title: str, only: Collection[str] | None = None) -> None:
+        """Add a flag for every option of a configuration class, in a group named ``title``.
+
+        Args:
+            only: names of the options wanted, None for all.
+        """
         group = self.add_argument_group(title, (config.__doc__ or "").strip().split("\n")[0])
         self._groups_by_name[title.lower()] = group
         hints = typing.get_type_hints(config)
         for option in options_of(config):
-            self._add_option(group, option, hints[option.name])
+            if only is None or option.name in only:
+                self._add_option(group, option, hints[option.name])
 
     def _add_option(
         self, group: argparse._ArgumentGroup, option: dataclasses.Field[Any], hint: Any

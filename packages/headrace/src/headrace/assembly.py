@@ -239,7 +239,15 @@ def served_model(
         default_sampling_params=default_sampling_params(info.generation_config),
         priority_scheduling=config.scheduler.policy == "priority",
         tokenizer_info=tokenizer_info(info),
+        special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
+        # Part of the settings once the engine can take embeddings.
+        prompt_embeds=getattr(config.model, "enable_prompt_embeds", False),
     )
+
+
+def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Texts of the tokens that ``skip_special_tokens`` drops."""
+    return tuple(sorted({tokenizer.decode([i]) for i in tokenizer.special_token_ids} - {""}))
 
 
 def tokenizer_info(info: ModelInfo) -> dict[str, Any]:

@@ -56,6 +56,9 @@ INFERENCE_ROUTES: Mapping[str, str] = {
 }
 """POST routes that clients know; those that nobody serves here answer 400 saying so."""
 
+TOKENS_ONLY_ROUTERS = frozenset({"tokens", "health", "metrics", "models"})
+"""The routers that ``tokens_only`` leaves; of others not even the 400s are there."""
+
 
 def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     """Compose the application over a running engine.
@@ -93,6 +96,8 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
 def _add_routers(app: FastAPI, state: ServerState) -> None:
     tasks = set(state.engine.model.tasks)
     for name, plugin in plugins.installed("headrace.routers").items():
+        if state.settings.tokens_only and name not in TOKENS_ONLY_ROUTERS:
+            continue
         router = plugin.load()
         if router.tasks and not set(router.tasks) & tasks:
             logger.info("router %s left out: it serves %s", name, ", ".join(router.tasks))
@@ -100,6 +105,8 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         built: APIRouter = router.build(state.engine, state.settings)
         state.paths.update(route.path for route in built.routes if isinstance(route, APIRoute))
         app.include_router(built)
+    if state.settings.tokens_only:
+        return
     for path in INFERENCE_ROUTES.keys() - state.paths:
         app.add_api_route(
             path,

@@ -11,13 +11,15 @@ from fastapi import Request
 from msgspec import UNSET, UnsetType
 
 from headrace_core.engine import OutputStream
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
-from headrace_core.text import ParsedDelta
+from headrace_core.text import ParsedDelta, ToolCall, ToolCallDelta
 from headrace_server import convert
+from headrace_server.answers import AnswerPlan
+from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
-from headrace_server.parsers import Parsers
-from headrace_server.parsing import AnswerParser, call_id, calls_tools
+from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import (
     ChatAnswer,
     ChatChoice,
@@ -37,6 +39,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Pour, close, event
+from headrace_server.structured import spelling_of
 
 
 class Chat:
@@ -48,19 +51,31 @@ class Chat:
 
     def __init__(self, body: ChatRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        wins = body.max_completion_tokens is not None
-        self.spelling: Mapping[str, str] = {"max_tokens": "max_completion_tokens"} if wins else {}
-        """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
         convert.refuse_rank(request)
         self.id = convert.answer_id("chatcmpl-", body.request_id, request)
-        self._params = convert.chat_params(body, model)
-        self._seeks_calls = calls_tools(body, state.parsers)
-        dropped = state.settings.exclude_tools_when_tool_choice_none and not self._seeks_calls
+        self._plan = AnswerPlan(body, state)
+        self._params = self._plan.params
+        wins = body.max_completion_tokens is not None
+        self.spelling: Mapping[str, str] = {
+            "beam_width": "n",
+            "max_tokens": "max_completion_tokens" if wins else "max_tokens",
+            **spelling_of(self._plan.constrained_by),
+        }
+        """The engine's names of fields -> the client's."""
+        self._beams = beams_of(body, self._params.max_tokens)
+        if self._beams is not None and self._params.structured_outputs is not None:
+            raise UnsupportedFeature(
+                "tool_choice: not along with use_beam_search", param="tool_choice"
+            )
         self._prompt = convert.chat_prompt(
-            body, state, salt=body.cache_salt, with_tools=not dropped
+            body,
+            state,
+            salt=body.cache_salt,
+            with_tools=self._plan.with_tools,
+            effort=body.reasoning_effort,
         )
         self._role = (
             state.settings.response_role
@@ -74,21 +89,13 @@ class Chat:
             if body.return_tokens_as_token_ids is None
             else body.return_tokens_as_token_ids
         )
-        self._parsers = [self._parser(state.parsers) for _ in range(body.n)]
+        self._parsers: list[AnswerParser] = []
+        """Of the choices, by index; made from the first output."""
         self._tally = Tally(state.metrics, self._params)
         self._plain: list[EventTemplate] = []
         """Of a stream whose events are nothing but text, by index."""
         self._running = False
         """Whether each event has the usage so far."""
-
-    def _parser(self, chosen: Parsers) -> AnswerParser:
-        tools = chosen.tools
-        return AnswerParser(
-            chosen.reasoning() if chosen.reasoning is not None else None,
-            tools(self.body.tools or []) if tools is not None and self._seeks_calls else None,
-            keep_reasoning=self.body.include_reasoning,
-            one_call=not self.body.parallel_tool_calls,
-        )
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
@@ -101,6 +108,7 @@ class Chat:
         finally:
             await close(outputs)
         assert last is not None, "an engine yields at least one output"
+        self._parsers = await self._plan.make_parsers(last, self._prompt)
         ids = bool(self.body.return_token_ids)
         wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
         return ChatResponse(
@@ -122,8 +130,10 @@ class Chat:
         opened = False
         try:
             async for output in outputs:
-                opening = b"" if opened else self._opening(output)
-                opened = True
+                opening = b""
+                if not opened:
+                    self._parsers = await self._plan.make_parsers(output, self._prompt)
+                    opening, opened = self._opening(output), True
                 data = opening + self._encode(output)
                 if data:
                     yield data
@@ -159,6 +169,14 @@ class Chat:
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
         log_request(self.state.settings, name, self._params, self._prompt)
+        if self._beams is not None:
+            return beam_outputs(
+                self.state.engine,
+                self._prompt,
+                self._beams,
+                name,
+                priority=self.body.priority,
+            )
         return self.state.engine.generate(
             self._prompt, self._params, name, priority=self.body.priority
         )
@@ -179,19 +197,20 @@ class Chat:
         parsed = parser.feed(part.text, last=True)
         return ChatChoice(
             index=part.index,
-            message=self._message(parsed),
+            message=self._message(parser, parsed),
             logprobs=_model(self._logprobs(part)),
             finish_reason=self._finish_reason(part),
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if self.body.return_token_ids else None,
         )
 
-    def _message(self, parsed: ParsedDelta) -> ChatAnswer:
+    def _message(self, parser: AnswerParser, parsed: ParsedDelta) -> ChatAnswer:
         calls = [
             ToolCallOut(
-                id=call_id(), function=FunctionCall(name=c.name or "", arguments=c.arguments)
+                id=parser.call_id(index, call.name),
+                function=FunctionCall(name=call.name, arguments=call.arguments),
             )
-            for c in _joined(parsed)
+            for index, call in _joined(parsed)
         ]
         structured = bool(calls) or bool(parsed.reasoning)
         content: str | None = self._echoed() + parsed.content
@@ -205,7 +224,7 @@ class Chat:
 
     def _finish_reason(self, part: CompletionOutput) -> str | None:
         called = self._parsers[part.index].called and part.finish_reason == "stop"
-        return "tool_calls" if called else part.finish_reason
+        return self._plan.tools.finish_reason if called else part.finish_reason
 
     def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
         if not self.body.logprobs or part.logprobs is None:
@@ -229,9 +248,7 @@ class Chat:
 
     def _templates(self) -> list[EventTemplate]:
         """By choice, for streams whose events are nothing but text; none for others."""
-        chosen = self.state.parsers
-        parsed = chosen.reasoning is not None or (chosen.tools is not None and self._seeks_calls)
-        if parsed or self.body.logprobs or self.body.return_token_ids:
+        if self._plan.is_parsed or self.body.logprobs or self.body.return_token_ids:
             return []
 
         def template(index: int) -> EventTemplate:
@@ -247,7 +264,7 @@ class Chat:
         parsed = parser.feed(part.text, last=part.finished())
         choice = ChatChunkChoice(
             part.index,
-            _delta(parsed),
+            _delta(parser, parsed),
             logprobs=self._logprobs(part),
             finish_reason=self._finish_reason(part),
         )
@@ -273,38 +290,32 @@ class Chat:
         return ChatChunk(self.id, self._created, self._model, choices, counts)
 
 
-def _delta(parsed: ParsedDelta) -> ChunkDelta:
+def _delta(parser: AnswerParser, parsed: ParsedDelta) -> ChunkDelta:
     delta = ChunkDelta()
     if parsed.content:
         delta.content = parsed.content
     if parsed.reasoning:
         delta.reasoning = delta.reasoning_content = parsed.reasoning
     if parsed.tool_calls:
-        delta.tool_calls = [_chunk_call(c.index, c.name, c.arguments) for c in parsed.tool_calls]
+        delta.tool_calls = [_chunk_call(parser, call) for call in parsed.tool_calls]
     return delta
 
 
-def _chunk_call(index: int, name: str | None, arguments: str) -> ChunkToolCall:
-    function = ChunkFunction(name, arguments)
-    if name is None:
-        return ChunkToolCall(index, function=function)
-    return ChunkToolCall(index, call_id(), "function", function)
+def _chunk_call(parser: AnswerParser, call: ToolCallDelta) -> ChunkToolCall:
+    function = ChunkFunction(call.name, call.arguments)
+    if call.name is None:
+        return ChunkToolCall(call.index, function=function)
+    return ChunkToolCall(call.index, parser.call_id(call.index, call.name), "function", function)
 
 
-def _joined(parsed: ParsedDelta) -> list[Any]:
-    """Tool calls with their pieces put together."""
-    calls: dict[int, Any] = {}
+def _joined(parsed: ParsedDelta) -> list[tuple[int, ToolCall]]:
+    """Tool calls with their pieces put together, each with its index."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
     for piece in parsed.tool_calls:
-        if piece.index in calls:
-            calls[piece.index].arguments += piece.arguments
-        else:
-            calls[piece.index] = _Call(piece.name, piece.arguments)
-    return [calls[index] for index in sorted(calls)]
-
-
-class _Call(msgspec.Struct):
-    name: str | None
-    arguments: str
+        names[piece.index] = names.get(piece.index) or piece.name or ""
+        arguments.setdefault(piece.index, []).append(piece.arguments)
+    return [(i, ToolCall(names[i], "".join(arguments[i]))) for i in sorted(names)]
 
 
 def _model(block: ChunkChatLogprobs | None) -> ChatLogprobs | None:

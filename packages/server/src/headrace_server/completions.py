@@ -15,6 +15,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.output import CompletionOutput, Logprobs, RequestOutput
 from headrace_core.request import Prompt
 from headrace_server import convert
+from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import CompletionFormat, prompt_logprobs
 from headrace_server.protocol.completions import (
@@ -30,6 +31,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
+from headrace_server.structured import constraint_of, spelling_of
 
 
 @dataclass
@@ -67,15 +69,22 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        self.spelling: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+        constrained_by = "structured_outputs" if body.structured_outputs else "response_format"
+        self.spelling: Mapping[str, str] = {
+            "prompt_token_ids": "prompt",
+            "beam_width": "n",
+            **spelling_of(constrained_by),
+        }
         """The engine's names of fields -> the client's."""
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
         convert.refuse_rank(request)
         self.id = convert.answer_id("cmpl-", body.request_id, request)
-        self._params = convert.completion_params(body, model)
-        self._prompts = convert.completion_prompts(body)
+        constraint = constraint_of(body.response_format, body.structured_outputs)
+        self._params = convert.completion_params(body, model, constraint)
+        self._prompts = convert.completion_prompts(body, model)
+        self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())
         self._model = model.name
         self._prompt_only = body.max_tokens == 0
@@ -180,6 +189,15 @@ class Completion:
     def _generate(self, position: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, position)
         log_request(self.state.settings, name, self._params, prompt)
+        if self._beams is not None:
+            return beam_outputs(
+                self.state.engine,
+                prompt,
+                self._beams,
+                name,
+                priority=self.body.priority,
+                add_special_tokens=self.body.add_special_tokens,
+            )
         return self.state.engine.generate(
             prompt,
             self._params,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Request
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from headrace_server.embeds import decode_embeds
 from headrace_server.middleware import is_request_id
 from headrace_server.protocol.base import MAX_SEQUENCES, check_size
 from headrace_server.protocol.chat import ChatMessage, ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
-from headrace_server.protocol.sampling import SamplingBody
+from headrace_server.protocol.sampling import SamplingBody, SamplingFields
 from headrace_server.protocol.tokenize import TokenizeChatRequest
 from headrace_server.state import ServerState
+from headrace_server.tool_calls import check_tools
 
 _TEXT_PARTS: Mapping[str, str] = {
     "text": "text",
@@ -76,14 +78,24 @@ def refuse_rank(request: Request) -> None:
 
 
 def sampling_params(
-    body: SamplingBody,
+    body: SamplingFields,
     model: ServedModel,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    stream: bool,
+    detokenize: bool = True,
+    extra_args: dict[str, Any] | None = None,
+    constraint: StructuredOutputsParams | None = None,
+    keep_special_tokens: bool = False,
+    searches: bool = False,
 ) -> SamplingParams:
     """Sampling parameters of a body; what it leaves out comes from the model's defaults.
+
+    Args:
+        searches: beams are searched, nothing is sampled; the parameters only describe the request.
+        keep_special_tokens: whatever the body says: a parser reads them.
 
     Raises:
         RequestError: naming the field.
@@ -91,29 +103,27 @@ def sampling_params(
     cap = model.default_sampling_params.get("max_tokens")
     if cap is not None:
         max_tokens = cap if max_tokens is None else min(max_tokens, cap)
-    _check_streaming(body)
-    if body.priority != 0 and not model.priority_scheduling:
-        raise RequestError(
-            f"priority = {body.priority}: must be 0 unless the server runs with "
-            "--scheduling-policy priority",
-            param="priority",
-        )
     values: dict[str, Any] = {
         name: value for name, value in model.default_sampling_params.items() if name != "max_tokens"
     }
     for name in _COPIED & body.model_fields_set:
         values[name] = getattr(body, name)
     values["stop"] = body.stop or values.get("stop")
+    if keep_special_tokens:
+        values["skip_special_tokens"] = False
+    if searches:
+        values["temperature"] = 1.0  # several greedy completions would be refused
     return SamplingParams.from_optional(
         **values,
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         logit_bias=_logit_bias(body.logit_bias, model.vocab_size),
-        extra_args=_extra_args(body),
-        output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+        extra_args=extra_args,
+        structured_outputs=constraint,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
-        detokenize=model.has_tokenizer,
+        detokenize=detokenize and model.has_tokenizer,
     )
 
 
@@ -123,15 +133,48 @@ _COPIED = frozenset(
         "presence_penalty", "seed", "stop_token_ids", "min_tokens", "include_stop_str_in_output",
         "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
         "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+        "thinking_token_budget",
     }
 )  # fmt: skip
 
 
-def _check_streaming(body: SamplingBody) -> None:
-    if body.stream_options is not None and not body.stream:
+def check_shared(body: SamplingBody, model: ServedModel) -> None:
+    """Fields of completions and chats that must agree with each other or with the server.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    check_streaming(body.stream, body.stream_options, body.prompt_logprobs)
+    check_priority(body.priority, model)
+    if body.best_of is not None and body.best_of != body.n:
+        raise UnsupportedFeature(
+            f"best_of = {body.best_of}: must equal n = {body.n}; ask for as many completions as "
+            "you want to choose from",
+            param="best_of",
+        )
+    if body.length_penalty != 1.0 and not body.use_beam_search:
+        raise RequestError(
+            f"length_penalty = {body.length_penalty:g}: needs use_beam_search",
+            param="length_penalty",
+        )
+
+
+def check_streaming(stream: bool, options: object, prompt_logprobs: int | None) -> None:
+    """Raises RequestError for what belongs to streams only, or to whole answers only."""
+    if options is not None and not stream:
         raise RequestError("stream_options: only allowed with stream", param="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
+    if stream and prompt_logprobs is not None:
         raise RequestError("prompt_logprobs: not available with stream", param="prompt_logprobs")
+
+
+def check_priority(priority: int, model: ServedModel) -> None:
+    """Raises RequestError unless the priority is 0 or the engine knows priorities."""
+    if priority != 0 and not model.priority_scheduling:
+        raise RequestError(
+            f"priority = {priority}: must be 0 unless the server runs with "
+            "--scheduling-policy priority",
+            param="priority",
+        )
 
 
 def check_logprobs(name: str, value: int | None, model: ServedModel) -> None:
@@ -158,16 +201,17 @@ def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
 
 
 def _extra_args(body: SamplingBody) -> dict[str, Any] | None:
-    merged = {**(body.vllm_xargs or {}), **(body.headrace_xargs or {})}
-    check_size("headrace_xargs", merged)
-    return merged or None
+    return {**(body.vllm_xargs or {}), **(body.headrace_xargs or {})} or None
 
 
 # Completions
 
 
-def completion_params(body: CompletionRequest, model: ServedModel) -> SamplingParams:
+def completion_params(
+    body: CompletionRequest, model: ServedModel, constraint: StructuredOutputsParams | None
+) -> SamplingParams:
     """Sampling parameters of a completion. ``max_tokens`` 0 runs one token that is not shown."""
+    check_shared(body, model)
     check_logprobs("logprobs", body.logprobs, model)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, model)
     if body.max_tokens == 0 and not body.echo:
@@ -184,27 +228,56 @@ def completion_params(body: CompletionRequest, model: ServedModel) -> SamplingPa
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
+        stream=body.stream,
+        extra_args=_extra_args(body),
+        constraint=constraint,
+        searches=body.use_beam_search,
     )
 
 
-def completion_prompts(body: CompletionRequest) -> list[Prompt]:
-    """The prompts of a completion, one or many.
+def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+    """The prompts of a completion, one or many; embeddings first.
 
     Raises:
-        RequestError: prompts times ``n`` is above the bound.
+        RequestError: there is none, or prompts times ``n`` is above the bound.
     """
+    embeds = decode_embeds(body.prompt_embeds, enabled=model.prompt_embeds)
+    if embeds:
+        _check_with_embeds(body)
     given: Any = body.prompt
     many: Sequence[Any]
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
+    if given is None:
+        many = []
+    elif isinstance(given, str) or isinstance(given[0], int):
         many = [given]
     else:
         many = given
-    if len(many) * body.n > MAX_SEQUENCES:
+    if not embeds and not many:
+        raise RequestError("prompt: must be given", param="prompt")
+    if (len(embeds) + len(many)) * body.n > MAX_SEQUENCES:
         raise RequestError(
-            f"prompt: {len(many)} prompts times n = {body.n} exceeds {MAX_SEQUENCES}",
+            f"prompt: {len(embeds) + len(many)} prompts times n = {body.n} exceeds {MAX_SEQUENCES}",
             param="prompt",
         )
-    return [_prompt(one, body.cache_salt) for one in many]
+    first = [_embeds_prompt(data, body.cache_salt) for data in embeds]
+    return first + [_prompt(one, body.cache_salt) for one in many]
+
+
+def _check_with_embeds(body: CompletionRequest) -> None:
+    """Refuse what a prompt without tokens cannot give."""
+    asked = {"echo": body.echo, "prompt_logprobs": body.prompt_logprobs is not None,
+             "use_beam_search": body.use_beam_search}  # fmt: skip
+    for name in (name for name, value in asked.items() if value):
+        raise UnsupportedFeature(
+            f"{name}: not along with prompt_embeds: embeddings have no tokens", param=name
+        )
+
+
+def _embeds_prompt(data: bytes, salt: str | None) -> Prompt:
+    prompt: dict[str, Any] = {"prompt_embeds": data}
+    if salt is not None:
+        prompt["cache_salt"] = salt
+    return cast(Prompt, prompt)
 
 
 def _prompt(given: str | list[int], salt: str | None) -> Prompt:
@@ -222,8 +295,15 @@ def _prompt(given: str | list[int], salt: str | None) -> Prompt:
 # Chats
 
 
-def chat_params(body: ChatRequest, model: ServedModel) -> SamplingParams:
+def chat_params(
+    body: ChatRequest,
+    model: ServedModel,
+    constraint: StructuredOutputsParams | None = None,
+    *,
+    keep_special_tokens: bool = False,
+) -> SamplingParams:
     """Sampling parameters of a chat."""
+    check_shared(body, model)
     if body.top_logprobs and not body.logprobs:
         raise RequestError(
             f"top_logprobs = {body.top_logprobs}: needs logprobs = true", param="top_logprobs"
@@ -237,6 +317,11 @@ def chat_params(body: ChatRequest, model: ServedModel) -> SamplingParams:
         max_tokens=limit if limit is not None else body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
+        stream=body.stream,
+        extra_args=_extra_args(body),
+        constraint=constraint,
+        keep_special_tokens=keep_special_tokens,
+        searches=body.use_beam_search,
     )
 
 
@@ -246,12 +331,14 @@ def chat_prompt(
     *,
     salt: str | None = None,
     with_tools: bool = True,
+    effort: str | None = None,
 ) -> ChatPrompt:
     """The conversation, its messages brought to one form.
 
     Args:
         salt: keeps its cached blocks apart.
         with_tools: False leaves the tools out.
+        effort: ``reasoning_effort``, which templates read as a variable.
 
     Raises:
         RequestError: naming the message and part.
@@ -266,7 +353,7 @@ def chat_prompt(
     kwargs = body.chat_template_kwargs or {}
     check_size("chat_template_kwargs", kwargs)
     check_size("documents", body.documents or [])
-    check_size("tools", body.tools or [])
+    check_tools(body.tools or [])
     for name in sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
         raise RequestError(
             f"chat_template_kwargs: {name!r} is set by a field of its own or by the server",
@@ -276,7 +363,11 @@ def chat_prompt(
         messages=[_message(i, message) for i, message in enumerate(body.messages)],
         tools=(body.tools or None) if with_tools else None,
         chat_template=body.chat_template or state.chat_template,
-        chat_template_kwargs={**settings.default_chat_template_kwargs, **kwargs},
+        chat_template_kwargs={
+            **settings.default_chat_template_kwargs,
+            **_effort_kwargs(effort),
+            **kwargs,
+        },
         content_format=settings.chat_template_content_format,
         add_generation_prompt=_generation_prompt(body),
         continue_final_message=body.continue_final_message,
@@ -284,6 +375,14 @@ def chat_prompt(
         documents=body.documents,
         cache_salt=salt,
     )
+
+
+def _effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Template variables of a reasoning effort. ``none`` turns the switches that families have."""
+    if effort is None:
+        return {}
+    off = {"enable_thinking": False, "thinking": False} if effort == "none" else {}
+    return {"reasoning_effort": effort, **off}
 
 
 def _generation_prompt(body: ChatRequest | TokenizeChatRequest) -> bool:

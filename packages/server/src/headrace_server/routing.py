@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter, HTTPException
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from headrace_core.errors import RequestError
 from headrace_server.errors import ErrorResponse
+from headrace_server.state import ServerState
+from headrace_server.stream import Events, start_stream, wait_watching
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is wrong."},
@@ -59,3 +63,44 @@ class JsonRoute(APIRoute):
 def json_router() -> APIRouter:
     """A router whose POST routes take JSON only."""
     return APIRouter(route_class=JsonRoute, responses=ERROR_RESPONSES)
+
+
+class Streaming(Protocol):
+    """A body that says whether its answer is a stream."""
+
+    stream: bool
+
+
+class Call(Protocol):
+    """One request of a route that answers whole or as a stream."""
+
+    id: str
+    state: ServerState
+    spelling: Mapping[str, str]
+    """The engine's names of fields -> the client's."""
+
+    @property
+    def body(self) -> Streaming: ...
+    async def whole(self) -> BaseModel:
+        """The answer in one piece."""
+        ...
+
+    def events(self) -> Events:
+        """The answer as server-sent events, the terminal one left out."""
+        ...
+
+
+async def answer_with(call: Call, request: Request) -> Response:
+    """Run a call and answer as its body asks; a client that leaves ends it.
+
+    Raises:
+        RequestError: with ``param`` as the client spells it.
+    """
+    try:
+        if call.body.stream:
+            return await start_stream(call.events(), request, call.state, call.id)
+        result = await wait_watching(call.whole(), request, call.state.lifecycle, call.id)
+    except RequestError as error:
+        error.param = call.spelling.get(error.param or "", error.param)
+        raise
+    return Response(result.model_dump_json(by_alias=True), media_type="application/json")

@@ -115,6 +115,10 @@ class ServerSettings:
     )
     enable_prompt_tokens_details: bool = option(False, "Report cached prompt tokens in usage.")
     enable_force_include_usage: bool = option(False, "Streams end with usage, asked for or not.")
+    tokens_only: bool = option(
+        False, "Serve tokens in and tokens out (/inference/v1/generate) and nothing else but "
+        "health, metrics and models; for deployments that make tokens elsewhere.",
+    )  # fmt: skip
     enable_tokenizer_info_endpoint: bool = option(
         False, "GET /tokenizer_info; may show the chat template."
     )

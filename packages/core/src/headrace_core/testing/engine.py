@@ -100,7 +100,7 @@ class FakeEngine:
     Args:
         reply: what it says (then EOS); see :data:`Reply`. Default: ``You said: <prompt>``.
         model: facts to report; see :func:`fake_served_model`.
-        tokens_per_output: characters per streamed output.
+        tokens_per_output: characters per streamed output; a function is asked before each.
         first_delay, delay: seconds before the first and before each further output.
         gate: if given, awaited before each output (tests hold it to keep requests running).
         reject: raised on first iteration of every request (a RequestError, say).
@@ -116,7 +116,7 @@ class FakeEngine:
         reply: Reply | None = None,
         *,
         model: ServedModel | None = None,
-        tokens_per_output: int = 1,
+        tokens_per_output: int | Callable[[], int] = 1,
         first_delay: float = 0.0,
         delay: float = 0.0,
         gate: asyncio.Event | None = None,
@@ -343,10 +343,12 @@ class FakeEngine:
         self, parts: list[_Completion], params: SamplingParams, limit: int, aborted: bool
     ) -> None:
         before = sum(len(part.token_ids) for part in parts)
+        cut = self.tokens_per_output
+        size = cut() if callable(cut) else cut
         for part in parts:
             if part.finish_reason is None and aborted:
                 part.finish_reason = "abort"
-            for _ in range(self.tokens_per_output):
+            for _ in range(size):
                 if part.finish_reason is None:
                     _add_token(part, params, limit)
         new = sum(len(part.token_ids) for part in parts) - before

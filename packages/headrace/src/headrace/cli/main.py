@@ -17,6 +17,7 @@ COMMANDS = {
     "chat": "Talk to a model, or to a running server, in the terminal.",
     "complete": "Complete text, line by line or once.",
     "generate": "Complete many prompts offline, from a file or the command line.",
+    "run-batch": "Answer a file of requests (JSON lines), resumable after a crash.",
     "bench": "Measure latency, throughput, serving and start-up.",
     "collect-env": "Print a report of this machine for a bug ticket.",
     "plugins": "List what is installed under each plug-in role.",

@@ -75,19 +75,19 @@ class RequestBody(BaseModel):
         raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(name: str, value: Any, *, depth: int = MAX_DEPTH) -> None:
     """Bound depth and size of a free-form value.
 
     Raises:
         RequestError: naming the field.
     """
-    level, depth, nodes = [value], 0, 0
+    level, reached, nodes = [value], 0, 0
     while level:
-        depth += 1
+        reached += 1
         nodes += len(level)
-        if depth > MAX_DEPTH or nodes > MAX_NODES:
+        if reached > depth or nodes > MAX_NODES:
             raise RequestError(
-                f"{name}: nested deeper than {MAX_DEPTH} or holds more than {MAX_NODES} values",
+                f"{name}: nested deeper than {depth} or holds more than {MAX_NODES} values",
                 param=name,
             )
         below: list[Any] = []

@@ -15,9 +15,6 @@ from headrace_server.protocol.usage import Usage
 
 CHAT_REFUSALS: Mapping[str, Refusal] = {
     **SAMPLING_REFUSALS,
-    "reasoning_effort": Refusal(
-        "is not served by this version; a template that knows it takes chat_template_kwargs"
-    ),
     "functions": Refusal("is the old form of tools, which is not served"),
     "function_call": Refusal("is the old form of tool_choice, which is not served", "none"),
     "modalities": Refusal("only text is produced", ["text"]),
@@ -66,6 +63,11 @@ class ChatRequest(SamplingBody):
     tool_choice: ShortText | FreeObject | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
+        None,
+        description="Handed to the chat template. none also sets enable_thinking and thinking to "
+        "false there.",
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

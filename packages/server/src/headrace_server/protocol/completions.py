@@ -12,6 +12,9 @@ from headrace_server.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Refu
 from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
 from headrace_server.protocol.usage import Usage
 
+MAX_EMBEDS = 64 * 1024 * 1024
+"""Characters of one prompt's embeddings."""
+
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 
 
@@ -20,18 +23,25 @@ def _prompt_form(value: Any) -> str:
     if not isinstance(value, list):
         return "<text>"
     first = value[0] if value else ""
-    if isinstance(first, str):
-        return "<texts>"
-    return "<id lists>" if isinstance(first, list) else "<ids>"
+    if isinstance(first, (str, list)):
+        return "<several>"
+    return "<ids>"
 
 
+def _item_form(value: Any) -> str:
+    return "<ids>" if isinstance(value, list) else "<text>"
+
+
+PromptItem = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], Discriminator(_item_form)
+]
 PromptField = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Field(min_length=1, max_length=MAX_SEQUENCES), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SEQUENCES), Tag("<id lists>")],
+    | Annotated[list[PromptItem], Field(min_length=1, max_length=MAX_SEQUENCES), Tag("<several>")],
     Discriminator(_prompt_form),
 ]
+EmbedsText = Annotated[str, Field(min_length=1, max_length=MAX_EMBEDS)]
 
 
 class CompletionRequest(SamplingBody):
@@ -40,10 +50,20 @@ class CompletionRequest(SamplingBody):
     refused: ClassVar[Mapping[str, Refusal]] = {
         **SAMPLING_REFUSALS,
         "suffix": Refusal("insertion is not supported"),
-        "prompt_embeds": Refusal("prompt embeddings are not served by this version"),
     }
 
-    prompt: PromptField = Field(description="A text, token ids, or a list of either.")
+    prompt: PromptField | None = Field(
+        None, description="A text, token ids, or a list whose items are either."
+    )
+    prompt_embeds: (
+        EmbedsText
+        | Annotated[list[EmbedsText], Field(min_length=1, max_length=MAX_SEQUENCES)]
+        | None
+    ) = Field(
+        None,
+        description="Embeddings of prompts, base64 of a safetensors or torch file each (the server "
+        "runs with --enable-prompt-embeds). Their completions come before those of prompt.",
+    )
     max_tokens: Count | None = Field(
         16, description="Null: until the context is full. 0: only with echo."
     )

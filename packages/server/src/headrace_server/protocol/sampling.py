@@ -14,21 +14,28 @@ from headrace_server.protocol.base import (
     RequestBody,
     ShortText,
     StopText,
+    Text,
     TokenId,
 )
+from headrace_server.protocol.structured import ResponseFormat, StructuredOutputs
 
 _LATER = "is not served by this version; leave it out"
 
+
+def _gone(example: str) -> Refusal:
+    return Refusal(f"is gone; send structured_outputs: {example}")
+
+
 SAMPLING_REFUSALS: Mapping[str, Refusal] = {
-    "use_beam_search": Refusal(f"beam search {_LATER}", False),
-    "length_penalty": Refusal("belongs to beam search, which is not served", 1.0, 1),
-    "best_of": Refusal("is not served; ask for n completions and choose"),
-    "response_format": Refusal(f"structured output {_LATER}", {"type": "text"}),
-    "structured_outputs": Refusal(f"structured output {_LATER}"),
-    "guided_json": Refusal(f"structured output {_LATER}"),
-    "guided_regex": Refusal(f"structured output {_LATER}"),
-    "guided_choice": Refusal(f"structured output {_LATER}"),
-    "guided_grammar": Refusal(f"structured output {_LATER}"),
+    "guided_json": _gone('{"json": SCHEMA}'),
+    "guided_regex": _gone('{"regex": TEXT}'),
+    "guided_choice": _gone('{"choice": [TEXT, ...]}'),
+    "guided_grammar": _gone('{"grammar": TEXT}'),
+    "guided_whitespace_pattern": _gone('{..., "whitespace_pattern": TEXT}'),
+    "structural_tag": _gone('{"structural_tag": OBJECT}'),
+    "guided_decoding_backend": Refusal(
+        "is gone; the server chooses the backend (--structured-outputs-config.backend): drop it"
+    ),
     "logits_processors": Refusal("per-request logits processors are not served"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
@@ -43,12 +50,15 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class SamplingBody(RequestBody):
+XargItem = Text | bool | int | float
+XargValue = XargItem | Annotated[list[XargItem], Field(max_length=65536)]
+Xargs = Annotated[dict[ShortText, XargValue], Field(max_length=256)]
+"""Arguments for plug-ins: names to texts, numbers, or lists of them."""
+
+
+class SamplingFields(RequestBody):
     """Fields of :class:`~headrace_core.sampling.SamplingParams` as clients spell them."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="A served name; null: the first."
-    )
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -72,21 +82,9 @@ class SamplingBody(RequestBody):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)] | None = None
     bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    echo: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    request_id: ShortText | None = None
-    headrace_xargs: Annotated[dict[str, Any], Field(max_length=256)] | None = Field(
-        None, description="For plug-ins; handed on as extra_args."
+    thinking_token_budget: Count | None = Field(
+        None, description="After so many tokens the end of the reasoning is forced."
     )
-    vllm_xargs: Annotated[dict[str, Any], Field(max_length=256)] | None = Field(
-        None, description="The same as headrace_xargs."
-    )
-    user: ShortText | None = Field(None, description="Has no effect.")
 
     @model_validator(mode="before")
     @classmethod
@@ -95,6 +93,34 @@ class SamplingBody(RequestBody):
         if not isinstance(data, dict):
             return data
         return {k: v for k, v in data.items() if v is not None or k in _NULL_MATTERS}
+
+
+class SamplingBody(SamplingFields):
+    """What completions and chats share: sampling, the answer's form, and how it is reported."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="A served name; null: the first."
+    )
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(
+        None, description="Must equal n: completions are not made to be thrown away."
+    )
+    use_beam_search: bool = Field(False, description="The n likeliest completions, by beams.")
+    length_penalty: Annotated[float, Field(ge=-100, le=100)] = Field(
+        1.0, description="With use_beam_search: above 1 favours long completions."
+    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    request_id: ShortText | None = None
+    headrace_xargs: Xargs | None = Field(None, description="For plug-ins; handed on as extra_args.")
+    vllm_xargs: Xargs | None = Field(None, description="The same as headrace_xargs.")
+    user: ShortText | None = Field(None, description="Has no effect.")
 
 
 _NULL_MATTERS = frozenset({"max_tokens", "prompt", "messages"})

@@ -1,0 +1,1 @@
+"""Batch files: JSON lines of requests in, JSON lines of answers out (``headrace run-batch``)."""

@@ -1,0 +1,147 @@
+"""Runs the lines of a batch: a bounded number at once, each answer kept as soon as it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from headrace.batch.inprocess import Answer
+from headrace.batch.journal import Journal
+from headrace.batch.lines import BatchLine, BatchOutput, error_of, failure, output_of
+from headrace_core.errors import EngineDead
+
+logger = logging.getLogger(__name__)
+
+BUSY = frozenset({429, 503})
+"""Statuses that say "later": the line waits and is tried again."""
+MAX_WAIT = 30.0
+
+
+class Client(Protocol):
+    """Whatever answers requests."""
+
+    async def post(self, path: str, body: bytes) -> Answer: ...
+
+
+@dataclass
+class Counts:
+    """How far a batch is."""
+
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
+    """Of the completed."""
+
+
+class Runner:
+    """One run of a batch.
+
+    Args:
+        client: answers requests.
+        journal: keeps answers; lines in it are left out.
+        paths: URLs that lines may ask for.
+        concurrency: lines at once.
+        check: raises if it makes no sense to go on, because the engine is dead.
+        progress: called after each change.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        journal: Journal,
+        *,
+        paths: Collection[str],
+        concurrency: int,
+        check: Callable[[], None],
+        progress: Callable[[Counts], None] = lambda counts: None,
+    ) -> None:
+        self._client = client
+        self._journal = journal
+        self._paths = paths
+        self._slots = asyncio.Semaphore(concurrency)
+        self._check = check
+        self._progress = progress
+        self.counts = Counts()
+
+    async def run(self, lines: Iterable[tuple[int, BatchLine]]) -> Counts:
+        """Answer every line that has no answer yet.
+
+        Raises:
+            EngineDead: the engine stopped; what was answered until then is kept.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, line in lines:
+                    if number in self._journal:
+                        continue
+                    await self._slots.acquire()
+                    group.create_task(self._one(number, line))
+                    self.counts.submitted += 1
+                    self._progress(self.counts)
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        return self.counts
+
+    async def _one(self, number: int, line: BatchLine) -> None:
+        try:
+            output = await self._answer(line)
+        finally:
+            self._slots.release()
+        self._journal.add(number, output)
+        self.counts.completed += 1
+        self.counts.failed += output.error is not None
+        self._progress(self.counts)
+
+    async def _answer(self, line: BatchLine) -> BatchOutput:
+        refused = self._refusal(line)
+        if refused is not None:
+            return failure(line, 400, refused)
+        wait = 0.1
+        while True:
+            answer = await self._client.post(line.url, bytes(line.body))
+            self._check()
+            if answer.status not in BUSY:
+                break
+            wait = min(MAX_WAIT, max(2 * wait, _retry_after(answer)))
+            await asyncio.sleep(wait)
+        name = answer.headers.get("x-request-id", "")
+        error = error_of(answer.status, answer.body) if answer.status >= 400 else None
+        return output_of(line, answer.status, name, answer.body, error)
+
+    def _refusal(self, line: BatchLine) -> str | None:
+        if line.method != "POST":
+            return f"method = {line.method[:16]!r}: must be 'POST'"
+        if line.url not in self._paths:
+            return f"url = {line.url[:200]!r}: must be one of {sorted(self._paths)}"
+        if _streams(bytes(line.body)):
+            return "stream: a batch has no streams; leave it out"
+        return None
+
+
+def _streams(body: bytes) -> bool:
+    """Whether a body asks for a stream. What else it holds is for the route to judge."""
+    try:
+        return msgspec.json.decode(body, type=_Streaming).stream is True
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError, RecursionError):
+        return False
+
+
+class _Streaming(msgspec.Struct):
+    stream: object = False
+
+
+def _retry_after(answer: Answer) -> float:
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() else 0.0
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that explains a group: the engine's death before all others."""
+    leaves = [e for e in errors.exceptions if not isinstance(e, BaseExceptionGroup)]
+    dead = next((e for e in leaves if isinstance(e, EngineDead)), None)
+    return dead or next(iter(leaves), errors)

@@ -1,0 +1,307 @@
+"""``headrace run-batch``: a file of requests to a file of answers, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import signal
+import tempfile
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.arguments import Parser, flag_name, options_of
+from headrace.engine_args import EngineArgs
+from headrace.logs import configure
+from headrace_core.errors import ConfigError, EngineDead, MissingDependency
+
+if TYPE_CHECKING:
+    import socket
+
+    from headrace.batch.journal import Journal
+    from headrace.batch.runner import Counts
+    from headrace_core.config import EngineConfig
+    from headrace_server.settings import ServerSettings
+
+logger = logging.getLogger("headrace")
+
+SETTINGS = frozenset(
+    {
+        "response_role", "chat_template", "chat_template_content_format",
+        "trust_request_chat_template", "default_chat_template_kwargs",
+        "exclude_tools_when_tool_choice_none", "enable_auto_tool_choice", "tool_call_parser",
+        "tool_parser_plugin", "reasoning_parser", "reasoning_parser_plugin",
+        "return_tokens_as_token_ids", "enable_prompt_tokens_details",
+        "enable_force_include_usage", "strict_requests", "enable_log_requests", "max_log_len",
+        "metrics_prefix",
+    }
+)  # fmt: skip
+"""The server's settings that mean something to a batch."""
+
+
+def main(words: Sequence[str]) -> int:
+    args = make_parser().parse_args(words)
+    configure()
+    settings = settings_from(args)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    if settings.reasoning_parser and hasattr(args, "structured_outputs_config"):
+        args.structured_outputs_config = {  # constraints begin where the reasoning ends
+            "reasoning_parser": settings.reasoning_parser, **args.structured_outputs_config,
+        }  # fmt: skip
+    engine_args = EngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config()
+    from headrace import __version__
+
+    logger.info(
+        "headrace %s run-batch: %s to %s; non-default engine settings: %s", __version__,
+        _shown(args.input_file), _shown(args.output_file), engine_args.settings,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="headrace-batch-") as folder:
+        try:
+            return _run(args, config, settings, Path(folder))
+        except asyncio.CancelledError:
+            logger.warning("stopped; run the same command to go on")
+            return 143
+
+
+def make_parser() -> Parser:
+    """The parser of ``headrace run-batch``."""
+    parser = Parser(
+        prog="headrace run-batch",
+        description="Answer a file of requests. Each line is a JSON object with custom_id, method "
+        "(POST), url (/v1/chat/completions, ...) and body. An interrupted batch goes on where it "
+        "stopped when the same command is run again.",
+        epilog="Try: headrace run-batch -i requests.jsonl -o answers.jsonl",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
+    )
+    parser.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="requests: a path, or a URL to GET",
+    )
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help="answers: a path, or a URL to PUT",
+    )
+    parser.add_argument(
+        "--output-tmp-dir", metavar="FOLDER",
+        help="where answers are kept until they are sent to a URL; without it an interrupted batch "
+        "with such an output starts again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-concurrency", type=_at_least_one, metavar="N",
+        help="requests at once (default: twice what runs in one step)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted run has finished"
+    )
+    parser.add_argument(
+        "--enable-metrics", action="store_true", help="serve /metrics while the batch runs"
+    )
+    parser.add_argument("--url", default="127.0.0.1", help="address of /metrics")
+    parser.add_argument("--port", type=int, default=8000, help="port of /metrics")
+    try:
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise MissingDependency(
+            error.name or "headrace-server",
+            needed_for="headrace run-batch",
+            install="pip install 'headrace[all]'",
+        ) from error
+    parser.add_config(ServerSettings, "Frontend", SETTINGS)
+    return EngineArgs.add_cli_args(parser)
+
+
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r}: must be at least 1")
+    return value
+
+
+def settings_from(args: Namespace) -> ServerSettings:
+    """The server's settings from a parsed command line. Answers carry their request's id."""
+    from headrace_server.settings import ServerSettings
+
+    values: dict[str, Any] = {"enable_request_id_headers": True}
+    for option in options_of(ServerSettings):
+        if option.name in SETTINGS:
+            value = getattr(args, flag_name(option))
+            values[option.name] = tuple(value) if isinstance(value, list) else value
+    return ServerSettings(**values)
+
+
+def _run(args: Namespace, config: EngineConfig, settings: ServerSettings, folder: Path) -> int:
+    """Fetch, check, answer, deliver."""
+    from headrace.batch import lines, transfer
+    from headrace.batch.journal import Journal
+
+    source = Path(args.input_file)
+    if transfer.is_url(args.input_file):
+        source = folder / "input"
+        asyncio.run(transfer.download(args.input_file, source))
+    found = lines.scan(source)
+    path = journal_path(args, folder)
+    if args.restart:
+        path.unlink(missing_ok=True)
+    with Journal(path, found, config.model.model or "the demo model") as journal:
+        if journal.num_resumed:
+            logger.info("%d of %d requests are answered already", len(journal), found.num_lines)
+        if len(journal) < found.num_lines:
+            _answer(args, config, settings, source, journal, found.num_lines)
+        _deliver(args, journal, folder)
+    return 0
+
+
+def journal_path(args: Namespace, folder: Path) -> Path:
+    """Where answers are kept while the batch runs.
+
+    Raises:
+        ConfigError: the folder for it does not exist.
+    """
+    from headrace.batch.transfer import is_url
+
+    if not is_url(args.output_file):
+        output = Path(args.output_file)
+        if not output.parent.is_dir():
+            raise ConfigError(
+                f"output_file = {args.output_file!r}: its folder does not exist",
+                field="output_file",
+            )
+        return output.with_name(output.name + ".partial")
+    if args.output_tmp_dir is None:
+        return folder / "journal"
+    # Without the query: presigned URLs have another one each time.
+    name = hashlib.sha256(args.output_file.partition("?")[0].encode()).hexdigest()[:16]
+    kept = Path(args.output_tmp_dir)
+    kept.mkdir(parents=True, exist_ok=True)
+    return kept / f"headrace-batch-{name}.partial"
+
+
+def _answer(
+    args: Namespace,
+    config: EngineConfig,
+    settings: ServerSettings,
+    source: Path,
+    journal: Journal,
+    num_lines: int,
+) -> None:
+    """Start the engine and answer what is left."""
+    from headrace.assembly import TemplateSettings, connect, starting
+    from headrace.cli.serve import template_text
+
+    with contextlib.ExitStack() as stack:
+        listening = _metrics_socket(args, stack)
+        with starting(whole_process=True) as timeline:
+            with timeline.phase("import server"):
+                from headrace_server.app import create_app
+            templates = TemplateSettings(
+                template_text(settings.chat_template),
+                settings.chat_template_content_format,
+                settings.trust_request_chat_template,
+            )
+            engine = connect(config, templates, timeline)
+            app = create_app(engine, settings)
+        show = stack.enter_context(_progress(num_lines, len(journal)))
+        # Enough that a step is never short of requests.
+        concurrency = args.max_concurrency or 2 * (config.scheduler.max_num_seqs or 128)
+        asyncio.run(_serve(app, source, journal, concurrency, listening, show))
+
+
+async def _serve(
+    app: Any,
+    source: Path,
+    journal: Journal,
+    concurrency: int,
+    listening: socket.socket | None,
+    show: Callable[[Counts], None],
+) -> None:
+    from headrace.batch.inprocess import InProcess
+    from headrace.batch.lines import requests
+    from headrace.batch.metrics_server import serving_metrics
+    from headrace.batch.runner import Runner
+    from headrace_server.app import INFERENCE_ROUTES
+    from headrace_server.auth import load_keys
+
+    state = app.state.headrace
+
+    def check() -> None:
+        if state.engine.dead_error is not None:
+            raise EngineDead("the engine has stopped; run the same command to go on")
+
+    keys = load_keys(state.settings)
+    runner = Runner(
+        InProcess(app, keys[0] if keys else None),
+        journal,
+        paths=[path for path in INFERENCE_ROUTES if not path.startswith("/v1/audio/")],
+        concurrency=concurrency,
+        check=check,
+        progress=show,
+    )
+    task = asyncio.current_task()
+    assert task is not None
+    # A stopped batch keeps what it has; in-flight requests end with the task.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        async with serving_metrics(app, listening):
+            counts = await runner.run(requests(source))
+        logger.info(
+            "%d requests answered, %d of them with an error", counts.completed, counts.failed
+        )
+    finally:
+        await state.engine.shutdown()
+
+
+def _deliver(args: Namespace, journal: Journal, folder: Path) -> None:
+    """Put the answers where they were wanted; then the journal is not needed any more."""
+    from headrace.batch import transfer
+
+    if not transfer.is_url(args.output_file):
+        journal.write_output(Path(args.output_file))
+    else:
+        output = folder / "output"
+        journal.write_output(output)
+        asyncio.run(transfer.upload(args.output_file, output))
+    journal.remove()
+
+
+def _metrics_socket(args: Namespace, stack: contextlib.ExitStack) -> socket.socket | None:
+    if not args.enable_metrics:
+        return None
+    from headrace_server.run import bind
+    from headrace_server.settings import ServerSettings
+
+    listening = bind(ServerSettings(host=args.url, port=args.port))
+    logger.info("metrics at http://%s:%d/metrics", *listening.getsockname()[:2])
+    return stack.enter_context(contextlib.closing(listening))
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[Counts], None]]:
+    """A bar with percentage, count, elapsed and remaining time, and rate, where somebody looks."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, initial=done, unit="req", disable=None) as bar:
+
+        def show(counts: Counts) -> None:
+            bar.set_postfix(submitted=counts.submitted, failed=counts.failed, refresh=False)
+            bar.update(done + counts.completed - bar.n)
+
+        yield show
+
+
+def _shown(name: str) -> str:
+    """A file's name for the log: of a URL without its query, which may be a secret."""
+    return name.partition("?")[0] if "://" in name else name

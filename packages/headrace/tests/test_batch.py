@@ -1,0 +1,270 @@
+"""Batch files: lines, journal, runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.batch.inprocess import Answer, InProcess
+from headrace.batch.journal import Journal
+from headrace.batch.lines import BatchInput, failure, read_line, requests, scan
+from headrace.batch.runner import Runner
+from headrace.cli.run_batch import journal_path, make_parser
+from headrace_core.errors import ConfigError, EngineDead, RequestError
+from headrace_core.testing.engine import FakeEngine
+from headrace_server import ServerSettings, create_app
+
+pytestmark = pytest.mark.spec("API-BATCH")
+CHAT = "/v1/chat/completions"
+SOURCE = BatchInput(3, "digest")
+
+
+def line(number: int, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    body = body or {"messages": [{"role": "user", "content": f"question {number}"}]}
+    return {"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return path
+
+
+def client(engine: FakeEngine, **options: Any) -> InProcess:
+    return InProcess(create_app(engine, ServerSettings(enable_request_id_headers=True, **options)))
+
+
+async def run(source: Path, journal: Journal, engine: FakeEngine, **options: Any) -> Any:
+    def check() -> None:
+        if engine.dead_error is not None:
+            raise EngineDead("dead")
+
+    runner = Runner(
+        options.pop("client", None) or client(engine),
+        journal,
+        paths={CHAT, "/v1/completions", "/v1/embeddings"},
+        concurrency=options.pop("concurrency", 3),
+        check=check,
+    )
+    return await runner.run(requests(source))
+
+
+def outputs(journal: Journal, path: Path) -> list[Any]:
+    journal.write_output(path)
+    return [json.loads(one) for one in path.read_text().splitlines()]
+
+
+async def test_every_line_has_an_answer_in_order(tmp_path: Path) -> None:
+    lines = [line(i) for i in range(10)]
+    lines[3] = line(3, "/v1/nothing")
+    lines[5] = line(5, messages=[])
+    lines[6] = line(6, "/v1/embeddings", input="x")
+    lines[7] = line(7, "/v1/completions", prompt="a", max_tokens=2)
+    lines[8]["method"] = "GET"
+    lines[9] = line(9, messages=[{"role": "user", "content": "x"}], stream=True)
+    source = write(tmp_path / "in", lines)
+    source.write_text("\n" + source.read_text() + "\n \n")
+    found = scan(source)
+    assert found.num_lines == 10
+    with Journal(tmp_path / "j", found, "m") as journal:
+        counts = await run(source, journal, FakeEngine("Hello."))
+        answers = outputs(journal, tmp_path / "out")
+    assert (counts.submitted, counts.completed, counts.failed) == (10, 10, 5)
+    assert [a["custom_id"] for a in answers] == [f"id-{i}" for i in range(10)]
+    assert len({a["id"] for a in answers}) == 10
+    good = answers[0]
+    assert good["error"] is None
+    assert good["response"]["status_code"] == 200
+    assert good["response"]["body"]["choices"][0]["message"]["content"] == "Hello."
+    assert good["response"]["body"]["id"] == "chatcmpl-" + good["response"]["request_id"]
+    assert answers[7]["response"]["body"]["choices"][0]["text"] == "He"
+    for number, said in ((3, "/v1/nothing"), (5, "messages"), (6, "embeddings"), (8, "method"),
+                         (9, "stream")):  # fmt: skip
+        assert answers[number]["response"]["status_code"] == 400
+        assert answers[number]["response"]["body"] is None
+        assert said in answers[number]["error"]["message"]
+    assert answers[5]["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "line 2"), ("[]", "line 2"), ('{"custom_id": 1}', "line 2"),
+        ('{"custom_id": "a", "method": "POST", "url": "x"}', "body"), ("\\xff", "line 2"),
+        ("nonsense", "line 2"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_no_request_stops_everything(tmp_path: Path, text: str, said: str) -> None:
+    source = tmp_path / "in"
+    source.write_text(json.dumps(line(0)) + "\n" + text + "\n")
+    with pytest.raises(RequestError, match=said):
+        scan(source)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    with pytest.raises(RequestError, match="no requests"):
+        scan(tmp_path / "empty")
+    with pytest.raises(RequestError, match="could not be read"):
+        scan(tmp_path / "absent")
+
+
+BODIES = [
+    {"messages": [{"role": "user", "content": "x"}], "temperature": -1},
+    {"messages": [{"role": "user", "content": "x"}], "n": 1000},
+    {"messages": [{"role": "user", "content": "x"}], "guided_json": {}},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+    {"messages": [{"role": "user", "content": "x"}], "model": "other"},
+    {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2},
+    {"messages": "x"},
+    {"messages": [{"role": "user", "content": "x" * 5000}]},
+    {"messages": [{"role": "user", "content": "x"}], "unheard": "of"},
+    {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+    ["no", "object"],
+    None,
+]
+
+
+@pytest.mark.req("SEC-11")
+@pytest.mark.parametrize("strict", [False, True])
+async def test_bodies_get_the_verdicts_of_the_http_route(tmp_path: Path, strict: bool) -> None:
+    import httpx2
+
+    app = create_app(FakeEngine("x"), ServerSettings(strict_requests=strict))
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
+        verdicts = [await http.post(CHAT, json=body) for body in BODIES]
+    source = write(tmp_path / "in", [{**line(i), "body": b} for i, b in enumerate(BODIES)])
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        await run(
+            source, journal, FakeEngine(), client=client(FakeEngine("x"), strict_requests=strict)
+        )
+        answers = outputs(journal, tmp_path / "out")
+    for verdict, answer in zip(verdicts, answers, strict=True):
+        assert answer["response"]["status_code"] == verdict.status_code
+        assert answer["error"] == verdict.json().get("error")
+
+
+async def test_no_more_at_once_than_allowed(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line(i) for i in range(12)])
+    gate = asyncio.Event()
+    engine = FakeEngine("x", gate=gate)
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        running = asyncio.create_task(run(source, journal, engine, concurrency=4))
+        for _ in range(200):
+            await asyncio.sleep(0.005)
+            assert engine.num_running <= 4
+            if len(engine.requests) == 4:
+                break
+        assert len(journal) == 0
+        gate.set()
+        await running
+        assert len(journal) == 12
+
+
+async def test_a_busy_server_is_waited_for(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line(i) for i in range(6)])
+    engine = FakeEngine("x", max_running=2, delay=0.001)
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        await run(source, journal, engine, concurrency=3, client=_Impatient(client(engine)))
+        assert all(a["error"] is None for a in outputs(journal, tmp_path / "out"))
+
+
+class _Impatient:
+    """Makes waiting short."""
+
+    def __init__(self, inner: InProcess) -> None:
+        self._inner = inner
+
+    async def post(self, path: str, body: bytes) -> Answer:
+        answer = await self._inner.post(path, body)
+        return answer._replace(headers={**answer.headers, "retry-after": "0"})
+
+
+async def test_a_dead_engine_stops_the_batch_and_nothing_is_lost(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line(i) for i in range(9)])
+    found = scan(source)
+    dying = FakeEngine("abc", die_after=4)
+    with Journal(tmp_path / "j", found, "m") as journal, pytest.raises(EngineDead):
+        await run(source, journal, dying, concurrency=1)
+    engine = FakeEngine("abc")
+    with Journal(tmp_path / "j", found, "m") as journal:
+        resumed = journal.num_resumed
+        assert 0 < resumed < 9
+        await run(source, journal, engine)
+        answers = outputs(journal, tmp_path / "out")
+    assert len(engine.requests) == 9 - resumed
+    assert [a["custom_id"] for a in answers] == [f"id-{i}" for i in range(9)]
+    assert all(a["error"] is None for a in answers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 4), st.data())
+def test_a_journal_survives_a_crash_at_any_byte(
+    tmp_path_factory: pytest.TempPathFactory, count: int, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "j"
+    made = read_line(1, json.dumps(line(0)).encode())
+    ends = []
+    with Journal(path, SOURCE, "m") as journal:
+        ends.append(path.stat().st_size)
+        for number in range(count):
+            journal.add(number, failure(made, 400, f"größe {number}"))
+            ends.append(path.stat().st_size)
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    survivors = sum(end <= cut for end in ends) - (cut >= ends[0])
+    with Journal(path, SOURCE, "m") as journal:
+        assert [number in journal for number in range(4)] == [n < survivors for n in range(4)]
+        for number in range(survivors, 4):
+            journal.add(number, failure(made, 400, f"again {number}"))
+        answers = outputs(journal, path.with_name("out"))
+    assert len(answers) == 4
+
+
+def test_journals_of_something_else_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    Journal(path, SOURCE, "m").__exit__()
+    for source, model, said in ((SOURCE, "n", "model"), (BatchInput(3, "x"), "m", "input")):
+        with pytest.raises(ConfigError, match=said):
+            Journal(path, source, model)
+    for text in ("hello\n", "hello"):
+        (tmp_path / "text").write_text(text)
+        with pytest.raises(ConfigError, match="no journal"):
+            Journal(tmp_path / "text", SOURCE, "m")
+        assert (tmp_path / "text").read_text() == text
+    with pytest.raises(ConfigError, match="written"):
+        Journal(tmp_path / "absent" / "j", SOURCE, "m")
+    with Journal(path, SOURCE, "m"), pytest.raises(ConfigError, match="in use"):
+        Journal(path, SOURCE, "m")
+
+
+def test_where_answers_are_kept(tmp_path: Path) -> None:
+    def parse(*words: str) -> Any:
+        return make_parser().parse_args(["-i", "x", *words])
+
+    assert journal_path(parse("-o", f"{tmp_path}/out"), tmp_path) == tmp_path / "out.partial"
+    args = parse("-o", "http://h/o?key=1", "--output-tmp-dir", f"{tmp_path}/kept")
+    again = parse("-o", "http://h/o?key=2", "--output-tmp-dir", f"{tmp_path}/kept")
+    assert journal_path(args, tmp_path) == journal_path(again, tmp_path)
+    assert journal_path(args, tmp_path).parent == tmp_path / "kept"
+    assert journal_path(parse("-o", "http://h/o"), tmp_path) == tmp_path / "journal"
+    with pytest.raises(ConfigError, match="folder"):
+        journal_path(parse("-o", f"{tmp_path}/absent/out"), tmp_path)
+
+
+@pytest.mark.spec("CLI-RUN-BATCH")
+def test_required_flags() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", "run-batch", "-i", "x"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "--output-file" in done.stderr

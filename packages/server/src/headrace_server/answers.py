@@ -1,0 +1,129 @@
+"""How the answers to one conversation are made and read: sampling, constraint, parsers.
+
+Every route that answers a :class:`~headrace_server.protocol.chat.ChatRequest`, or something that
+was brought into its form, decides these things here.
+"""
+
+from __future__ import annotations
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.output import RequestOutput
+from headrace_core.request import ChatPrompt
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.text import AnswerContext
+from headrace_server import convert
+from headrace_server.parsers import Parsers
+from headrace_server.parsing import AnswerParser
+from headrace_server.protocol.chat import ChatRequest
+from headrace_server.special_tokens import by_first
+from headrace_server.state import ServerState
+from headrace_server.structured import constraint_of
+from headrace_server.tool_calls import form_or_calls, plan_tools
+
+PROMPT_END = 256
+"""Characters of the prompt's end that reasoning parsers get to see."""
+
+
+class AnswerPlan:
+    """What a body's tools, form and reasoning come to.
+
+    Args:
+        body: the request.
+        state: the application's.
+        parsers: in place of those that the operator chose.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    def __init__(
+        self, body: ChatRequest, state: ServerState, parsers: Parsers | None = None
+    ) -> None:
+        self._body, self._state = body, state
+        self._chosen = parsers or state.parsers
+        self.tools = plan_tools(
+            body.tools or [],
+            body.tool_choice,
+            self._chosen.tools,
+            parallel=body.parallel_tool_calls,
+        )
+        reasoning = self._chosen.reasoning
+        if body.thinking_token_budget is not None and reasoning is None:
+            raise UnsupportedFeature(
+                "thinking_token_budget: this server does not know how the model marks its "
+                "reasoning; start it with --reasoning-parser NAME",
+                param="thinking_token_budget",
+            )
+        needs_marks = self.tools.needs_special_tokens or (
+            reasoning is not None and reasoning.needs_special_tokens
+        )
+        self._hides = needs_marks and body.skip_special_tokens
+        """Whether parsers read special tokens that the client is not to see."""
+        self.params = convert.chat_params(
+            body, state.engine.model, self._constraint(), keep_special_tokens=needs_marks
+        )
+        self.is_parsed = reasoning is not None or self.tools.make_parser is not None
+        """Whether texts are anything but content."""
+
+    def _constraint(self) -> StructuredOutputsParams | None:
+        """What the answer must look like. A forced call has no content that could have a form; beside
+        free calls a form is that of answers without calls, if the format of calls is known."""
+        body, tools = self._body, self.tools
+        asked = constraint_of(body.response_format, body.structured_outputs)
+        if tools.forced and body.structured_outputs is not None:
+            raise RequestError(
+                f"structured_outputs: not along with tool_choice {tools.choice!r}: exactly one "
+                "constraint can hold",
+                param="structured_outputs",
+            )
+        if tools.forced or asked is None:
+            return tools.constraint
+        if tools.choice == "auto" and tools.frames and body.structured_outputs is None:
+            schema = asked.json if isinstance(asked.json, (dict, bool)) else {"type": "object"}
+            return asked if asked.structural_tag is not None else form_or_calls(schema, tools)
+        return asked
+
+    @property
+    def constrained_by(self) -> str:
+        """The field that the constraint came from."""
+        body = self._body
+        if body.structured_outputs is not None:
+            return "structured_outputs"
+        given = body.response_format is not None and body.response_format.type != "text"
+        return "response_format" if given and not self.tools.forced else "tools"
+
+    @property
+    def with_tools(self) -> bool:
+        """Whether the prompt describes the tools."""
+        dropped = self._state.settings.exclude_tools_when_tool_choice_none
+        return not (dropped and self.tools.choice == "none")
+
+    def make_parser(self, context: AnswerContext) -> AnswerParser:
+        """The parser of one choice."""
+        reasoning, make_tools = self._chosen.reasoning, self.tools.make_parser
+        return AnswerParser(
+            reasoning(context) if reasoning is not None else None,
+            make_tools() if make_tools is not None else None,
+            keep_reasoning=self._body.include_reasoning,
+            one_call=not self._body.parallel_tool_calls,
+            hidden=by_first(self._state.engine.model.special_tokens) if self._hides else None,
+        )
+
+    async def make_parsers(self, output: RequestOutput, prompt: ChatPrompt) -> list[AnswerParser]:
+        """One parser per choice.
+
+        Args:
+            output: the first: it shows the prompt as rendered.
+            prompt: the conversation.
+        """
+        context = AnswerContext()
+        if self._chosen.reasoning is not None:
+            context = await self._context(output, prompt)
+        return [self.make_parser(context) for _ in range(self._body.n)]
+
+    async def _context(self, output: RequestOutput, prompt: ChatPrompt) -> AnswerContext:
+        """What a reasoning parser may know; the end of a prompt that was cut is read anew."""
+        text = output.prompt
+        if text is None:
+            text = await self._state.engine.detokenize(output.prompt_token_ids[-PROMPT_END:])
+        return AnswerContext(text[-PROMPT_END:], prompt.chat_template_kwargs)

@@ -1,0 +1,73 @@
+"""``response_format`` and ``structured_outputs``: what form an answer must have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace_server.protocol.base import FreeObject, ShortText, Text
+
+MAX_CHOICES = 4096
+MAX_REGEX = 8192
+MAX_GRAMMAR = 1024 * 1024
+"""Characters of a schema's or grammar's source."""
+
+Source = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+Schema = FreeObject | bool
+
+
+class JsonSchema(BaseModel):
+    """A named JSON schema, as OpenAI's clients send it."""
+
+    name: ShortText | None = None
+    description: Text | None = None
+    schema_: Schema | None = Field(None, alias="schema", description="The schema itself.")
+    strict: bool | None = Field(
+        None, description="Answers always follow the schema, whatever this says."
+    )
+
+
+class StructuralTag(BaseModel):
+    """One constrained part of otherwise free text, in the older form."""
+
+    begin: Source
+    schema_: Schema | None = Field(None, alias="schema")
+    end: Source
+
+
+class ResponseFormat(BaseModel):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
+    format: FreeObject | None = Field(None, description="With type structural_tag: the new form.")
+    structures: Annotated[list[StructuralTag], Field(max_length=1024)] | None = Field(
+        None, description="With type structural_tag: the older form, along with triggers."
+    )
+    triggers: Annotated[list[Source], Field(max_length=1024)] | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """Exactly one constraint, and options."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Source | Schema | None = Field(
+        None, alias="json", description="A JSON schema, as an object or as text."
+    )
+    regex: Annotated[str, Field(max_length=MAX_REGEX)] | None = Field(
+        None, description="The whole output matches."
+    )
+    choice: Annotated[list[Source], Field(max_length=MAX_CHOICES)] | None = Field(
+        None, description="The output is one of these texts."
+    )
+    grammar: Source | None = Field(None, description="EBNF or Lark.")
+    json_object: bool | None = Field(None, description="True: any JSON object.")
+    structural_tag: Source | FreeObject | None = Field(
+        None, description="Free text with constrained parts between tags."
+    )
+    whitespace_pattern: Annotated[str, Field(max_length=MAX_REGEX)] | None = None
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False

@@ -1,0 +1,95 @@
+"""``POST /inference/v1/generate``: tokens in, tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BaseModel, Field
+
+from headrace_server.protocol.base import Refusal, RequestBody, ShortText
+from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
+from headrace_server.protocol.completions import PromptLogprobsField, TokenIds
+from headrace_server.protocol.sampling import SamplingFields, StreamOptions, Xargs
+from headrace_server.protocol.structured import StructuredOutputs
+from headrace_server.protocol.usage import Usage
+
+_NO_TEXT = "this route makes no text; what is here is tokens only"
+
+
+class TokenSampling(SamplingFields):
+    """All of :class:`~headrace_core.sampling.SamplingParams` that has a meaning for tokens."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "detokenize": Refusal(_NO_TEXT, False, True),
+        "output_kind": Refusal("stream decides it", 0, 1, 2),
+        "flat_logprobs": Refusal("the answer has one form", False),
+        "skip_clone": Refusal("belongs to the Python object", False, True),
+        "logits_processors": Refusal("per-request logits processors are not served"),
+    }
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        16, description="Null: until the context is full."
+    )
+    logprobs: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="This many likeliest tokens per position, and the chosen one."
+    )
+    structured_outputs: StructuredOutputs | None = None
+    extra_args: Xargs | None = Field(None, description="For plug-ins.")
+
+
+class GenerateRequest(RequestBody):
+    """Continue token ids with token ids."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "features": Refusal("media input is not served by this version; leave it out"),
+        "kv_transfer_params": Refusal("KV transfer is not served by this version; leave it out"),
+    }
+
+    token_ids: TokenIds
+    sampling_params: TokenSampling = Field(default_factory=TokenSampling)
+    model: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="A served name; null: the first."
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: ShortText | None = None
+
+
+class GenerateChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class GenerateResponse(BaseModel):
+    """Answer of ``POST /inference/v1/generate``."""
+
+    request_id: str
+    choices: list[GenerateChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobsField | None = None
+    kv_transfer_params: None = None
+
+
+class GenerateChunkChoice(Struct):
+    index: int
+    token_ids: list[int]
+    logprobs: ChunkChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType = UNSET
+
+
+class GenerateChunk(Struct):
+    """One event of a streamed continuation."""
+
+    request_id: str
+    choices: list[GenerateChunkChoice]
+    usage: Any = UNSET

@@ -1,0 +1,35 @@
+"""``POST /inference/v1/generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from headrace_core.engine import EngineClient
+from headrace_server.protocol.tokens import GenerateRequest, GenerateResponse
+from headrace_server.routing import STREAM_RESPONSE, answer_with, json_router
+from headrace_server.settings import ServerSettings
+from headrace_server.state import state_of
+from headrace_server.tokens import TokenGeneration
+
+
+class TokensRouter:
+    """Tokens in, tokens out."""
+
+    name = "tokens"
+    tasks: Sequence[str] = ("generate",)
+
+    def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
+        router = json_router()
+
+        @router.post(
+            "/inference/v1/generate", response_model=GenerateResponse, responses=STREAM_RESPONSE
+        )
+        async def generate(body: GenerateRequest, request: Request) -> Response:
+            return await answer_with(TokenGeneration(body, request, state_of(request)), request)
+
+        return router
+
+
+ROUTER = TokensRouter()

@@ -1,0 +1,176 @@
+"""One call of ``/inference/v1/generate``: token ids to the engine, token ids back.
+
+For deployments that turn text into tokens somewhere else. Nothing is made text here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from msgspec import UNSET, UnsetType
+
+from headrace_core.engine import OutputStream, ServedModel
+from headrace_core.errors import RequestError
+from headrace_core.output import CompletionOutput, RequestOutput
+from headrace_core.request import TokensPrompt
+from headrace_core.sampling import SamplingParams
+from headrace_server import convert
+from headrace_server.counting import Tally, usage
+from headrace_server.logprobs import chat_logprobs, prompt_logprobs
+from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
+from headrace_server.protocol.tokens import (
+    GenerateChoice,
+    GenerateChunk,
+    GenerateChunkChoice,
+    GenerateRequest,
+    GenerateResponse,
+    TokenSampling,
+)
+from headrace_server.protocol.usage import Usage
+from headrace_server.request_log import log_request
+from headrace_server.state import ServerState
+from headrace_server.stream import Events, Pour, close, event
+from headrace_server.structured import constraint_of
+
+
+class TokenGeneration:
+    """Checks a request when made; then either :meth:`whole` or :meth:`events`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    spelling: Mapping[str, str] = {"prompt": "token_ids", "prompt_token_ids": "token_ids"}
+    """The engine's names of fields -> the client's."""
+
+    def __init__(self, body: GenerateRequest, request: Request, state: ServerState) -> None:
+        self.body, self.state = body, state
+        model = state.engine.model
+        convert.check_model(body.model, model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        self._request_id = convert.answer_id("", body.request_id, request)
+        self.id = f"generate-{self._request_id}"
+        self._prompt = TokensPrompt(prompt_token_ids=body.token_ids)
+        if body.cache_salt is not None:
+            self._prompt["cache_salt"] = body.cache_salt
+        self._params = _params(body, model, state)
+        self._tally = Tally(state.metrics, self._params)
+        self._running = False
+        """Whether each event has the usage so far."""
+
+    async def whole(self) -> GenerateResponse:
+        """The answer in one piece."""
+        last: RequestOutput | None = None
+        outputs = self._generate()
+        try:
+            async for output in outputs:
+                self._tally.count(output)
+                last = output
+        finally:
+            await close(outputs)
+        assert last is not None, "an engine yields at least one output"
+        wanted = self._params.prompt_logprobs is not None and last.prompt_logprobs is not None
+        return GenerateResponse(
+            request_id=self._request_id,
+            choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
+            usage=self._usage(),
+            prompt_logprobs=prompt_logprobs(last.prompt_logprobs or []) if wanted else None,
+        )
+
+    async def events(self) -> Events:
+        """The answer as server-sent events, the terminal one left out."""
+        options = self.body.stream_options
+        self._running = options is not None and options.continuous_usage_stats
+        outputs = self._generate()
+        try:
+            async for output in outputs:
+                data = self._encode(output)
+                if data:
+                    yield data
+                if isinstance(outputs, OutputStream) and not output.finished:
+                    yield Pour(outputs, self._encode)
+        finally:
+            await close(outputs)
+        forced = self.state.settings.enable_force_include_usage
+        if forced or (options is not None and options.include_usage):
+            yield event(self._wrap([], True))
+
+    def _generate(self) -> AsyncIterator[RequestOutput]:
+        name = convert.engine_id(self.id, 0)
+        log_request(self.state.settings, name, self._params, self._prompt)
+        return self.state.engine.generate(
+            self._prompt, self._params, name, priority=self.body.priority
+        )
+
+    def _encode(self, output: RequestOutput) -> bytes:
+        """The event of one output; b"" if it says nothing."""
+        self._tally.count(output)
+        choices = [self._chunk(p) for p in output.outputs if p.token_ids or p.finish_reason]
+        return event(self._wrap(choices, self._running)) if choices else b""
+
+    def _chunk(self, part: CompletionOutput) -> GenerateChunkChoice:
+        choice = GenerateChunkChoice(
+            part.index, part.token_ids, self._logprobs(part), part.finish_reason
+        )
+        if part.stop_reason is not None:
+            choice.stop_reason = part.stop_reason
+        return choice
+
+    def _choice(self, part: CompletionOutput) -> GenerateChoice:
+        block = self._logprobs(part)
+        return GenerateChoice(
+            index=part.index,
+            token_ids=part.token_ids,
+            logprobs=None
+            if block is None
+            else ChatLogprobs.model_validate(msgspec.to_builtins(block)),
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
+        )
+
+    def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
+        count = self._params.logprobs
+        if count is None or part.logprobs is None:
+            return None
+        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids=True)
+
+    def _usage(self) -> Usage:
+        return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)
+
+    def _wrap(self, choices: list[GenerateChunkChoice], counted: bool) -> GenerateChunk:
+        counts: dict[str, Any] | UnsetType = self._usage().model_dump() if counted else UNSET
+        return GenerateChunk(self._request_id, choices, counts)
+
+
+def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> SamplingParams:
+    sampling = body.sampling_params
+    sampling.check_fields(state)
+    convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
+    convert.check_priority(body.priority, model)
+    convert.check_logprobs("sampling_params.logprobs", sampling.logprobs, model)
+    convert.check_logprobs("sampling_params.prompt_logprobs", sampling.prompt_logprobs, model)
+    _refuse_texts(sampling)
+    return convert.sampling_params(
+        sampling,
+        model,
+        max_tokens=sampling.max_tokens,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        stream=body.stream,
+        detokenize=False,
+        extra_args=sampling.extra_args or None,
+        constraint=constraint_of(None, sampling.structured_outputs),
+    )
+
+
+def _refuse_texts(sampling: TokenSampling) -> None:
+    """Stop strings are sought in text, which is not made here."""
+    if sampling.stop:
+        raise RequestError(
+            "sampling_params.stop: there is no text to search; send stop_token_ids",
+            param="sampling_params.stop",
+        )

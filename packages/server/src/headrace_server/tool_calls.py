@@ -1,0 +1,312 @@
+"""What a request says of tools: which the model may or must call, and how calls are found.
+
+A forced call is a constraint on the output: JSON by a schema made of the tools' own
+(:func:`calls_schema`), read back by a parser of that form. A free call is in the model's own
+format, read by the parser that the operator chose.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.text import ToolCallParser
+from headrace_server.protocol.base import check_size
+from headrace_server.structured import MAX_SCHEMA_DEPTH, check_schema
+from headrace_server.tool_parsers.forced import ForcedToolCallParser, NamedToolCallParser
+
+Tool = Mapping[str, Any]
+Choice = Literal["none", "auto", "required", "named"]
+
+_LITERAL_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are data: a ``$ref`` in there refers to nothing."""
+_NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose values map names to schemas: a key ``const`` in there is a name."""
+
+_DEFINITIONS = {"$defs": "", "definitions": "d"}
+"""Keywords of definitions -> what keeps apart equal names under both."""
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """How one request deals with tools."""
+
+    choice: Choice = "none"
+    constraint: StructuredOutputsParams | None = None
+    """What the output must look like because of tools."""
+    make_parser: Callable[[], ToolCallParser] | None = None
+    """Makes the parser of one answer; None: calls are not sought."""
+    needs_special_tokens: bool = False
+    """Whether that parser reads special tokens."""
+    frames: Sequence[Mapping[str, Any]] = ()
+    """How free calls are written, one ``{"begin", "schema", "end"}`` per tool; () if the format
+    does not say."""
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        """Whether there must be a call."""
+        return self.choice in ("required", "named")
+
+    @property
+    def finish_reason(self) -> str:
+        """What an answer with calls ends with, where it would otherwise end with ``stop``."""
+        return "stop" if self.choice == "named" else "tool_calls"
+
+
+def plan_tools(
+    tools: Sequence[Tool],
+    choice: str | Mapping[str, Any] | None,
+    chosen: type[ToolCallParser] | None,
+    *,
+    parallel: bool = True,
+) -> ToolPlan:
+    """Decide how a request deals with tools.
+
+    Args:
+        tools: as OpenAI's chats have them.
+        choice: ``none``, ``auto``, ``required``, one function, or None for the default.
+        chosen: the operator's parser for free calls.
+        parallel: whether there may be more than one call.
+
+    Raises:
+        RequestError: tools or choice are malformed, contradict each other, or ask for what is not
+            served.
+    """
+    check_tools(tools)
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if choice == "none":
+        return ToolPlan()
+    if not tools:
+        raise RequestError(f"tool_choice = {_shown(choice)}: needs tools", param="tool_choice")
+    if choice == "auto":
+        return _auto(tools, chosen, parallel)
+    if choice == "required":
+        schema = calls_schema(tools, most=None if parallel else 1)
+        return ToolPlan(
+            "required",
+            StructuredOutputsParams(json=schema),
+            partial(ForcedToolCallParser, tools),
+        )
+    name = _named(choice)
+    tool = next((tool for tool in tools if tool["function"]["name"] == name), None)
+    if tool is None:
+        raise RequestError(
+            f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice", value=name
+        )
+    return ToolPlan(
+        "named",
+        StructuredOutputsParams(json=parameters_of(tool)),
+        partial(NamedToolCallParser, tools, name=name),
+    )
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raises RequestError, naming the tool, unless all are well-formed functions."""
+    check_size("tools", list(tools), depth=MAX_SCHEMA_DEPTH)
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not function["name"]
+        ):
+            raise RequestError(
+                f"tools[{index}]: must be {{'type': 'function', 'function': {{'name': ...}}}}",
+                param="tools",
+            )
+        if not isinstance(function.get("parameters"), (dict, bool, type(None))):
+            raise RequestError(
+                f"tools[{index}].function.parameters: must be a JSON schema", param="tools"
+            )
+
+
+def parameters_of(tool: Tool) -> dict[str, Any]:
+    """The JSON schema of a call's arguments, which are always an object."""
+    schema = tool["function"].get("parameters")
+    if schema is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if isinstance(schema, bool):
+        return {"type": "object"} if schema else {"not": {}}
+    if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"}:
+        return dict(schema)
+    return {"type": "object", **schema}
+
+
+def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str, Any]:
+    """The schema of a list of calls, ``[{"name": ..., "parameters": {...}}, ...]``.
+
+    Each tool's definitions move to the root under names of their own, and references follow.
+
+    Args:
+        most: calls allowed; None: any number.
+    """
+    definitions: dict[str, Any] = {}
+    calls = []
+    for index, tool in enumerate(tools):
+        where = "#/items" + (f"/anyOf/{index}" if len(tools) > 1 else "") + "/properties/parameters"
+        parameters = parameters_of(tool)
+        check_schema(f"tools[{index}].function.parameters", parameters)
+        parameters.pop("$schema", None)
+        parameters.pop("$id", None)
+        move = partial(_moved, index=index, home=where)
+        for keyword, kind in _DEFINITIONS.items():
+            found = parameters.pop(keyword, None)
+            if not isinstance(found, dict):
+                continue
+            for name, schema in found.items():
+                definitions[f"{kind}{index}_{name}"] = _rewritten(schema, move)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "enum": [tool["function"]["name"]]},
+                    "parameters": _rewritten(parameters, move),
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
+    }
+    if most is not None:
+        schema["maxItems"] = most
+    if definitions:
+        schema["$defs"] = definitions
+    return schema
+
+
+def _moved(reference: str, *, index: int, home: str) -> str:
+    """A reference of one tool's schema, after the move. Others' (``http://...``) stay."""
+    for keyword, kind in _DEFINITIONS.items():
+        if reference.startswith(f"#/{keyword}/"):
+            return f"#/$defs/{kind}{index}_" + reference[len(keyword) + 3 :]
+    if reference == "#" or reference.startswith("#/"):
+        return home + reference[1:]
+    return reference
+
+
+def _rewritten(schema: Any, move: Callable[[str], str]) -> Any:
+    """A copy of a schema with its references rewritten. The depth is bounded by the request's."""
+    if isinstance(schema, list):
+        return [_rewritten(item, move) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str):
+            result[keyword] = move(value)
+        elif keyword in _LITERAL_VALUES:
+            result[keyword] = value
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            result[keyword] = {name: _rewritten(below, move) for name, below in value.items()}
+        else:
+            result[keyword] = _rewritten(value, move)
+    return result
+
+
+def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: bool) -> ToolPlan:
+    if chosen is None:
+        raise UnsupportedFeature(
+            "tools: this server does not parse tool calls; start it with "
+            "--enable-auto-tool-choice --tool-call-parser NAME, or send tool_choice 'none', "
+            "'required' or one function",
+            param="tools",
+        )
+    frames = _frames(tools, chosen)
+    strict = any(tool["function"].get("strict") is True for tool in tools)
+    return ToolPlan(
+        "auto",
+        _strict_constraint(tools, chosen, frames) if strict and frames else None,
+        partial(chosen, tools),
+        chosen.needs_special_tokens,
+        frames,
+        parallel,
+    )
+
+
+def _frames(tools: Sequence[Tool], chosen: type[ToolCallParser]) -> list[dict[str, Any]]:
+    """Begin, schema of the arguments and end of each tool's calls; [] if the format has no such.
+
+    Only ``strict`` tools are held to their own schemas.
+    """
+    frames = []
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        frame = chosen.call_frame(function["name"])
+        if frame is None:
+            return []
+        schema = parameters_of(tool) if function.get("strict") is True else {"type": "object"}
+        check_schema(f"tools[{index}].function.parameters", schema)
+        frames.append({"begin": frame.before, "schema": schema, "end": frame.after})
+    return frames
+
+
+def _strict_constraint(
+    tools: Sequence[Tool], chosen: type[ToolCallParser], frames: Sequence[Mapping[str, Any]]
+) -> StructuredOutputsParams:
+    """Free text, in which calls of ``strict`` tools have arguments by their schemas."""
+    found = [chosen.call_frame(tool["function"]["name"]) for tool in tools]
+    triggers = sorted({frame.trigger for frame in found if frame is not None})
+    return StructuredOutputsParams(
+        structural_tag={
+            "type": "structural_tag",
+            "structures": list(frames),
+            "triggers": triggers,
+        }
+    )
+
+
+def form_or_calls(schema: dict[str, Any] | bool, plan: ToolPlan) -> StructuredOutputsParams:
+    """An answer by a JSON schema, or calls of tools instead of it.
+
+    Args:
+        plan: of free calls, with frames.
+    """
+    tags = [
+        {
+            "type": "tag",
+            "begin": frame["begin"],
+            "content": {"type": "json_schema", "json_schema": frame["schema"]},
+            "end": frame["end"],
+        }
+        for frame in plan.frames
+    ]
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not plan.parallel,
+    }
+    answer = {"type": "json_schema", "json_schema": schema}
+    form = {"type": "or", "elements": [answer, calls]}
+    return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+
+
+def _named(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or choice.get("type") != "function":
+        raise RequestError(
+            f"tool_choice = {_shown(choice)}: must be 'none', 'auto', 'required' or "
+            "{'type': 'function', 'function': {'name': ...}}",
+            param="tool_choice",
+        )
+    return name
+
+
+def _shown(choice: Any) -> str:
+    return json.dumps(choice, ensure_ascii=True)[:100]

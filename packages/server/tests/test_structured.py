@@ -1,0 +1,185 @@
+"""``response_format`` and ``structured_outputs`` on the wire: what reaches the engine, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_core.errors import RequestError
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.testing.engine import FakeEngine
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+ROUTES = [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Hi"})]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+pytestmark = pytest.mark.spec("API-STRUCT")
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("response_format", {"type": "text"}, None),
+        ("response_format", {"type": "json_object"}, {"json_object": True}),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+            {"json": SCHEMA},
+        ),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": False}},
+            {"json": {"not": {}}},
+        ),
+        (
+            "response_format",
+            {"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}},
+            {
+                "structural_tag": {
+                    "type": "structural_tag",
+                    "format": {"type": "regex", "pattern": "a"},
+                }
+            },
+        ),
+        (
+            "response_format",
+            {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+                "triggers": ["<a"],
+            },
+            {
+                "structural_tag": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+                    "triggers": ["<a"],
+                }
+            },
+        ),
+        ("structured_outputs", {"json": SCHEMA}, {"json": SCHEMA}),
+        ("structured_outputs", {"json": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ("structured_outputs", {"json": True}, {"json": True}),
+        ("structured_outputs", {"regex": "a+"}, {"regex": "a+"}),
+        ("structured_outputs", {"choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ("structured_outputs", {"grammar": "root ::= 'a'"}, {"grammar": "root ::= 'a'"}),
+        ("structured_outputs", {"json_object": True}, {"json_object": True}),
+        ("structured_outputs", {"structural_tag": {"format": {}}},
+         {"structural_tag": {"format": {}}}),
+        (
+            "structured_outputs",
+            {
+                "json": SCHEMA, "whitespace_pattern": " ", "disable_fallback": True,
+                "disable_any_whitespace": True, "disable_additional_properties": True,
+            },
+            {
+                "json": SCHEMA, "whitespace_pattern": " ", "disable_fallback": True,
+                "disable_any_whitespace": True, "disable_additional_properties": True,
+            },
+        ),
+    ],
+)  # fmt: skip
+async def test_constraints_reach_the_engine(
+    connect: Any, url: str, body: Any, field: str, value: Any, expected: Any
+) -> None:
+    engine = FakeEngine("{}")
+    answer = await connect(engine).post(url, json={**body, field: value})
+    assert answer.status_code == 200, answer.text
+    wanted = None if expected is None else StructuredOutputsParams(**expected)
+    assert engine.requests[0].params.structured_outputs == wanted
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "empty"),
+        ({"structured_outputs": {"regex": "a" * 8193}}, "structured_outputs.regex", "8192"),
+        ({"structured_outputs": {"rejex": "a"}}, "structured_outputs.rejex", "not permitted"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]", "string"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "exactly one",
+        ),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "given"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "given",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema",
+            "valid",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "either"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {}, "triggers": ["a"]}},
+            "response_format",
+            "either",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "structures": []}},
+            "response_format.triggers",
+            "both",
+        ),
+        ({"guided_json": SCHEMA}, "guided_json", "structured_outputs"),
+        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
+        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
+        ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "whitespace_pattern"),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "drop"),
+        ({"structural_tag": "{}"}, "structural_tag", "structured_outputs"),
+    ],
+)
+async def test_refusals_name_the_field(
+    connect: Any, url: str, body: Any, fields: Any, param: str, said: str
+) -> None:
+    engine = FakeEngine("{}")
+    answer = await connect(engine).post(url, json={**body, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param, error
+    assert said in error["message"]
+    assert engine.requests == []
+
+
+@pytest.mark.req("SEC-13")
+async def test_schemas_are_bounded(connect: Any) -> None:
+    deep: Any = {}
+    for _ in range(70):
+        deep = {"items": deep}
+    wide = {"enum": ["x" * 20] * 60_000}
+    for schema in (deep, wide):
+        answer = await connect().post(
+            "/v1/completions", json={"prompt": "a", "structured_outputs": {"json": schema}}
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "structured_outputs.json"
+
+
+async def test_a_form_that_the_engine_refuses_is_named_as_it_came(connect: Any) -> None:
+    """The engine knows constraints by one name; clients know several fields."""
+    error = RequestError(
+        "structured_outputs: 'x' at '#/y' cannot be served", param="structured_outputs"
+    )
+    client = connect(FakeEngine(reject=error))
+    tool = {"type": "function", "function": {"name": "f"}}
+    for body, param in (
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+    ):
+        for detail in ("", ".json"):
+            error = RequestError("'x' at '#/y'", param="structured_outputs" + detail)
+            client = connect(FakeEngine(reject=error))
+            answer = await client.post("/v1/chat/completions", json={**CHAT, **body})
+            shown = param + detail if param == "structured_outputs" else param
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, shown)

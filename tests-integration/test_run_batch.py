@@ -1,0 +1,169 @@
+"""``headrace run-batch`` with the demo model: paths, URLs, and a kill in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from servers import wait_for
+
+pytestmark = pytest.mark.spec("API-BATCH")
+
+
+def lines(count: int, max_tokens: int = 8) -> str:
+    made = []
+    for number in range(count):
+        body = {
+            "messages": [{"role": "user", "content": f"What is {number} + 1?"}],
+            "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        url = "/v1/nowhere" if number == 3 else "/v1/chat/completions"
+        made.append({"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body})
+    return "".join(json.dumps(line) + "\n" for line in made)
+
+
+def start(*words: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "headrace", "run-batch", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    log, _ = process.communicate(timeout=180)
+    assert process.returncode == status, log
+    return log
+
+
+def answers(text: str, count: int) -> list:
+    found = [json.loads(line) for line in text.splitlines()]
+    assert [answer["custom_id"] for answer in found] == [f"id-{i}" for i in range(count)]
+    assert [i for i, answer in enumerate(found) if answer["error"]] == [3]
+    return found
+
+
+@pytest.mark.spec("CLI-RUN-BATCH")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_batch_goes_on_where_it_stopped(tmp_path, number):
+    count = 40
+    source, output, partial = tmp_path / "in", tmp_path / "out", tmp_path / "out.partial"
+    source.write_text(lines(count, max_tokens=48))
+    words = ("-i", str(source), "-o", str(output), "--max-concurrency", "2")
+    process = start(*words)
+    try:
+        wait_for(
+            lambda: partial.exists() and partial.read_bytes().count(b"\n") > 5,
+            60,
+            "no answers came",
+        )
+        process.send_signal(number)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert not output.exists()
+    before = partial.read_bytes().split(b"\n")[1:-1]
+    assert 5 <= len(before) < count, "the batch was over too soon for this test"
+    log = finish(start(*words))
+    assert f"{len(before)} of {count} requests are answered already" in log
+    found = answers(output.read_text(), count)
+    kept = {json.loads(line)["output"]["id"] for line in before}
+    assert kept <= {answer["id"] for answer in found}, "a finished request was run again"
+    assert not partial.exists()
+
+
+class _Store(BaseHTTPRequestHandler):
+    """Gives the input, takes the output; the first PUT finds it busy."""
+
+    def do_GET(self) -> None:
+        data = self.server.files[self.path]
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_PUT(self) -> None:
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.puts += 1
+        if self.server.puts > 1:
+            self.server.files[self.path] = data
+        self.send_response(200 if self.server.puts > 1 else 503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def store():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Store)
+    server.files, server.puts = {}, 0
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join(5)
+
+
+@pytest.mark.req("SEC-06")
+def test_files_behind_urls_and_metrics(store, tmp_path):
+    url = f"http://127.0.0.1:{store.server_address[1]}"
+    store.files["/in?key=secret"] = lines(6).encode()
+    process = start(
+        "-i", url + "/in?key=secret", "-o", url + "/out?key=secret", "--output-tmp-dir",
+        str(tmp_path / "kept"), "--enable-metrics", "--port", "0",
+    )  # fmt: skip
+    log = finish(process)
+    answers(store.files["/out?key=secret"].decode(), 6)
+    assert store.puts == 2
+    assert "secret" not in log
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+@pytest.mark.spec("CLI-RUN-BATCH")
+def test_metrics_answer_while_the_batch_runs(tmp_path):
+    (tmp_path / "in").write_text(lines(60, max_tokens=100))
+    process = start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
+                    "--max-concurrency", "2", "--enable-metrics", "--port", "0")  # fmt: skip
+    try:
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if "metrics at http://" in line:
+                url = line.split("metrics at ")[1].strip()
+                break
+        else:
+            pytest.fail("".join(seen))
+        threading.Thread(target=process.stdout.read, daemon=True).start()
+
+        def counted() -> bool:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as response:
+                    return b"headrace:" in response.read()
+            except OSError:
+                return False
+
+        wait_for(counted, 60, "no metrics")
+        with pytest.raises(urllib.error.HTTPError):
+            urllib.request.urlopen(url.replace("/metrics", "/v1/models"), timeout=5)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_bad_line_stops_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "in").write_text(lines(2) + "{nonsense\n")
+    log = finish(start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")), status=2)
+    assert "line 3" in log.strip().splitlines()[-1]
+    assert "Traceback" not in log
+    assert not (tmp_path / "out.partial").exists()

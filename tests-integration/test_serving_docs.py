@@ -1,0 +1,50 @@
+"""The examples of ``docs/serving`` run, in the order of the page, against the demo model.
+
+A ``headrace serve`` in a console block starts the server of the blocks after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import serving
+
+PAGES = Path(__file__).parent.parent / "docs" / "serving"
+NAMES = ["chat.md", "completions.md", "tokens.md", "batch.md"]
+ADDRESS = "http://localhost:8000"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples(name, tmp_path):
+    blocks = re.findall(r"```(console|python)\n(.*?)```", (PAGES / name).read_text(), re.DOTALL)
+    assert blocks
+    names: dict = {}
+    with contextlib.ExitStack() as stack:
+        url = ADDRESS
+        for kind, text in blocks:
+            if kind == "python":
+                exec(compile(text.replace(ADDRESS, url), f"{name}", "exec"), names)
+                continue
+            for command in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
+                words = command.split()
+                if words[:2] == ["headrace", "serve"]:
+                    stack.close()
+                    url = stack.enter_context(serving(*words[2:])).url
+                else:
+                    _run(command.replace(ADDRESS, url), tmp_path)
+    if name == "batch.md":
+        assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+
+
+def _run(command: str, folder: Path) -> None:
+    shell = f'headrace() {{ "{sys.executable}" -m headrace "$@"; }}; {command}'
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert '"error":{' not in done.stdout, done.stdout
