@@ -77,8 +77,9 @@ class Refusal(str):
 
     @classmethod
     def of(cls, keyword: str, pointer: str, reason: str) -> Refusal:
-        """A refusal of ``keyword`` of the JSON schema at the JSON pointer ``pointer``."""
-        return cls(f"{keyword!r} at {pointer or '/'!r}: {reason}")
+        """A refusal of ``keyword`` of the JSON schema at the JSON pointer ``pointer``, which is
+        shown as a URI fragment: ``#`` is the whole schema."""
+        return cls(f"{keyword!r} at {'#' + pointer!r}: {reason}")
 
 
 def refuse(spec: GrammarSpec, reasons: Sequence[str]) -> UnsupportedFeature:

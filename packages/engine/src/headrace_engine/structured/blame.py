@@ -41,9 +41,13 @@ def _alone(found: Mapping[str, Any], root: Any) -> dict[str, Any]:
 def _keyword(culprit: Any, root: Any, error_of: Callable[[Any], str], error: str) -> str:
     if not isinstance(culprit, Mapping):
         return "false"
-    asserted = [keyword for keyword in culprit if keyword in ASSERTIONS]
-    for keyword in asserted:
-        rest = {name: value for name, value in culprit.items() if name != keyword}
-        if error_of(_alone(rest, root)) != error:
-            return keyword
-    return asserted[0] if asserted else "schema"
+    asserted = sorted(
+        (keyword for keyword in culprit if keyword in ASSERTIONS), key=lambda k: k == "type"
+    )
+    without = {
+        keyword: error_of(_alone({k: v for k, v in culprit.items() if k != keyword}, root))
+        for keyword in asserted
+    }
+    cured = [keyword for keyword in asserted if not without[keyword]]
+    changed = [keyword for keyword in asserted if without[keyword] != error]
+    return next(iter(cured or changed or asserted), "schema")

@@ -96,16 +96,38 @@ class CompileProcesses:
             while True:
                 self._free.get_nowait().process.kill()
 
-    def _ask(self, child: _Child, spec: GrammarSpec) -> dict[str, Any]:
+    def prepare(self, backend: str) -> None:
+        """Let one process load a backend, which takes longer than most compilations.
+
+        Raises:
+            HeadraceError: it cannot be used.
+        """
+        child = self._free.get()
+        try:
+            answer = self._load(child, backend)
+        except (TookTooLong, ProcessEnded) as error:
+            raise HeadraceError(f"grammar backend {backend}: loading it {error}") from None
+        finally:
+            self._free.put(child)
+        if "error" in answer:
+            raise _as_error(answer)
+
+    def _load(self, child: _Child, backend: str) -> dict[str, Any]:
         if not child.process.running:
             child.loaded.clear()
         if not child.loaded:
             child.process.ask(self._vocabulary_line(), LOAD_SECONDS)
-        if spec.backend not in child.loaded:
-            answer = child.process.ask(_line({"op": "load", "backend": spec.backend}), LOAD_SECONDS)
-            if "error" in answer:
-                return answer
-            child.loaded.add(spec.backend)
+        if backend in child.loaded:
+            return {}
+        answer = child.process.ask(_line({"op": "load", "backend": backend}), LOAD_SECONDS)
+        if "error" not in answer:
+            child.loaded.add(backend)
+        return answer
+
+    def _ask(self, child: _Child, spec: GrammarSpec) -> dict[str, Any]:
+        answer = self._load(child, spec.backend)
+        if "error" in answer:
+            return answer
         job = {
             "op": "compile",
             "spec": asdict(spec),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from headrace_core.grammar import Refusal, malformed
 
@@ -153,13 +154,31 @@ def malformed_at(schema: Any) -> Iterator[str]:
     for pointer, found in subschemas(schema):
         if isinstance(found, bool):
             continue
+        if isinstance(found, Mapping) and _leads_nowhere(found.get("$ref"), schema):
+            yield Refusal.of("$ref", pointer, f"{found['$ref']!r:.80} leads nowhere")
         if not isinstance(found, Mapping):
-            yield f"{found!r:.80} at {pointer or '/'!r} is no schema: must be an object or a boolean"
+            yield f"{found!r:.80} at {'#' + pointer!r} is no schema: must be an object or a boolean"
             continue
         for keyword, value in found.items():
             accepted = _accepted(keyword, value)
             if accepted:
                 yield Refusal.of(keyword, pointer, f"{value!r:.80}: must be {accepted}")
+
+
+def _leads_nowhere(reference: Any, root: Any) -> bool:
+    """Whether a reference by JSON pointer has no target."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return False
+    found = root
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return True
+    return False
 
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -208,16 +227,18 @@ def without_additional_properties(schema: Any) -> Any:
     return _rewritten(schema, close)
 
 
-def without_number_formats(schema: Any) -> Any:
-    """The schema without ``format`` where it says how a number is stored."""
+def without_idle_keywords(schema: Any) -> Any:
+    """The schema without keywords that demand nothing, and without ``format`` where it says how a
+    number is stored."""
 
     def drop(found: dict[str, Any]) -> dict[str, Any]:
-        name = found.get("format")
-        if not isinstance(name, str) or name not in NUMBER_FORMATS:
-            return found
-        return {keyword: value for keyword, value in found.items() if keyword != "format"}
+        return {k: v for k, v in found.items() if not (_demands_nothing(k, v) or _stores(k, v))}
 
     return _rewritten(schema, drop)
+
+
+def _stores(keyword: str, value: Any) -> bool:
+    return keyword == "format" and isinstance(value, str) and value in NUMBER_FORMATS
 
 
 def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -234,3 +255,59 @@ def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) 
             value = _rewritten(value, change)
         copied[keyword] = value
     return change(copied)
+
+
+ALTERNATIVES = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+"""Keywords that some compilers take for the whole of a schema."""
+_BY_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"format", "maxLength", "minLength", "pattern"}),
+    "array": frozenset({"items", "maxItems", "minItems", "prefixItems"}),
+    "object": frozenset(
+        {"additionalProperties", "maxProperties", "minProperties", "patternProperties",
+         "properties", "propertyNames", "required"}
+    ),
+    "number": frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}),
+}  # fmt: skip
+
+
+def entangled(schema: Any) -> list[str]:
+    """What a compiler gets wrong that looks at one keyword after the other: alternatives that
+    stand beside other keywords, and keywords of a type that the schema does not state."""
+    reasons = []
+    for pointer, found in subschemas(schema):
+        if not isinstance(found, Mapping):
+            continue
+        asserted = [k for k, v in found.items() if k in ASSERTIONS and not _demands_nothing(k, v)]
+        whole = [keyword for keyword in asserted if keyword in ALTERNATIVES]
+        others = [keyword for keyword in asserted if keyword not in (*whole[:1], "type")]
+        if whole and (others or ("type" in found and not _values_fit(found))):
+            beside = ", ".join(map(repr, others)) or "'type'"
+            reasons.append(Refusal.of(whole[0], pointer, f"not enforced by it beside {beside}"))
+        elif not whole:
+            reasons += _untyped(found, asserted, pointer)
+    return reasons
+
+
+def _values_fit(schema: Schema) -> bool:
+    """Whether all values of ``enum`` or ``const`` are of the schema's type."""
+    values = schema.get("enum", [schema.get("const")] if "const" in schema else None)
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return values is not None and all(any(_is_of(v, t) for t in types) for v in values)
+
+
+def _is_of(value: Any, type_: str) -> bool:
+    kinds: Mapping[str, tuple[type, ...]] = {
+        "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+        "null": (type(None),), "array": (list,), "object": (dict,),
+    }  # fmt: skip
+    return isinstance(value, kinds[type_]) and (type_ == "boolean" or not isinstance(value, bool))
+
+
+def _untyped(schema: Schema, asserted: list[str], pointer: str) -> Iterator[str]:
+    types = schema.get("type")
+    stated = set(types if isinstance(types, list) else [types])
+    stated |= {"number"} if "integer" in stated else set()
+    for type_, keywords in _BY_TYPE.items():
+        for keyword in asserted:
+            if keyword in keywords and type_ not in stated:
+                yield Refusal.of(keyword, pointer, f"not enforced by it unless 'type' is {type_!r}")

@@ -16,7 +16,7 @@ from headrace_engine.structured.schema import (
     parse_json,
     subschemas,
     without_additional_properties,
-    without_number_formats,
+    without_idle_keywords,
 )
 
 MAX_CHOICES = 10_000
@@ -50,8 +50,11 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
         text = _json_text(given, kind, config)
         schema = parse_json(text, kind)
         _check_schema(schema, kind, config)
-        schema = without_number_formats(schema)
-        text = _dump(without_additional_properties(schema) if closed else schema, kind)
+        if schema is False:
+            raise malformed(kind, "'false' at '#': no value satisfies it")
+        if closed:
+            schema = without_additional_properties(schema)
+        text = _dump({} if schema is True else without_idle_keywords(schema), kind)
     elif kind == "structural_tag":
         text = _json_text(given, kind, config)
         for schema in _schemas_in(parse_json(text, kind)):

@@ -62,12 +62,14 @@ def parse_tag(tag: Any) -> Format:
 def _from_structures(tag: Mapping[str, Any]) -> Format:
     structures, triggers = tag["structures"], tag.get("triggers")
     if not isinstance(structures, list) or not structures:
-        raise malformed("structural_tag", "'structures' at '/': must be a list of at least one")
+        raise malformed("structural_tag", "'structures' at '#': must be a list of at least one")
     tags = []
     for index, item in enumerate(structures):
         at = f"/structures/{index}"
         if not isinstance(item, Mapping) or not {"begin", "schema", "end"} <= item.keys():
-            raise malformed("structural_tag", f"{at!r}: must have 'begin', 'schema' and 'end'")
+            raise malformed(
+                "structural_tag", f"{'#' + at!r}: must have 'begin', 'schema' and 'end'"
+            )
         content = {"type": "json_schema", "json_schema": item["schema"]}
         tags.append({"type": "tag", "begin": item["begin"], "content": content, "end": item["end"]})
     form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
@@ -77,16 +79,18 @@ def _from_structures(tag: Mapping[str, Any]) -> Format:
 
 def _check(form: Any, pointer: str) -> None:
     if not isinstance(form, Mapping) or not isinstance(form.get("type"), str):
-        raise malformed("structural_tag", f"{pointer!r}: must be an object with 'type'")
+        raise malformed("structural_tag", f"{'#' + pointer!r}: must be an object with 'type'")
     kind = form["type"]
     needed, _ = KEYS.get(kind, (frozenset(), frozenset()))
     for key in sorted(needed - form.keys()):
-        raise malformed("structural_tag", f"{key!r} at {pointer!r}: {kind} needs it")
+        raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: {kind} needs it")
     for key in ("value", "pattern", "grammar", "separator", "begin"):
         if key in needed and not isinstance(form[key], str):
-            raise malformed("structural_tag", f"{key!r} at {pointer!r}: must be text")
+            raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: must be text")
     if kind == "tag" and not all(isinstance(end, str) for end in _ends(form)):
-        raise malformed("structural_tag", f"'end' at {pointer!r}: must be text, or a list of texts")
+        raise malformed(
+            "structural_tag", f"'end' at {'#' + pointer!r}: must be text, or a list of texts"
+        )
     if kind == "triggered_tags":
         _check_triggers(form, pointer)
     for at, inner in _inner(form, pointer):
@@ -101,14 +105,14 @@ def _check_triggers(form: Format, pointer: str) -> None:
         or not all(isinstance(trigger, str) and trigger for trigger in triggers)
     ):
         raise malformed(
-            "structural_tag", f"'triggers' at {pointer or '/'!r}: must be a list of texts"
+            "structural_tag", f"'triggers' at {'#' + pointer!r}: must be a list of texts"
         )
     for index, tag in enumerate(form["tags"] if isinstance(form["tags"], list) else []):
         begin = tag.get("begin") if isinstance(tag, Mapping) else None
         if isinstance(begin, str) and not any(begin.startswith(t) for t in triggers):
             raise malformed(
                 "structural_tag",
-                f"'begin' at '{pointer}/tags/{index}': {begin!r:.80} begins with none of the "
+                f"'begin' at '#{pointer}/tags/{index}': {begin!r:.80} begins with none of the "
                 f"triggers {triggers!r:.200}",
             )
 
@@ -118,7 +122,8 @@ def _inner(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
         if key in KEYS.get(form["type"], (frozenset(), ()))[0]:
             if not isinstance(form[key], list) or not form[key]:
                 raise malformed(
-                    "structural_tag", f"{key!r} at {pointer!r}: must be a list of at least one"
+                    "structural_tag",
+                    f"{key!r} at {'#' + pointer!r}: must be a list of at least one",
                 )
             yield from ((f"{pointer}/{key}/{i}", item) for i, item in enumerate(form[key]))
     if form["type"] == "tag":
@@ -128,6 +133,16 @@ def _inner(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
 def _ends(tag: Format) -> list[Any]:
     end = tag["end"]
     return list(end) if isinstance(end, list) else [end]
+
+
+def schemas_of(form: Format) -> Iterator[Any]:
+    """The JSON schemas in a format tree."""
+    pending: list[Any] = [form]
+    while pending:
+        found = pending.pop()
+        if found["type"] == "json_schema":
+            yield found["json_schema"]
+        pending += [inner for _, inner in _inner(found, "")]
 
 
 def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 
 _POSITION = re.compile(r"(?:at |^|line )(\d+)(?:\((\d+)\))?[:,]")
-_PHRASE = re.compile(r"[\w ,.'\"()<>=+*:;|&%?!\[\]{}$^-]+")
+_PHRASE = re.compile(r"[\w ,.'\"()<>=+*:;|&%?!\[\]{}$^/-]+")
+_PATH = re.compile(r"(^|[^\w])[~/]|\w\.(py|rs|so|cc|h)\b|/.*/")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
 _MOST = 160
 
@@ -24,6 +25,8 @@ def plain(message: str) -> str:
     line = _POSITION.sub("", line).strip()
     found = _PHRASE.match(line)
     phrase = found.group().strip(" ,:;(") if found else ""
+    path = _PATH.search(phrase)
+    phrase = phrase[: path.start()].strip(" ,:;('") if path else phrase
     return "" if _ADDRESS.search(phrase) else phrase[:_MOST]
 
 
