@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from headrace_core import plugins
 from headrace_core.attention import BLOCK_SIZES
 from headrace_core.cores import parse_cores
 from headrace_core.errors import ConfigError
+from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES
 
 if TYPE_CHECKING:
@@ -361,6 +363,64 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Structured output: who matches it, and what a constraint may cost."""
+
+    backend: str = option(
+        "auto", "auto (the first of the others that is installed and can serve the constraint), "
+        "guidance (= llguidance), xgrammar, outlines, lm-format-enforcer, or a plug-in's name.",
+    )  # fmt: skip
+    disable_fallback: bool = option(
+        False, "Refuse what the backend cannot serve, instead of trying the others."
+    )
+    disable_any_whitespace: bool = option(
+        False, "Compact JSON. Only with backend guidance or xgrammar."
+    )
+    disable_additional_properties: bool = option(
+        False, "Objects hold the properties that their schema names, and no others. Only with "
+        "backend guidance.",
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "", "How the model marks its reasoning; constraints hold from its end on."
+    )
+    reasoning_parser_plugin: str = option("", "Python file that registers reasoning parsers.")
+    enable_in_reasoning: bool = option(False, "Constraints hold for the reasoning too.")
+    compile_seconds: float = option(10.0, "Longest compilation of one constraint.")
+    compile_memory_bytes: int = option(
+        256 << 20, "Most memory that one compilation may take.", human_int=True
+    )
+    compile_processes: int = option(
+        2, "Processes that compile constraints, started when they are needed.",
+        cost="some 30 MB each while in use",
+    )  # fmt: skip
+    max_source_bytes: int = option(1 << 20, "Longest constraint, as JSON or text.", human_int=True)
+    max_depth: int = option(64, "Deepest nesting of a JSON schema or structural tag.")
+    max_regex_length: int = option(8192, "Longest regex, also within a JSON schema.")
+    cache_bytes: int = option(
+        256 << 20, "Most memory for compiled grammars that are kept for later requests.",
+        human_int=True,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        backend = BACKEND_ALIASES.get(self.backend, self.backend)
+        object.__setattr__(self, "backend", backend)
+        known = {"auto", *BACKENDS, *plugins.installed("headrace.grammar_backends")}
+        _check_choice("structured_outputs.backend", backend, tuple(sorted(known)))
+        _check(not self.disable_any_whitespace or backend in ("guidance", "xgrammar"),
+               "structured_outputs.disable_any_whitespace", True,
+               f"False with backend {backend!r}; 'guidance' and 'xgrammar' can do it")  # fmt: skip
+        _check(not self.disable_additional_properties or backend == "guidance",
+               "structured_outputs.disable_additional_properties", True,
+               f"False with backend {backend!r}; 'guidance' can do it")  # fmt: skip
+        _check(self.compile_seconds > 0, "structured_outputs.compile_seconds",
+               self.compile_seconds, "above 0")  # fmt: skip
+        for name in ("compile_memory_bytes", "compile_processes", "max_source_bytes", "max_depth",
+                     "max_regex_length", "cache_bytes"):  # fmt: skip
+            value = getattr(self, name)
+            _check(value >= 1, f"structured_outputs.{name}", value, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
     """What is counted and logged."""
 
@@ -388,6 +448,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",

@@ -1,24 +1,195 @@
-"""Structured output: a grammar compiled once, matched per request, masking logits per step."""
+"""Structured output: a constraint compiled once, matched per request, masking logits per step.
+
+The parts, in the order in which a request meets them:
+
+- :class:`~headrace_core.sampling.StructuredOutputsParams`: what a caller asks for.
+- :class:`GrammarSpec`: the same as plain data, for one backend; equal specs share a grammar.
+- :class:`GrammarBackend`: says what it cannot do, and compiles a spec for a :class:`Vocabulary`.
+- :class:`Grammar`: compiled; immutable and shared between requests.
+- :class:`GrammarMatcher`: one request's place in a grammar.
+
+Importing this module imports neither torch nor numpy. Bitmasks are numpy arrays of int32 words
+[B, ceil(V / 32)]: bit ``v % 32`` of word ``v // 32`` stands for token ``v``.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
-from headrace_core.sampling import StructuredOutputsParams
-from headrace_core.text import Tokenizer
+from headrace_core.errors import RequestError, UnsupportedFeature
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+    import numpy.typing as npt
+
+    Words = npt.NDArray[np.int32]
+
+BACKENDS = ("guidance", "xgrammar", "outlines", "lm-format-enforcer")
+"""The backends that come with headrace, in the order in which ``auto`` tries them."""
+BACKEND_ALIASES = {"llguidance": "guidance", "outlines-core": "outlines"}
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A constraint as plain data, for one backend. Equal specs are the same grammar."""
+
+    backend: str
+    """Name under ``headrace.grammar_backends``."""
+    kind: str
+    """One of :data:`headrace_core.sampling.CONSTRAINTS`."""
+    source: str
+    """Regex or grammar as given; JSON text for ``json``, ``choice`` and ``structural_tag``; ""
+    for ``json_object``."""
+    whitespace_pattern: str | None = None
+    """Regex of the white space between JSON tokens."""
+    any_whitespace: bool = True
+    """Whether JSON may hold white space between its tokens."""
+
+    @property
+    def key(self) -> bytes:
+        """Digest of the content."""
+        return hashlib.blake2b(repr(astuple(self)).encode(), digest_size=32).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One request's constraint, on its way to the worker. Crosses the process border as msgpack."""
+
+    grammar: GrammarSpec
+    end_token_ids: tuple[int, ...]
+    """Tokens that end the output; possible only where it is complete."""
+    start_after: str = ""
+    """The constraint holds from the first occurrence of this text in the output on; "": from the
+    first token on."""
+    size_bytes: int = 0
+    """About what the compiled grammar takes; 0 = not known."""
+
+
+class Refusal(str):
+    """Why a backend cannot serve a constraint: a sentence that begins with keyword and pointer."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, keyword: str, pointer: str, reason: str) -> Refusal:
+        """A refusal of ``keyword`` of the JSON schema at the JSON pointer ``pointer``, which is
+        shown as a URI fragment: ``#`` is the whole schema."""
+        return cls(f"{keyword!r} at {'#' + pointer!r}: {reason}")
+
+
+def refuse(spec: GrammarSpec, reasons: Sequence[str]) -> UnsupportedFeature:
+    """The error of a constraint that a backend cannot serve."""
+    shown = "; ".join(reasons[:5]) + (f"; and {len(reasons) - 5} more" if len(reasons) > 5 else "")
+    return UnsupportedFeature(
+        f"structured_outputs.{spec.kind}: backend {spec.backend} cannot serve it: {shown}",
+        param=f"structured_outputs.{spec.kind}",
+    )
+
+
+def malformed(kind: str, reason: str) -> RequestError:
+    """The error of a constraint that is wrong whatever the backend."""
+    return RequestError(f"structured_outputs.{kind}: {reason}", param=f"structured_outputs.{kind}")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of a model's tokens.
+
+    Args:
+        tokens: by id; b"" for ids that stand for no text.
+        special_token_ids: tokens that are marks, not text; their bytes are their names. Free text
+            never holds them.
+        encode: the tokenizer's spelling of a text, special tokens not added; None: any spelling
+            will do.
+    """
+
+    tokens: Sequence[bytes]
+    special_token_ids: frozenset[int] = frozenset()
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, V."""
+        return len(self.tokens)
+
+    @property
+    def num_words(self) -> int:
+        """Words of a bitmask's row, ceil(V / 32)."""
+        return -(-len(self.tokens) // 32)
+
+    @cached_property
+    def text_ids(self) -> dict[bytes, int]:
+        """Bytes -> the lowest id of a token that is text and spells them."""
+        found: dict[bytes, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            if token and token_id not in self.special_token_ids:
+                found.setdefault(token, token_id)
+        return found
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Name -> id of the special tokens."""
+        return {
+            self.tokens[i].decode("utf-8", "replace"): i
+            for i in sorted(self.special_token_ids, reverse=True)
+            if i < len(self.tokens) and self.tokens[i]
+        }
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.text_ids), default=0)
+
+    def spell(self, text: bytes) -> list[int]:
+        """Tokens whose bytes, joined, are ``text``: the tokenizer's if it has an opinion, else the
+        longest possible one after the other.
+
+        Raises:
+            ValueError: no tokens spell it.
+        """
+        return self._own_spelling(text) or self._greedy_spelling(text)
+
+    def _own_spelling(self, text: bytes) -> list[int]:
+        if self.encode is None:
+            return []
+        try:
+            ids = self.encode(text.decode())
+        except UnicodeDecodeError:
+            return []
+        known = all(i < self.size and i not in self.special_token_ids for i in ids)
+        return ids if known and b"".join(self.tokens[i] for i in ids) == text else []
+
+    def _greedy_spelling(self, text: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(text):
+            for end in range(min(len(text), at + self._longest), at, -1):
+                token_id = self.text_ids.get(text[at:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    at = end
+                    break
+            else:
+                raise ValueError(f"no token spells byte {text[at]:#04x}")
+        return ids
+
+
+@runtime_checkable
 class GrammarMatcher(Protocol):
-    """One request's place in a grammar."""
+    """One request's place in a grammar. Used from one thread at a time."""
 
-    def fill_bitmask(self, bitmask: Tensor, row: int) -> None:
-        """Set row ``row`` of bitmask [B, ceil(V / 32)] int32: bit v = token v is allowed."""
+    def fill_bitmask(self, bitmask: Words, row: int) -> None:
+        """Set row ``row`` of bitmask [B, ceil(V / 32)] int32: bit v = token v may be next.
+
+        End tokens are no part of a grammar and never set: :attr:`complete` says whether the output
+        may end. A backend may allow one spelling of text that is forced anyway, and forbid others.
+        """
         ...
 
-    def advance(self, token_ids: list[int]) -> bool:
+    def advance(self, token_ids: Sequence[int]) -> bool:
         """Take tokens; False, with nothing taken, if the grammar forbids one."""
         ...
 
@@ -27,26 +198,69 @@ class GrammarMatcher(Protocol):
         ...
 
     @property
+    def complete(self) -> bool:
+        """The tokens taken so far are a sentence: the output may end."""
+        ...
+
+    @property
     def terminated(self) -> bool:
-        """Only an end token may follow."""
+        """The output is complete, and nothing but an end token may follow."""
         ...
 
 
 class Grammar(Protocol):
     """A compiled constraint; immutable and shared between requests."""
 
-    def matcher(self) -> GrammarMatcher: ...
-
-
-class GrammarBackend(Protocol):
-    """The object behind an entry point of ``headrace.grammar_backends``."""
-
-    name: str
-
-    def refuse(self, params: StructuredOutputsParams) -> list[str]:
-        """Reasons why this backend cannot serve the constraint; each names keyword and pointer."""
+    def matcher(self) -> GrammarMatcher:
+        """A new place, at the beginning. Thread-safe."""
         ...
 
-    def compile(self, params: StructuredOutputsParams, tokenizer: Tokenizer) -> Grammar:
-        """Raises RequestError with keyword and JSON pointer."""
-        ...
+
+class GrammarBackend(ABC):
+    """The class behind an entry point of ``headrace.grammar_backends``.
+
+    The class itself answers what it can serve; an object compiles for one vocabulary. Making one
+    may take seconds; it is made when the first constraint needs it.
+
+    Raises (on construction):
+        MissingDependency: its library is not installed; carries the install line.
+    """
+
+    name: ClassVar[str]
+    """As users type it."""
+    library: ClassVar[str] = ""
+    """Import name of the library that it needs; "" = none."""
+    install: ClassVar[str] = ""
+    """The command that provides it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    @classmethod
+    @abstractmethod
+    def refuse(cls, spec: GrammarSpec) -> list[str]:
+        """Reasons why this backend cannot serve a constraint, [] if nothing is known against it.
+
+        Quick (linear in the source) and without the library. Each reason names keyword and JSON
+        pointer where there are such (:class:`Refusal`).
+        """
+
+    @abstractmethod
+    def compile(self, spec: GrammarSpec) -> Grammar:
+        """Compile a constraint that :meth:`refuse` has nothing against. Thread-safe.
+
+        May take long and much memory: it runs first in a process that is killed then.
+
+        Raises:
+            RequestError: it is malformed, or admits no text; names what and where.
+        """
+
+    def fill_bitmasks(self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: Words) -> None:
+        """Fill several rows of one bitmask, in parallel if the backend can.
+
+        Args:
+            rows: (matcher, row), all of this backend.
+            bitmask: [B, ceil(V / 32)].
+        """
+        for matcher, row in rows:
+            matcher.fill_bitmask(bitmask, row)

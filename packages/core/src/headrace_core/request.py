@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
+from headrace_core.grammar import Constraint
 from headrace_core.sampling import SamplingParams
 
 
@@ -70,3 +71,5 @@ class CoreRequest:
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """``params.bad_words`` as token sequences."""
+    constraint: Constraint | None = None
+    """``params.structured_outputs``, admitted: the grammar compiles."""

@@ -77,11 +77,28 @@ class StructuredOutputsParams:
                 f"they are {list(CONSTRAINTS)}",
                 param="structured_outputs",
             )
-        if self.choice is not None and not self.choice:
-            raise RequestError(
-                "structured_outputs.choice = []: must hold at least one text",
-                param="structured_outputs.choice",
-            )
+        self._check_types()
+
+    def _check_types(self) -> None:
+        texts = isinstance(self.choice, list) and all(isinstance(c, str) for c in self.choice)
+        if self.choice is not None and not (texts and self.choice):
+            self._fail("choice", "a list of at least one text")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                self._fail(name, "text")
+        if self.grammar is not None and not self.grammar.strip():
+            self._fail("grammar", "a grammar in EBNF (root ::= ...) or Lark (start: ...)")
+        if self.json is not None and not isinstance(self.json, (str, dict, bool)):
+            self._fail("json", "a JSON schema, as an object or as text")
+        if self.structural_tag is not None and not isinstance(self.structural_tag, (str, dict)):
+            self._fail("structural_tag", "a JSON object, or its text")
+
+    def _fail(self, name: str, accepted: str) -> None:
+        raise RequestError(
+            f"structured_outputs.{name} = {getattr(self, name)!r:.100}: must be {accepted}",
+            param=f"structured_outputs.{name}",
+        )
 
     @property
     def kind(self) -> str:

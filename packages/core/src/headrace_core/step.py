@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from headrace_core.grammar import Constraint
 from headrace_core.sampling import SamplingParams
 
 
@@ -30,6 +31,8 @@ class NewRequest:
     """By cache group; whole table."""
     num_computed_tokens: int
     """Already in the cache; less than ``len(token_ids)``."""
+    constraint: Constraint | None = None
+    """On the form of the output."""
 
 
 @dataclass(slots=True)

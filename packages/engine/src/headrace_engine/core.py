@@ -19,6 +19,7 @@ from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
 from headrace_engine.startup import StartupTimeline
+from headrace_engine.structured.store import Compiled, GrammarStore
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class EngineCore:
         block_size: int = 0,
         max_model_len: int = 0,
         step_seconds: float = 0.0,
+        grammars: GrammarStore | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +64,7 @@ class EngineCore:
             block_size: tokens per block, for the statistics.
             max_model_len: longest context that it serves; 0 = as configured.
             step_seconds: about what the largest step takes; 0 = not measured.
+            grammars: the workers'; requests wait here until theirs is compiled.
         """
         self.scheduler = scheduler
         self.executor = executor
@@ -71,6 +74,8 @@ class EngineCore:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
+        self.grammars = grammars
+        self._compiling: list[tuple[CoreRequest, Future[Compiled]]] = []
 
     @classmethod
     def build(
@@ -81,6 +86,7 @@ class EngineCore:
         executor: Executor,
         timeline: StartupTimeline,
         fit_context: bool = False,
+        grammars: GrammarStore | None = None,
     ) -> EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
@@ -90,13 +96,16 @@ class EngineCore:
             executor: not yet started; shut down again if anything here fails.
             timeline: gets one phase per piece of work.
             fit_context: shorten ``max_model_len`` to what the cache can hold, instead of refusing.
+            grammars: of structured output, shared with the workers of this process.
 
         Raises:
             CapacityError: the longest request would not fit into the cache.
             ModelError, WeightsError, ConfigError: from the workers.
         """
         try:
-            return cls._build(config, max_model_len, executor, timeline, fit_context)
+            core = cls._build(config, max_model_len, executor, timeline, fit_context)
+            core.grammars = grammars
+            return core
         except BaseException:
             executor.shutdown()
             raise
@@ -167,15 +176,39 @@ class EngineCore:
     @property
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._compiling)
 
     def add(self, request: CoreRequest) -> None:
-        """Queue a request."""
+        """Queue a request; one whose grammar still compiles is kept back meanwhile."""
+        if request.constraint is not None and self.grammars is not None:
+            compiled = self.grammars.request(request.constraint)
+            if not compiled.done():
+                self._compiling.append((request, compiled))
+                return
         self.scheduler.add(request)
+
+    def compiled(self) -> list[CoreRequest]:
+        """Requests that were kept back and need not be any longer; to be added again."""
+        if not self._compiling:
+            return []
+        held, self._compiling = self._compiling, []
+        ready = []
+        for request, compiled in held:
+            if compiled.done():
+                ready.append(request)
+            else:
+                self._compiling.append((request, compiled))
+        return ready
 
     def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]:
         """End requests; unknown ids are ignored."""
-        return self.scheduler.abort(request_ids)
+        if not self._compiling:
+            return self.scheduler.abort(request_ids)
+        gone = set(request_ids)
+        kept_back = [r.request_id for r, _ in self._compiling if r.request_id in gone]
+        self._compiling = [pair for pair in self._compiling if pair[0].request_id not in gone]
+        ended = [CoreOutput(request_id, finish_reason="abort") for request_id in kept_back]
+        return [*ended, *self.scheduler.abort(request_ids)]
 
     def schedule(self) -> ScheduledStep | None:
         """The next step's work, None if there is nothing to run now."""
@@ -201,8 +234,11 @@ class EngineCore:
         """Counters and gauges; ``drain`` empties the list of step sizes."""
         stats = self.scheduler.stats(drain=drain)
         stats.block_size = self.block_size
+        stats.num_requests_waiting += len(self._compiling)
         return stats
 
     def shutdown(self) -> None:
         """Stop the workers and free everything. Idempotent."""
         self.executor.shutdown()
+        if self.grammars is not None:
+            self.grammars.close()

@@ -15,7 +15,7 @@ import math
 import queue
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Sized
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -33,11 +33,14 @@ from headrace_engine.emission.stream import News, Outputs
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.structured.admission import Admitted
 
 logger = logging.getLogger(__name__)
 
 SMALL_PROMPT = 2048
 """Characters up to which a prompt is tokenised on the event loop: well under a millisecond."""
+MAX_COMPILING = 256
+"""Requests whose constraints may wait to be compiled; more are refused."""
 INTAKE_THREADS = 2
 """Threads for larger prompts. The tokenizer releases the interpreter's lock."""
 SLOW_STEP = 4.0
@@ -105,6 +108,10 @@ class Engine:
         self._max_queued = scheduler.max_queued_requests
         self._streams: dict[str, News] = {}
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
+        self._grammar_pool = ThreadPoolExecutor(
+            config.structured_outputs.compile_processes, thread_name_prefix="headrace-admission"
+        )
+        self._compiling = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
@@ -143,21 +150,28 @@ class Engine:
     ) -> Outputs:
         """See :meth:`headrace_core.engine.EngineClient.generate`."""
 
-        def prepare() -> PreparedRequest:
-            return self._intake.prepare(
-                prompt, params, request_id, priority=priority, add_special_tokens=add_special_tokens
-            )
+        async def prepare() -> PreparedRequest:
+            admitted = None
+            if params.structured_outputs is not None:
+                admitted = await self._admit(params)
+            return await self._off_loop_if_large(
+                prompt,
+                lambda: self._intake.prepare(
+                    prompt, params, request_id, priority=priority,
+                    add_special_tokens=add_special_tokens, admitted=admitted,
+                ),
+            )  # fmt: skip
 
         news = News()
-        return Outputs(self._pull(news, prompt, params.n, prepare), news, self._raise_failure)
+        return Outputs(self._pull(news, params.n, prepare), news, self._raise_failure)
 
     async def _pull(
-        self, news: News, prompt: Prompt, n: int, prepare: Callable[[], PreparedRequest]
+        self, news: News, n: int, prepare: Callable[[], Awaitable[PreparedRequest]]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Take the request in and yield its outputs, as far as they are not poured."""
         self._check_open()
         self._check_queue(n)
-        state = self._open_stream(await self._off_loop_if_large(prompt, prepare), news)
+        state = self._open_stream(await prepare(), news)
         try:
             while not state.exhausted:
                 output = state.take()
@@ -219,6 +233,7 @@ class Engine:
         await self.abort([state.request.request_id for state in self._processor.states])
         await asyncio.get_running_loop().run_in_executor(None, self._client.shutdown)
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammar_pool.shutdown(wait=False, cancel_futures=True)
         self._intake.close()
 
     # OutputSink: called from a thread of the client's.
@@ -276,6 +291,19 @@ class Engine:
                 f"max_queued_requests = {self._max_queued}",
                 retry_after=min(MAX_RETRY_AFTER, math.ceil(seconds)),
             )
+
+    async def _admit(self, params: SamplingParams) -> Admitted | None:
+        """Let a constraint compile, in threads that nothing else waits for."""
+        if self._compiling >= MAX_COMPILING:
+            raise QueueFull(
+                f"{self._compiling} constraints wait already to be compiled", retry_after=1.0
+            )
+        self._compiling += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._grammar_pool, self._intake.admit, params)
+        finally:
+            self._compiling -= 1
 
     def _open_stream(self, request: PreparedRequest, news: News) -> RequestState:
         self._check_open()  # preparing may have taken a while

@@ -146,6 +146,7 @@ class EngineLoop:
                 self._handle_commands()
                 if self._stopping:
                     break
+                self._add(self._core.compiled())
                 if not step():
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)

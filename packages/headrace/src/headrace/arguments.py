@@ -121,6 +121,22 @@ class Parser(argparse.ArgumentParser):
             if only is None or option.name in only:
                 self._add_option(group, option, hints[option.name])
 
+    def add_json_config(self, config: type, flag: str, title: str) -> None:
+        """Add one JSON flag for a whole configuration class, ``--flag '{"x": 1}'`` or
+        ``--flag.x 1``, in a group named ``title``."""
+        text = (config.__doc__ or "").strip().split("\n")[0]
+        lines = [
+            f"  .{option.name:<30} {option.metadata['help']} (default: {default_of(option)!r})"
+            for option in options_of(config)
+        ]
+        group = self.add_argument_group(title, "\n".join([text, "", *lines]))
+        self._groups_by_name[title.lower()] = group
+        self._json_flags["--" + flag.replace("_", "-")] = flag
+        group.add_argument(
+            "--" + flag.replace("_", "-"), dest=flag, type=json_object, metavar="JSON", default={},
+            help=f"JSON object with the keys above; or --{flag.replace('_', '-')}.KEY VALUE.",
+        )  # fmt: skip
+
     def _add_option(
         self, group: argparse._ArgumentGroup, option: dataclasses.Field[Any], hint: Any
     ) -> None:

@@ -22,7 +22,7 @@ from headrace_core.attention import AttentionBackend, AttentionNeed, choose_back
 from headrace_core.config import CacheConfig, EngineConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
-from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.errors import ConfigError, MissingDependency, UnsupportedFeature
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
@@ -31,6 +31,7 @@ from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
 
 if TYPE_CHECKING:
+    from headrace_core.grammar import Vocabulary
     from headrace_core.text import Tokenizer, TokenizerFactory
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from headrace_engine.execution.worker import ModelWorker
     from headrace_engine.intake.intake import Intake
     from headrace_engine.startup import StartupTimeline
+    from headrace_engine.structured.store import GrammarStore
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +178,7 @@ def front_end(
     with timeline.phase("import front end"):
         try:
             from headrace_engine.intake.intake import Intake
+            from headrace_engine.structured.backend_loading import check_backend
         except ImportError as error:
             raise _missing(error) from error
     templates = templates or TemplateSettings()
@@ -188,7 +191,9 @@ def front_end(
         chat_template=templates.chat_template,
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
+        structured_outputs=config.structured_outputs,
     )
+    check_backend(config.structured_outputs)
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
 
 
@@ -278,20 +283,41 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
         import headrace_engine.execution.capture
         import headrace_engine.execution.worker  # noqa: F401 - likewise
         from headrace_engine.core import EngineCore
+        from headrace_engine.structured.store import GrammarStore
     config = resolved.config
+    grammars = GrammarStore(
+        lambda: grammar_vocabulary(resolved), config.structured_outputs.cache_bytes
+    )
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )
     return EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(worker_factory(resolved, timeline)),
+        executor=executor_class(worker_factory(resolved, timeline, grammars)),
         timeline=timeline,
         fit_context=resolved.fit_context,
+        grammars=grammars,
     )
 
 
-def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[], ModelWorker]:
+def grammar_vocabulary(resolved: Resolved) -> Vocabulary:
+    """The tokens' bytes, read from the checkpoint where logits are masked: only once a request
+    needs them."""
+    from headrace_engine.structured.vocabulary import vocabulary_of
+
+    tokenizer = read_tokenizer(resolved)
+    if tokenizer is None:
+        raise UnsupportedFeature(
+            "structured_outputs: not without a tokenizer (skip_tokenizer_init)",
+            param="structured_outputs",
+        )
+    return vocabulary_of(tokenizer, resolved.info.vocab_size, resolved.info.eos_token_ids)
+
+
+def worker_factory(
+    resolved: Resolved, timeline: StartupTimeline, grammars: GrammarStore | None = None
+) -> Callable[[], ModelWorker]:
     """Makes the worker of the resolved model, which loads it when asked to."""
     from headrace_engine.execution.capture import Capture
     from headrace_engine.execution.worker import ModelWorker
@@ -326,6 +352,7 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
             cores=threads.cores,
             cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             kv_scales=kv_scales,
+            grammars=grammars,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

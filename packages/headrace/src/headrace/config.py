@@ -10,6 +10,7 @@ from headrace_core.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    StructuredOutputsConfig,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "StructuredOutputsConfig",
 ]

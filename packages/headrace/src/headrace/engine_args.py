@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.arguments import Parser, default_of, flag_name, options_of
-from headrace_core.config import EngineConfig
+from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
 
 SECTIONS: Mapping[str, str] = {
@@ -24,6 +24,12 @@ SECTIONS: Mapping[str, str] = {
     "observability": "ObservabilityConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
+
+
+JSON_SECTIONS: Mapping[str, tuple[str, type]] = {
+    "structured_outputs_config": ("structured_outputs", StructuredOutputsConfig),
+}
+"""Flag that holds a whole section as JSON -> field of :class:`EngineConfig` and its class."""
 
 
 def _section_classes() -> Iterator[tuple[str, type]]:
@@ -43,6 +49,10 @@ def _table() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
             table[name] = (section, option)
     for option in options_of(EngineConfig):
         table[flag_name(option)] = (None, option)
+    for name, (section, _) in JSON_SECTIONS.items():
+        made = dataclasses.field(default_factory=dict)
+        made.name = section
+        table[name] = (name, made)
     return table
 
 
@@ -87,6 +97,8 @@ class EngineArgs:
         """Add a flag for every engine setting, in groups named after the configuration classes."""
         for section, config in _section_classes():
             parser.add_config(config, SECTIONS[section])
+        for flag, (_, config) in JSON_SECTIONS.items():
+            parser.add_json_config(config, flag, config.__name__)
         parser.add_config(EngineConfig, "EngineConfig")
         return parser
 
@@ -101,6 +113,10 @@ class EngineArgs:
         parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         root: dict[str, Any] = {}
         for name, value in self.settings.items():
+            if name in JSON_SECTIONS:
+                field, config = JSON_SECTIONS[name]
+                root[field] = _from_json(name, config, value)
+                continue
             section, option = ENGINE_OPTIONS[name]
             if isinstance(value, list):
                 value = tuple(value)
@@ -110,6 +126,32 @@ class EngineArgs:
             return EngineConfig(**{s: classes[s](**kw) for s, kw in parts.items()}, **root)
         except TypeError as error:
             raise ConfigError(f"engine arguments: {error}") from error
+
+
+def _from_json(flag: str, config: type, value: Any) -> Any:
+    """A section from a JSON object (or the section itself).
+
+    Raises:
+        ConfigError: a key is unknown, or a value has another type than its field.
+    """
+    if isinstance(value, config):
+        return value
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{flag} = {value!r}: must be an object or a {config.__name__}",
+                          field=flag)  # fmt: skip
+    known = {option.name: default_of(option) for option in options_of(config)}
+    for key, given in value.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else f"; keys are {list(known)}"
+            raise ConfigError(f"{flag}.{key}: no such key{hint}", field=f"{flag}.{key}")
+        kind = type(known[key])
+        fits = type(given) is kind or (kind is float and type(given) is int)
+        if not fits:
+            raise ConfigError(
+                f"{flag}.{key} = {given!r}: must be of type {kind.__name__}", field=f"{flag}.{key}"
+            )
+    return config(**value)
 
 
 AsyncEngineArgs = EngineArgs

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.state import SamplingTable
+from headrace_engine.structured.matching import ConstraintMaker, RowConstraint
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,17 @@ class RequestTable:
         num_groups: number of cache groups.
         vocab_size: for checking token ids.
         seed: of requests that bring none.
+        constraints: makes those on the form of outputs; None: there are none.
     """
 
-    def __init__(self, num_groups: int, *, vocab_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        *,
+        vocab_size: int,
+        seed: int,
+        constraints: ConstraintMaker | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.row_of: dict[str, int] = {}
         self.failures: dict[int, str] = {}
@@ -57,6 +66,7 @@ class RequestTable:
         """Largest block id ever held."""
         self.sampling = SamplingTable(_FIRST_ROWS, vocab_size=vocab_size, seed=seed)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._constraints = constraints
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -133,7 +143,14 @@ class RequestTable:
         self._set_tokens(row, new)
         for group, ids in enumerate(new.block_ids):
             self._append(group, row, ids)
-        self.sampling.set(row, new)
+        self.sampling.set(row, new, self._constraint(new))
+
+    def _constraint(self, new: NewRequest) -> RowConstraint | None:
+        if new.constraint is None:
+            return None
+        if self._constraints is None:
+            raise ValueError("structured output: this worker was built without it")
+        return self._constraints.make(new.constraint, new.token_ids[new.num_prompt_tokens :])
 
     def _set_tokens(self, row: int, new: NewRequest) -> None:
         tokens = np.asarray(new.token_ids, np.int64)

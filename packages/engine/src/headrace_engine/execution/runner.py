@@ -22,6 +22,7 @@ from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInput
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
+from headrace_engine.structured.matching import ConstraintMaker
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class ModelRunner:
         sampler: chooses tokens.
         seed: of requests that bring none.
         populator: is told which blocks come into use.
+        constraints: makes requests' constraints on the form of their outputs; None: a request that
+            brings one fails.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class ModelRunner:
         sampler: Sampler,
         seed: int,
         populator: CachePopulator | None = None,
+        constraints: ConstraintMaker | None = None,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -66,7 +70,9 @@ class ModelRunner:
         """Runs the steps that fit it; None: all run eagerly."""
         self.launching: Callable[[], None] = lambda: None
         """Called before the model runs; see :meth:`headrace_core.executor.Worker.when_launching`."""
-        self.requests = RequestTable(len(cache.groups), vocab_size=vocab_size, seed=seed)
+        self.requests = RequestTable(
+            len(cache.groups), vocab_size=vocab_size, seed=seed, constraints=constraints
+        )
         self.inputs = InputBuilder(self.requests, block_size=cache.block_size, device=device)
 
     @torch.inference_mode()
@@ -122,6 +128,8 @@ class ModelRunner:
         hidden, logits = None, self._replay(inputs, inputs.batch)
         if logits is None:
             hidden, logits = self._run_eagerly(inputs, inputs.batch)
+        if self.requests.sampling.constraints:  # here, as a GPU is still computing
+            self.requests.sampling.fill_masks(inputs.sampled_rows)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         sampled = logits if len(inputs.sampled) else None

@@ -26,6 +26,8 @@ from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sampling.state import warm_up_batch
+from headrace_engine.structured.matching import ConstraintMaker
+from headrace_engine.structured.store import GrammarStore
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class ModelWorker:
         capture: how steps are captured; None: all run eagerly.
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
         kv_scales: measure the cache's scales, with these constants; None: leave them.
+        grammars: of structured output; None: a request that needs one fails.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class ModelWorker:
         capture: Capture | None = None,
         cache_ahead_bytes: int = 0,
         kv_scales: ScaleConstants | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -91,6 +95,7 @@ class ModelWorker:
         self._capture = capture
         self._cache_ahead_bytes = cache_ahead_bytes
         self._kv_scales = kv_scales
+        self._grammars = grammars
         self._meter: MemoryMeter = memory_meter(self._device)
         self._launching: Callable[[], None] = lambda: None
         self._available = 0
@@ -200,6 +205,7 @@ class ModelWorker:
             sampler=self._sampler,
             seed=self._seed,
             populator=self._populator,
+            constraints=ConstraintMaker(self._grammars) if self._grammars is not None else None,
         )
         self._runner.launching = self._launching
 

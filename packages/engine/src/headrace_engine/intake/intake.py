@@ -14,13 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from headrace_core.config import StructuredOutputsConfig
 from headrace_core.engine import ServedModel, TokenizedPrompt
 from headrace_core.errors import ConfigError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.grammar import Constraint, Vocabulary
 from headrace_core.request import ChatPrompt, CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import Tokenizer
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
+from headrace_engine.structured.admission import Admission, Admitted
+from headrace_engine.structured.reasoning import PROMPT_TAIL, start_after
+from headrace_engine.structured.vocabulary import vocabulary_of
 
 
 class _Tokens(NamedTuple):
@@ -40,6 +45,7 @@ class Intake:
         chat_template: replaces the tokenizer's own template.
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
+        structured_outputs: backend and limits of constraints on outputs.
         clock: wall-clock seconds.
     """
 
@@ -51,12 +57,16 @@ class Intake:
         chat_template: str | None = None,
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
+        structured_outputs: StructuredOutputsConfig | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
+        self._admission = Admission(
+            structured_outputs or StructuredOutputsConfig(), self._vocabulary
+        )
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
             self._renderer = ChatRenderer(
@@ -68,7 +78,9 @@ class Intake:
             )
 
     def close(self) -> None:
-        """End the process in which templates render, if there is one; it would be started anew."""
+        """End the processes in which templates render and constraints compile, if there are any;
+        they would be started anew."""
+        self._admission.close()
         if self._renderer is not None:
             self._renderer.close()
 
@@ -98,6 +110,7 @@ class Intake:
         priority: int = 0,
         add_special_tokens: bool | None = None,
         clamp_max_tokens: bool = False,
+        admitted: Admitted | None = None,
     ) -> PreparedRequest:
         """Take in one request.
 
@@ -109,6 +122,8 @@ class Intake:
             add_special_tokens: None: yes for text, as a chat says for chats.
             clamp_max_tokens: shorten ``max_tokens`` to what is left of the context instead of
                 refusing more.
+            admitted: what :meth:`admit` said of the constraint; None: it is asked now, which may
+                take seconds.
 
         Raises:
             RequestError: naming the field.
@@ -133,6 +148,7 @@ class Intake:
         serial = next(self._serial)
         stop_token_ids = params.all_stop_token_ids(self.model.eos_token_ids)
         max_tokens = self._max_tokens(len(ids), params, clamp_max_tokens)
+        constraint = self._constraint(prompt, ids, params, admitted)
         bad_words = self._bad_words(params)
         request.core_requests = [
             CoreRequest(
@@ -146,10 +162,66 @@ class Intake:
                 priority=priority,
                 cache_salt=tokens.cache_salt,
                 bad_words_token_ids=bad_words,
+                constraint=constraint,
             )
             for index in range(params.n)
         ]
         return request
+
+    def admit(self, params: SamplingParams) -> Admitted | None:
+        """Let the parameters' constraint compile, in a process that is killed if it takes long.
+
+        May take seconds, the first constraint longer: to be called where nobody waits but the
+        request itself. None: there is no constraint.
+
+        Raises:
+            RequestError: no backend can serve it; names keyword and JSON pointer.
+        """
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        self._need_tokenizer("structured_outputs")
+        self._end_token_ids(params)
+        return self._admission.admit(wanted)
+
+    def _constraint(
+        self,
+        prompt: Prompt,
+        ids: Sequence[int],
+        params: SamplingParams,
+        admitted: Admitted | None,
+    ) -> Constraint | None:
+        admitted = admitted or self.admit(params)
+        if admitted is None:
+            return None
+        begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
+        tail = self._need_tokenizer("structured_outputs").decode(ids[-PROMPT_TAIL:])
+        start = start_after(self._admission.config, tail, begins_answer=begins_answer)
+        ends = self._end_token_ids(params)
+        return Constraint(admitted.grammar, ends, start, admitted.size_bytes)
+
+    def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Tokens that end an output with a constraint: not those that are text."""
+        if params.ignore_eos:
+            raise RequestError(
+                "ignore_eos = True: must be False with structured_outputs, whose end is an end "
+                "token",
+                param="ignore_eos",
+            )
+        special = self._need_tokenizer("structured_outputs").special_token_ids
+        own = special.intersection(params.stop_token_ids or ())
+        ends = own | frozenset(self.model.eos_token_ids)
+        if not ends:
+            raise UnsupportedFeature(
+                "structured_outputs: not with this model, which names no end token; a request may "
+                "name a special token in stop_token_ids",
+                param="structured_outputs",
+            )
+        return tuple(sorted(ends))
+
+    def _vocabulary(self) -> Vocabulary:
+        tokenizer, model = self._need_tokenizer("structured_outputs"), self.model
+        return vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
 
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool | None = None, strings: bool = False
@@ -343,10 +415,11 @@ def _least_output(params: SamplingParams, clamp: bool) -> int:
 
 def _completion_params(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of one of ``n`` completions."""
-    if params.n == 1:
+    if params.n == 1 and params.structured_outputs is None:
         return params
     own = copy.copy(params)
     own.n = 1
+    own.structured_outputs = None  # the core is told of it in its own form
     if params.seed is not None and index:
         own.seed = _derived_seed(params.seed, index)
     if index:

@@ -18,6 +18,17 @@ from headrace_engine.sampling.state import SamplingBatch
 _IMPOSSIBLE = -torch.inf
 
 
+def apply_constraints(logits: Tensor, batch: SamplingBatch) -> None:
+    """What the grammars of structured output do not allow becomes impossible."""
+    for r, rules, _ in batch.rules:
+        if rules.constraint is not None and rules.constraint.words is not None:
+            bits = np.unpackbits(
+                rules.constraint.words.view(np.uint8), count=logits.shape[1], bitorder="little"
+            )
+            impossible = torch.from_numpy(bits == 0).to(logits.device)
+            logits[r].masked_fill_(impossible, _IMPOSSIBLE)
+
+
 def apply_allowed_tokens(logits: Tensor, batch: SamplingBatch) -> None:
     """Everything but ``allowed_token_ids`` becomes impossible."""
     for r, rules, _ in batch.rules:

@@ -1,6 +1,6 @@
 """From logits to tokens, as a list of steps.
 
-1. allowed tokens, bad words          4. penalties
+1. constraints, allowed and bad words 4. penalties
 2. min_tokens                         5. greedy rows end here: the largest logit
 3. logit bias                         6. temperature, min_p, top_k and top_p
                                       7. draw by the request's own random number
@@ -29,6 +29,7 @@ from headrace_engine.sampling.logprobs import MODES, describe
 from headrace_engine.sampling.masks import (
     apply_allowed_tokens,
     apply_bad_words,
+    apply_constraints,
     apply_logit_bias,
     apply_min_tokens,
 )
@@ -172,6 +173,7 @@ def _changes(logits: Tensor, batch: SamplingBatch) -> bool:
 
 
 def _apply_rules(logits: Tensor, batch: SamplingBatch) -> None:
+    apply_constraints(logits, batch)
     apply_allowed_tokens(logits, batch)
     apply_bad_words(logits, batch)
     apply_min_tokens(logits, batch)

@@ -21,6 +21,7 @@ from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.counts import TokenCounts
 from headrace_engine.sampling.noise import request_key, uniforms
+from headrace_engine.structured.matching import RowConstraint, fill_masks
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable
@@ -61,6 +62,8 @@ class TokenRules:
     """Output tokens and how often; None if no penalty reads it."""
     seen: TokenCounts | None
     """Prompt and output tokens; None without repetition penalty."""
+    constraint: RowConstraint | None = None
+    """On the form of the output."""
 
     def observe(self, token_id: int) -> None:
         """The request's output has grown by a token."""
@@ -68,6 +71,8 @@ class TokenRules:
             self.output_counts.add(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.constraint is not None:
+            self.constraint.observe(token_id)
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,12 @@ class SamplingTable:
         self.num_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.rules: dict[int, TokenRules] = {}
+        self.constraints: dict[int, RowConstraint] = {}
+        """Those of ``rules`` that have one."""
         self._last: tuple[Ints, SamplingBatch] | None = None
         """Rows and their batch, as long as nothing of it has changed."""
 
-    def set(self, row: int, new: NewRequest) -> None:
+    def set(self, row: int, new: NewRequest, constraint: RowConstraint | None = None) -> None:
         """Take a request's settings."""
         self._last = None
         params = new.params
@@ -167,14 +174,17 @@ class SamplingTable:
         self.num_prompt_logprobs[row] = (
             NOT_WANTED if params.prompt_logprobs is None else params.prompt_logprobs
         )
-        rules = make_rules(new, self.vocab_size)
+        rules = make_rules(new, self.vocab_size, constraint)
         if rules is not None:
             self.rules[row] = rules
+        if constraint is not None:
+            self.constraints[row] = constraint
 
     def clear(self, row: int) -> None:
         """Forget a row's request."""
         self._last = None
         self.rules.pop(row, None)
+        self.constraints.pop(row, None)
         self.num_prompt_logprobs[row] = NOT_WANTED
 
     def observe(self, rows: Ints, token_ids: Ints) -> None:
@@ -185,6 +195,11 @@ class SamplingTable:
             rules = self.rules.get(row)
             if rules is not None:
                 rules.observe(token)
+
+    def fill_masks(self, rows: Ints) -> None:
+        """Find out which tokens the constraints of these rows allow next."""
+        constraints = self.constraints
+        fill_masks([constraints[row] for row in rows.tolist() if row in constraints])
 
     def wants_prompt_logprobs(self, rows: Ints) -> list[int]:
         """Indices into ``rows`` of the requests that asked for prompt log-probabilities."""
@@ -243,7 +258,9 @@ def is_greedy(temperature: npt.NDArray[np.float32]) -> npt.NDArray[np.bool_]:
     return temperature < GREEDY_BELOW
 
 
-def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
+def make_rules(
+    new: NewRequest, vocab_size: int, constraint: RowConstraint | None = None
+) -> TokenRules | None:
     """A request's rules, or None if it has none. Token ids outside the vocabulary are dropped:
     intake has refused those of the user, and a model's end tokens may lie beyond the logits."""
     params = new.params
@@ -257,6 +274,7 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
         or params.logit_bias
         or params.allowed_token_ids is not None
         or new.bad_words_token_ids
+        or constraint is not None
     ):
         return None
     output = new.token_ids[new.num_prompt_tokens :]
@@ -274,6 +292,7 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
         repetition_penalty=params.repetition_penalty,
         output_counts=TokenCounts(output) if counted else None,
         seen=TokenCounts(new.token_ids) if repetition else None,
+        constraint=constraint,
     )
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "run-batch": "Answer a file of requests (JSON lines), resumable after a crash.",
     "bench": "Measure latency, throughput, serving and start-up.",
     "collect-env": "Print a report of this machine for a bug ticket.",
+    "schema": "Say which grammar backends can serve a JSON schema, regex or grammar.",
     "plugins": "List what is installed under each plug-in role.",
 }
 

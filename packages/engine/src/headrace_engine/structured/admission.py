@@ -1,0 +1,165 @@
+"""Constraints on their way in: checked, compiled in a process that can be killed, remembered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from headrace_core.config import StructuredOutputsConfig
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.grammar import GrammarSpec, Vocabulary, refuse
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_engine.structured.backend_loading import backend_class, backend_order
+from headrace_engine.structured.compile_process import CompileProcesses
+from headrace_engine.structured.source import Source, source_of
+
+logger = logging.getLogger(__name__)
+
+MAX_VERDICTS = 4096
+"""Compiled and refused constraints that are remembered, by digest: some 2 MB."""
+_MESSAGE_BYTES = 512
+"""Longest refusal that is remembered."""
+BOUNDED = frozenset({"json_object"})
+"""Kinds whose compilation is the same for every request: nothing about them can be made slow."""
+
+
+class Admitted(NamedTuple):
+    """A constraint that compiles."""
+
+    grammar: GrammarSpec
+    size_bytes: int
+
+
+class _Verdict(NamedTuple):
+    size_bytes: int
+    error: RequestError | None
+
+
+class Admission:
+    """Finds the backend for each constraint and lets it compile. Thread-safe.
+
+    Args:
+        config: backend, limits.
+        vocabulary: made when the first constraint comes.
+    """
+
+    def __init__(
+        self, config: StructuredOutputsConfig, vocabulary: Callable[[], Vocabulary]
+    ) -> None:
+        self.config = config
+        self._processes = CompileProcesses(
+            vocabulary,
+            count=config.compile_processes,
+            seconds=config.compile_seconds,
+            memory_bytes=config.compile_memory_bytes,
+        )
+        self._lock = threading.Lock()
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        self._under_way: dict[bytes, Future[_Verdict]] = {}
+
+    def admit(self, params: StructuredOutputsParams) -> Admitted:
+        """Check a constraint; compile it unless that is known to work. May take seconds.
+
+        Raises:
+            RequestError: malformed, too large, or no backend can serve it; names keyword and
+                JSON pointer.
+        """
+        source = source_of(params, self.config)
+        fallback = not (self.config.disable_fallback or params.disable_fallback)
+        errors: list[RequestError] = []
+        for name in backend_order(self.config, fallback=fallback):
+            try:
+                return self._admit(source, name, params)
+            except UnsupportedFeature as error:  # another backend may have it
+                errors.append(error)
+        raise _summary(source, errors)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()
+
+    def _admit(self, source: Source, name: str, params: StructuredOutputsParams) -> Admitted:
+        spec = source.spec(name)
+        reasons = [*backend_class(name).refuse(spec), *_option_refusals(params, name)]
+        if reasons:
+            raise refuse(spec, reasons)
+        if spec.kind in BOUNDED:
+            return Admitted(spec, 1 << 16)
+        verdict = self._verdict(spec)
+        if verdict.error is not None:
+            # One object's traceback must not be shared between requests.
+            raise type(verdict.error)(str(verdict.error), param=verdict.error.param)
+        return Admitted(spec, verdict.size_bytes)
+
+    def _verdict(self, spec: GrammarSpec) -> _Verdict:
+        """The remembered verdict, or a new one; equal constraints at once compile once."""
+        key = spec.key
+        with self._lock:
+            known = self._verdicts.get(key)
+            if known is not None:
+                self._verdicts.move_to_end(key)
+                return known
+            under_way = self._under_way.get(key)
+            mine = under_way is None
+            if under_way is None:
+                under_way = self._under_way[key] = Future()
+        if not mine:
+            return under_way.result()
+        try:
+            verdict = self._try(spec)
+        except BaseException as error:
+            under_way.set_exception(error)
+            raise
+        else:
+            under_way.set_result(verdict)
+            self._remember(key, verdict)
+            return verdict
+        finally:
+            with self._lock:
+                del self._under_way[key]
+
+    def _try(self, spec: GrammarSpec) -> _Verdict:
+        try:
+            return _Verdict(self._processes.compile(spec), None)
+        except RequestError as error:
+            logger.debug("a constraint of kind %s was refused by %s", spec.kind, spec.backend)
+            return _Verdict(0, error)
+
+    def _remember(self, key: bytes, verdict: _Verdict) -> None:
+        if verdict.error is not None and len(str(verdict.error)) > _MESSAGE_BYTES:
+            return
+        with self._lock:
+            self._verdicts[key] = verdict
+            while len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+
+def _option_refusals(params: StructuredOutputsParams, name: str) -> list[str]:
+    """Options that one request may use only with the backends that have them."""
+    reasons = []
+    if params.disable_any_whitespace and name not in ("guidance", "xgrammar"):
+        reasons.append("disable_any_whitespace: only guidance and xgrammar can do it")
+    if params.whitespace_pattern is not None and name not in ("guidance", "outlines"):
+        reasons.append("whitespace_pattern: only guidance and outlines can do it")
+    return reasons
+
+
+def _summary(source: Source, errors: Sequence[RequestError]) -> RequestError:
+    """One error of all backends that were tried; the first one's is the one that is shown whole."""
+    if not errors:
+        return UnsupportedFeature(
+            "structured_outputs: no grammar backend is installed; pip install llguidance",
+            param="structured_outputs",
+        )
+    first = errors[0]
+    if len(errors) == 1:
+        return first
+    others = len(errors) - 1
+    return UnsupportedFeature(
+        f"{first} (nor can the {others} other installed backend{'s' if others > 1 else ''})",
+        param=first.param,
+    )

@@ -1,0 +1,1 @@
+"""Grammar backends, one module each; plug-ins of ``headrace.grammar_backends``."""

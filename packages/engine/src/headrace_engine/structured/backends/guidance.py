@@ -1,0 +1,285 @@
+"""llguidance: JSON schemas, regexes, EBNF, Lark and structural tags; compiles in milliseconds.
+
+Source: https://github.com/guidance-ai/llguidance (docs/syntax.md, docs/json_schema.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.errors import MissingDependency, RequestError
+from headrace_core.grammar import (
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarSpec,
+    Refusal,
+    Vocabulary,
+    malformed,
+    refuse,
+)
+from headrace_engine.structured.blame import blame
+from headrace_engine.structured.schema import parse_json, unsupported
+from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
+from headrace_engine.structured.wording import plain, position
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEYWORDS = frozenset(
+    {
+        "$ref", "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "enum",
+        "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength",
+        "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
+        "multipleOf", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
+        "required", "type",
+    }
+)  # fmt: skip
+FORMATS = frozenset(
+    {
+        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown",
+        "uri", "uuid",
+    }
+)  # fmt: skip
+MAX_LEXER_STATES = 50_000
+"""About 100 MB at most for one request's matcher."""
+MAX_THREADS = 4
+"""Threads that fill masks of several requests at once."""
+
+END = "<|end of the constraint|>"
+"""Name of a token behind the vocabulary: where it is allowed, the output is complete."""
+
+
+class GuidanceBackend(GrammarBackend):
+    """See the module."""
+
+    name = "guidance"
+    library = "llguidance"
+    install = "pip install 'llguidance>=1.9,<2'"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingDependency(
+                self.library, needed_for=f"grammar backend {self.name}", install=self.install
+            ) from error
+        self._library = llguidance
+        self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(vocabulary)),
+            n_vocab=vocabulary.size + 1,
+            eos_token=vocabulary.size,
+        )
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        )
+        self._executor = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+
+    @classmethod
+    def refuse(cls, spec: GrammarSpec) -> list[str]:
+        if spec.kind == "json":
+            return unsupported(parse_json(spec.source, spec.kind), KEYWORDS, FORMATS)
+        if spec.kind == "structural_tag":
+            return tag_refusals(
+                parse_json(spec.source, spec.kind),
+                lambda schema: unsupported(schema, KEYWORDS, FORMATS),
+            )
+        return []
+
+    def compile(self, spec: GrammarSpec) -> GuidanceGrammar:
+        matcher = self._matcher(self._text(spec))
+        if matcher.is_error():
+            raise self._error(spec, matcher.get_error())
+        grammar = GuidanceGrammar(matcher, self.vocabulary)
+        first = np.zeros((1, self.vocabulary.num_words), np.int32)
+        begin = grammar.matcher()
+        begin.fill_bitmask(first, 0)
+        if not (first.any() or begin.complete):
+            raise malformed(spec.kind, "no text that the tokenizer can write satisfies it")
+        return grammar
+
+    def fill_bitmasks(
+        self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
+    ) -> None:
+        if len(rows) == 1:
+            rows[0][0].fill_bitmask(bitmask, rows[0][1])
+            return
+        matchers = [cast(GuidanceMatcher, matcher) for matcher, _ in rows]
+        room = np.zeros((len(rows), -(-(self.vocabulary.size + 1) // 32)), np.int32)
+        self._executor.unsafe_compute_mask_ptr(
+            [(matcher.library_matcher, i) for i, matcher in enumerate(matchers)],
+            room.ctypes.data,
+            room.shape[1] * 4,
+            len(rows),
+        )
+        for i, (matcher, (_, row)) in enumerate(zip(matchers, rows)):
+            matcher.take_mask(room[i], bitmask, row)
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        return self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+
+    def _text(self, spec: GrammarSpec) -> str:
+        """The constraint in the library's own form."""
+        make: Callable[[GrammarSpec], str] = {
+            "json": self._json,
+            "json_object": self._json,
+            "regex": lambda spec: self._library.LLMatcher.grammar_from_regex(spec.source),
+            "choice": lambda spec: "start: " + " | ".join(
+                json.dumps(text, ensure_ascii=False) for text in json.loads(spec.source)
+            ),
+            "grammar": lambda spec: as_lark(spec.source),
+            "structural_tag": lambda spec: tag_grammar(
+                parse_json(spec.source, spec.kind),
+                self.vocabulary,
+                lambda schema: json.dumps({**schema, "x-guidance": _json_options(spec)}
+                                          if isinstance(schema, dict) else schema),
+                as_lark,
+            ),
+        }[spec.kind]  # fmt: skip
+        return make(spec)
+
+    def _json(self, spec: GrammarSpec) -> str:
+        source = spec.source or '{"type": "object"}'
+        return self._library.LLMatcher.grammar_from_json_schema(
+            source, overrides=cast(Any, _json_options(spec))
+        )
+
+    def _error(self, spec: GrammarSpec, message: str) -> RequestError:
+        reason = plain(message) or "it cannot be compiled"
+        if spec.kind != "json":
+            where = position(message) if spec.kind == "grammar" else ""
+            return malformed(spec.kind, where + reason)
+        schema = parse_json(spec.source, spec.kind)
+
+        def error_of(part: Any) -> str:
+            options = json.loads(json.dumps(_json_options(spec)))
+            text = self._library.LLMatcher.grammar_from_json_schema(
+                json.dumps(part), overrides=options
+            )
+            matcher = self._matcher(text)
+            return (
+                plain(matcher.get_error()) or "it cannot be compiled" if matcher.is_error() else ""
+            )
+
+        keyword, pointer = blame(schema, error_of, reason)
+        return refuse(spec, [Refusal.of(keyword, pointer, reason)])
+
+
+def _json_options(spec: GrammarSpec) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if spec.whitespace_pattern is not None:
+        options["whitespace_pattern"] = spec.whitespace_pattern
+    elif not spec.any_whitespace:
+        options["whitespace_flexible"] = False
+    return options
+
+
+def as_lark(source: str) -> str:
+    """A grammar in EBNF (``root ::= ...``) or Lark, as Lark.
+
+    Raises:
+        RequestError: it is no EBNF; says where.
+    """
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(source)
+    except GbnfToLarkError as error:
+        line = source.count("\n", 0, error.pos.pos) + 1
+        column = error.pos.pos - source.rfind("\n", 0, error.pos.pos)
+        what = plain(str(error).partition(" at line")[0]) or "no EBNF"
+        raise malformed("grammar", f"line {line} column {column}: {what}") from None
+    except RecursionError:
+        raise malformed("grammar", "nested too deep") from None
+    except Exception as error:
+        raise malformed("grammar", plain(str(error)) or "no EBNF") from None
+
+
+class _Tokens:
+    """The vocabulary as the library asks for it, with :data:`END` behind its last token."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.tokens = [*vocabulary.tokens, END.encode()]
+        self.special_token_ids = sorted(vocabulary.special_token_ids | {vocabulary.size})
+        self.eos_token_id = vocabulary.size
+        self.bos_token_id = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Spelling of text that is forced anyway."""
+        try:
+            return self._vocabulary.spell(text.encode() if isinstance(text, str) else text)
+        except ValueError:
+            return []
+
+
+class GuidanceGrammar:
+    """A compiled grammar: a matcher that takes no tokens, copied for each request."""
+
+    def __init__(self, prototype: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._prototype = prototype
+        self._vocabulary = vocabulary
+        self._lock = threading.Lock()
+
+    def matcher(self) -> GuidanceMatcher:
+        with self._lock:
+            return GuidanceMatcher(self._prototype.deep_copy(), self._vocabulary)
+
+
+class GuidanceMatcher:
+    """One request's place in a grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self.library_matcher = matcher
+        self._size = vocabulary.size
+        self._room = np.zeros(-(-(vocabulary.size + 1) // 32), np.int32)
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        room = self._room
+        self.library_matcher.unsafe_compute_mask_ptr(room.ctypes.data, room.nbytes)
+        self.take_mask(room, bitmask, row)
+
+    def take_mask(
+        self, words: npt.NDArray[np.int32], bitmask: npt.NDArray[np.int32], row: int
+    ) -> None:
+        """Copy the library's mask, which has a bit for :data:`END`, to a row of a bitmask."""
+        if self.library_matcher.is_error():
+            bitmask[row] = 0  # it gave up: its own limits, most likely
+            return
+        words[self._size // 32] &= _without_bit(self._size % 32)
+        bitmask[row] = words[: bitmask.shape[1]]
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        tokens = list(token_ids)
+        if any(not 0 <= token_id < self._size for token_id in tokens):
+            return False
+        taken = self.library_matcher.try_consume_tokens(tokens)
+        if taken < len(tokens):
+            self.roll_back(taken)
+            return False
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.library_matcher.rollback(num_tokens)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.library_matcher.is_accepting())
+
+    @property
+    def terminated(self) -> bool:
+        return self.complete and bool(self.library_matcher.is_stopped())
+
+
+@functools.cache
+def _without_bit(bit: int) -> np.int32:
+    return np.int32(~(1 << bit) if bit < 31 else 0x7FFFFFFF)

@@ -1,0 +1,176 @@
+"""outlines-core: regexes, and JSON schemas as regexes, over an index of all tokens by state.
+
+Source: https://github.com/dottxt-ai/outlines-core. The index takes time and memory with the size
+of vocabulary and regex; a step is a look-up. Its schemas pass over keywords that they do not know;
+:data:`KEYWORDS` holds those that they were seen to enforce.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.errors import MissingDependency
+from headrace_core.grammar import GrammarBackend, GrammarSpec, Refusal, Vocabulary, malformed
+from headrace_engine.structured.schema import (
+    entangled,
+    parse_json,
+    subschemas,
+    unsupported,
+)
+from headrace_engine.structured.wording import plain
+
+if TYPE_CHECKING:
+    import outlines_core
+
+KEYWORDS = frozenset(
+    {
+        "$ref", "additionalProperties", "anyOf", "const", "enum", "items", "maxItems",
+        "maxLength", "minItems", "minLength", "properties", "required", "type",
+    }
+)  # fmt: skip
+FORMATS: frozenset[str] = frozenset({"date", "uuid"})
+KEPT_MASKS = 256
+"""States of one grammar whose masks are kept."""
+
+
+class OutlinesBackend(GrammarBackend):
+    """See the module."""
+
+    name = "outlines"
+    library = "outlines_core"
+    install = "pip install 'headrace-engine[outlines]'"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        try:
+            import outlines_core
+        except ImportError as error:
+            raise MissingDependency(
+                self.library, needed_for=f"grammar backend {self.name}", install=self.install
+            ) from error
+        self._library = outlines_core
+        ids: dict[bytes, list[int]] = {}
+        for token_id, token in enumerate(vocabulary.tokens):
+            if token and token_id not in vocabulary.special_token_ids:
+                ids.setdefault(token, []).append(token_id)
+        self._words = outlines_core.Vocabulary(vocabulary.size, ids)
+
+    @classmethod
+    def refuse(cls, spec: GrammarSpec) -> list[str]:
+        if spec.kind in ("grammar", "structural_tag"):
+            return [f"{spec.kind}: only json, json_object, regex and choice"]
+        if not spec.any_whitespace:
+            return ["disable_any_whitespace: it has no such option"]
+        if spec.kind != "json":
+            return []
+        schema = parse_json(spec.source, spec.kind)
+        return unsupported(schema, KEYWORDS, FORMATS) + entangled(schema) + _peculiar(schema)
+
+    def compile(self, spec: GrammarSpec) -> OutlinesGrammar:
+        try:
+            index = self._library.Index(self._regex(spec), self._words)
+        except ValueError as error:
+            raise malformed(spec.kind, plain(str(error)) or "it cannot be compiled") from None
+        return OutlinesGrammar(index, self.vocabulary)
+
+    def _regex(self, spec: GrammarSpec) -> str:
+        if spec.kind == "regex":
+            return spec.source
+        if spec.kind == "choice":
+            return "|".join(map(_literal, json.loads(spec.source)))
+        text = spec.source or '{"type": "object"}'
+        regex: str = self._library.json_schema.build_regex_from_schema(
+            text, spec.whitespace_pattern
+        )
+        return regex
+
+
+def _literal(text: str) -> str:
+    """A regex of one text; Rust's dialect knows no escaped letters or line ends."""
+    return "(" + re.sub(r"[][(){}.*+?^$|\\#&~-]", lambda match: "\\" + match.group(), text) + ")"
+
+
+def _peculiar(schema: Any) -> list[str]:
+    """What its translation of schemas does not do as the standard says."""
+    reasons = []
+    for pointer, found in subschemas(schema):
+        if isinstance(found, bool) or not found:
+            reasons.append(Refusal.of("true", pointer, "only schemas that say something"))
+            continue
+        named, required = found.get("properties", {}), found.get("required", [])
+        missing = [name for name in required if name not in named]
+        if missing:
+            reasons.append(
+                Refusal.of("required", pointer, f"{missing[0]!r:.80} is not in 'properties'")
+            )
+        odd = [name for name in named if json.dumps(name, ensure_ascii=False) != f'"{name}"']
+        if odd:
+            reasons.append(
+                Refusal.of("properties", pointer, f"the name {odd[0]!r:.80} needs escapes")
+            )
+        if isinstance(found.get("type"), list) and len(found) > 1:
+            reasons.append(Refusal.of("type", pointer, "several types beside other keywords"))
+    return reasons
+
+
+class OutlinesGrammar:
+    """An index, and masks of the states that were met."""
+
+    def __init__(self, index: outlines_core.Index, vocabulary: Vocabulary) -> None:
+        self.index = index
+        self.size = vocabulary.size
+        self.mask = functools.lru_cache(KEPT_MASKS)(self._mask)
+
+    def matcher(self) -> OutlinesMatcher:
+        return OutlinesMatcher(self)
+
+    def _mask(self, state: int) -> npt.NDArray[np.int32]:
+        """[ceil(V / 32)] int32."""
+        allowed = np.zeros(-(-(self.size + 1) // 32) * 32, np.uint8)
+        ids = self.index.get_allowed_tokens(state)
+        if ids:
+            allowed[np.asarray(ids, np.int64)] = 1
+        allowed[self.size] = 0  # stands for the end
+        words = np.packbits(allowed, bitorder="little").view(np.int32)
+        return words[: -(-self.size // 32)]
+
+
+class OutlinesMatcher:
+    """One request's place: the states it has been in."""
+
+    def __init__(self, grammar: OutlinesGrammar) -> None:
+        self._grammar = grammar
+        self._states: list[int] = [grammar.index.get_initial_state()]
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        bitmask[row] = self._grammar.mask(self._states[-1])
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        states, index = self._states[-1:], self._grammar.index
+        for token_id in token_ids:
+            inside = 0 <= token_id < self._grammar.size
+            found = index.get_next_state(states[-1], token_id) if inside else None
+            if found is None:
+                return False
+            states.append(found)
+        self._states += states[1:]
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            del self._states[-num_tokens:]
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._grammar.index.is_final_state(self._states[-1]))
+
+    @property
+    def terminated(self) -> bool:
+        return self.complete and not self._grammar.mask(self._states[-1]).any()

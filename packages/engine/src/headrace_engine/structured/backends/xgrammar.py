@@ -1,0 +1,183 @@
+"""xgrammar: JSON schemas, regexes, EBNF and structural tags. Imports torch.
+
+Source: https://github.com/mlc-ai/xgrammar. Its converter passes over keywords that it does not
+know; :data:`KEYWORDS` holds those that it was seen to enforce.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.errors import MissingDependency
+from headrace_core.grammar import (
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarSpec,
+    Refusal,
+    Vocabulary,
+    malformed,
+)
+from headrace_engine.structured.schema import entangled, parse_json, unsupported
+from headrace_engine.structured.structural_tag import parse_tag, schemas_of
+from headrace_engine.structured.wording import plain
+
+if TYPE_CHECKING:
+    import xgrammar
+
+KEYWORDS = frozenset(
+    {
+        "$ref", "additionalProperties", "anyOf", "const", "enum", "items", "maxItems",
+        "maxLength", "minItems", "minLength", "prefixItems", "properties", "required", "type",
+    }
+)  # fmt: skip
+FORMATS: frozenset[str] = frozenset()
+COMPILE_THREADS = 1
+END = b"<|end of the constraint|>"
+"""A token behind the vocabulary that stands for the end."""
+
+
+class XGrammarBackend(GrammarBackend):
+    """See the module."""
+
+    name = "xgrammar"
+    library = "xgrammar"
+    install = "pip install 'headrace-engine[xgrammar]'"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise MissingDependency(
+                self.library, needed_for=f"grammar backend {self.name}", install=self.install
+            ) from error
+        self._library = xgrammar
+        special = vocabulary.special_token_ids
+        info = xgrammar.TokenizerInfo(
+            [b"" if i in special else t for i, t in enumerate(vocabulary.tokens)] + [END],
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size + 1,
+            stop_token_ids=[vocabulary.size],
+        )
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=COMPILE_THREADS, cache_enabled=False
+        )
+
+    @classmethod
+    def refuse(cls, spec: GrammarSpec) -> list[str]:
+        if spec.whitespace_pattern is not None:
+            return ["whitespace_pattern: it has no such option"]
+        if spec.kind == "json":
+            return _schema_refusals(parse_json(spec.source, spec.kind))
+        if spec.kind == "structural_tag":
+            form = parse_tag(parse_json(spec.source, spec.kind))
+            return [reason for schema in schemas_of(form) for reason in _schema_refusals(schema)]
+        if spec.kind == "grammar" and "::=" not in spec.source:
+            return ["grammar: only EBNF (root ::= ...), not Lark"]
+        return []
+
+    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+        make: Mapping[str, Callable[[], xgrammar.CompiledGrammar]] = {
+            "json": lambda: self._schema(spec, spec.source),
+            "json_object": lambda: self._schema(spec, '{"type": "object"}'),
+            "regex": lambda: self._compiler.compile_regex(spec.source),
+            "choice": lambda: self._compiler.compile_grammar(_choices(json.loads(spec.source))),
+            "grammar": lambda: self._compiler.compile_grammar(spec.source),
+            "structural_tag": lambda: self._compiler.compile_structural_tag(
+                {"type": "structural_tag", "format": parse_tag(parse_json(spec.source, spec.kind))}
+            ),
+        }
+        try:
+            compiled = make[spec.kind]()
+        except Exception as error:  # RuntimeError, and classes of its own that share no base
+            raise malformed(spec.kind, plain(str(error)) or "it cannot be compiled") from None
+        grammar = XGrammarGrammar(self._library, compiled, self.vocabulary)
+        begin = grammar.matcher()
+        if not (begin.any_token() or begin.complete):
+            raise malformed(spec.kind, "no text that the tokenizer can write satisfies it")
+        return grammar
+
+    def fill_bitmasks(
+        self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
+    ) -> None:
+        for matcher, row in rows:
+            matcher.fill_bitmask(bitmask, row)
+
+    def _schema(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
+        compact = None if spec.any_whitespace else (",", ":")
+        return self._compiler.compile_json_schema(
+            text, any_whitespace=spec.any_whitespace, separators=compact, strict_mode=False
+        )
+
+
+def _schema_refusals(schema: Any) -> list[str]:
+    reasons = unsupported(schema, KEYWORDS, FORMATS) + entangled(schema)
+    if isinstance(schema, bool):
+        reasons.append(Refusal.of(str(schema).lower(), "", "only schemas that are objects"))
+    return reasons
+
+
+def _choices(texts: Sequence[str]) -> str:
+    """EBNF of alternatives."""
+    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+class XGrammarGrammar:
+    """A compiled grammar."""
+
+    def __init__(
+        self, library: Any, compiled: xgrammar.CompiledGrammar, vocabulary: Vocabulary
+    ) -> None:
+        self._library = library
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+
+    def matcher(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self._library.GrammarMatcher(self._compiled), self._vocabulary.size)
+
+
+class XGrammarMatcher:
+    """One request's place in a grammar."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, size: int) -> None:
+        self._matcher = matcher
+        self._size = size
+        self._room = np.zeros((1, -(-(size + 1) // 32)), np.int32)
+
+    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
+        room = self._room
+        room[:] = -1  # a mask that allows everything is not written
+        self._matcher.fill_next_token_bitmask(cast(Any, room), 0)
+        room[0, self._size // 32] &= np.int32((1 << (self._size % 32)) - 1)
+        bitmask[row] = room[0, : bitmask.shape[1]]
+
+    def any_token(self) -> bool:
+        """Whether any token may be next."""
+        words = np.zeros((1, -(-self._size // 32)), np.int32)
+        self.fill_bitmask(words, 0)
+        return bool(words.any())
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        for done, token_id in enumerate(token_ids):
+            inside = 0 <= token_id < self._size
+            if not (inside and self._matcher.accept_token(token_id)):
+                self.roll_back(done)
+                return False
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    @property
+    def terminated(self) -> bool:
+        return self.complete and not self.any_token()

@@ -1,0 +1,169 @@
+"""Constraints in the worker: each follows its request's tokens and says which may be next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.grammar import Constraint, GrammarMatcher, Vocabulary
+from headrace_engine.structured.marker import MarkerGate, MarkerTokens
+from headrace_engine.structured.store import Compiled, GrammarStore
+
+logger = logging.getLogger(__name__)
+
+Words = npt.NDArray[np.int32]
+
+COMPILE_WAIT = 60.0
+"""Longest wait for a grammar that is not there when its request first runs, in seconds. The core
+holds requests back until it is, so nothing waits here but what was evicted in between."""
+MAX_MARKERS = 16
+"""Markers whose tokens are remembered: as many as there are reasoning formats in use, one."""
+
+
+class RowConstraint:
+    """One request's constraint.
+
+    Args:
+        constraint: as admitted.
+        compiled: its grammar.
+        vocabulary: the tokens' bytes.
+        gate: watches for the text from which on the constraint holds; None: it holds from the
+            first token on.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        compiled: Compiled,
+        vocabulary: Vocabulary,
+        marker: MarkerTokens | None,
+    ) -> None:
+        self.backend = compiled.backend
+        self.words: Words | None = None
+        """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
+        self._ends = [i for i in constraint.end_token_ids if 0 <= i < vocabulary.size]
+        self._vocabulary = vocabulary
+        self._grammar = compiled.grammar
+        self._gate = MarkerGate(marker, vocabulary, self._may_begin) if marker else None
+        self._matcher: GrammarMatcher | None = None if marker else compiled.grammar.matcher()
+        self._ended = False
+        self._broken = False
+
+    def observe(self, token_id: int) -> None:
+        """The output has grown by a token."""
+        if self._ended:
+            return
+        if token_id in self._ends:
+            self._ended = True
+        elif self._gate is not None:
+            behind = self._gate.feed(token_id)
+            if behind is not None:
+                self._gate = None
+                self._matcher = self._grammar.matcher()
+                self._broken = not self._matcher.advance(self._spelled(behind))
+        elif self._matcher is not None and not self._matcher.advance([token_id]):
+            logger.error("the grammar takes no token %d, which its mask allowed", token_id)
+            self._broken = True
+
+    @property
+    def matcher(self) -> GrammarMatcher | None:
+        """Whose mask holds for the next token, if it is a grammar's."""
+        return None if self._ended or self._broken else self._matcher
+
+    def take(self, words: Words) -> None:
+        """The grammar's mask of the next token; tokens that end the output are added or removed."""
+        matcher = self._matcher
+        assert matcher is not None
+        ends = matcher.complete
+        for token_id in self._ends:
+            bit = _bit(token_id)
+            word = words[token_id // 32]
+            words[token_id // 32] = word | bit if ends else word & ~bit
+        self.words = words
+
+    def take_none(self) -> None:
+        """No grammar's mask holds for the next token."""
+        self.words = None
+        if self._broken:
+            self.words = np.zeros(self._vocabulary.num_words, np.int32)
+        elif self._gate is not None and not self._ended:
+            forbidden = self._gate.forbidden()
+            if forbidden:
+                self.words = np.full(self._vocabulary.num_words, -1, np.int32)
+                for token_id in forbidden:
+                    self.words[token_id // 32] &= ~_bit(token_id)
+
+    def _may_begin(self, text: bytes) -> bool:
+        try:
+            return self._grammar.matcher().advance(self._spelled(text))
+        except ValueError:
+            return False  # no tokens spell it: nothing could have written it otherwise
+
+    def _spelled(self, text: bytes) -> list[int]:
+        return self._vocabulary.spell(text) if text else []
+
+
+def _bit(token_id: int) -> np.int32:
+    return np.array(1 << (token_id % 32), np.uint32).view(np.int32)[()]
+
+
+def fill_masks(constraints: Iterable[RowConstraint]) -> None:
+    """Find out for each which tokens may be next; those of one backend together."""
+    waiting: list[tuple[RowConstraint, GrammarMatcher]] = []
+    for constraint in constraints:
+        matcher = constraint.matcher
+        if matcher is None:
+            constraint.take_none()
+        else:
+            waiting.append((constraint, matcher))
+    waiting.sort(key=lambda pair: pair[0].backend.name)
+    for _, group in groupby(waiting, key=lambda pair: pair[0].backend.name):
+        _fill(list(group))
+
+
+def _fill(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> None:
+    backend = group[0][0].backend
+    bitmask = np.zeros((len(group), backend.vocabulary.num_words), np.int32)
+    backend.fill_bitmasks([(matcher, row) for row, (_, matcher) in enumerate(group)], bitmask)
+    for words, (constraint, _) in zip(bitmask, group):
+        constraint.take(words)
+
+
+class ConstraintMaker:
+    """Makes a request's constraint when the worker takes the request in. One thread only.
+
+    Args:
+        store: the compiled grammars.
+    """
+
+    def __init__(self, store: GrammarStore) -> None:
+        self._store = store
+        self._markers: dict[str, MarkerTokens] = {}
+
+    def make(self, constraint: Constraint, output: Sequence[int]) -> RowConstraint:
+        """A constraint that has seen the output so far: not empty after a preemption.
+
+        Raises:
+            RequestError: the grammar does not compile after all.
+            TimeoutError: it took too long.
+        """
+        compiled = self._store.request(constraint).result(COMPILE_WAIT)
+        vocabulary = self._store.vocabulary
+        marker = self._marker(constraint.start_after, vocabulary)
+        made = RowConstraint(constraint, compiled, vocabulary, marker)
+        for token_id in output:
+            made.observe(token_id)
+        return made
+
+    def _marker(self, text: str, vocabulary: Vocabulary) -> MarkerTokens | None:
+        if not text:
+            return None
+        if text not in self._markers:
+            if len(self._markers) >= MAX_MARKERS:
+                self._markers.clear()
+            self._markers[text] = MarkerTokens(text.encode(), vocabulary)
+        return self._markers[text]

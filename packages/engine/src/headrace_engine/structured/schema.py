@@ -1,0 +1,313 @@
+"""JSON schemas as backends look at them: where schemas stand in a schema, and which keywords they
+use. Source: JSON Schema drafts 4 to 2020-12."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from headrace_core.grammar import Refusal, malformed
+
+Schema = Mapping[str, Any]
+
+ONE = frozenset(
+    {
+        "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if",
+        "items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+"""Keywords whose value is a schema."""
+LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+"""Keywords whose value is a list of schemas (``items`` in drafts before 2020-12)."""
+MAPS = frozenset(
+    {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"}
+)
+"""Keywords whose value maps names to schemas."""
+ASSERTIONS = (ONE | LISTS | MAPS - {"$defs", "definitions"} - {"contentSchema"}) | {
+    "$dynamicRef", "$recursiveRef", "$ref", "const", "dependentRequired", "enum",
+    "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength",
+    "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum",
+    "multipleOf", "pattern", "required", "type", "uniqueItems",
+}  # fmt: skip
+"""Keywords that say what an instance must be. All others are remarks, and are ignored."""
+NUMBER_FORMATS = frozenset({"int32", "int64", "uint32", "uint64", "float", "double", "decimal"})
+"""Formats that OpenAPI adds to numbers: remarks."""
+_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "additionalItems": (True, {}), "additionalProperties": (True, {}), "contains": (),
+    "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},),
+    "minItems": (0,), "minLength": (0,), "minProperties": (0,), "patternProperties": ({},),
+    "propertyNames": (True, {}), "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}), "uniqueItems": (False,), "required": ([],),
+}  # fmt: skip
+"""Values with which a keyword demands nothing."""
+
+
+def parse_json(text: str, kind: str) -> Any:
+    """JSON text of a constraint of that kind.
+
+    Raises:
+        RequestError: it is none; says where.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise malformed(
+            kind, f"no JSON: line {error.lineno} column {error.colno}: {error.msg}"
+        ) from None
+    except (ValueError, RecursionError):
+        raise malformed(
+            kind, "no JSON that can be read: nested too deep, or numbers too long"
+        ) from None
+
+
+def depth(value: Any) -> int:
+    """Deepest nesting of lists and objects in a JSON value; 0 for a scalar. Does not recurse."""
+    level, found = 0, [value]
+    while found := [item for item in found if isinstance(item, (dict, list))]:
+        level += 1
+        found = [inner for item in found for inner in _items(item)]
+    return level
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else list(value)
+
+
+def subschemas(schema: Any, pointer: str = "") -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, schema) of a schema and all in it, outer ones first."""
+    pending = [(pointer, schema)]
+    while pending:
+        at, found = pending.pop()
+        yield at, found
+        if isinstance(found, Mapping):
+            pending.extend(reversed(list(_inner(at, found))))
+
+
+def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+    for keyword, value in schema.items():
+        at = f"{pointer}/{escape(keyword)}"
+        if keyword in MAPS and isinstance(value, Mapping):
+            for name, inner in value.items():
+                if isinstance(inner, (Mapping, bool)):
+                    yield f"{at}/{escape(name)}", inner
+        elif keyword in LISTS and isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield f"{at}/{index}", inner
+        elif keyword in ONE and isinstance(value, (Mapping, bool)):
+            yield at, value
+
+
+def escape(name: str) -> str:
+    """A name as a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def unsupported(
+    schema: Any, supported: frozenset[str], formats: frozenset[str] | None
+) -> list[str]:
+    """What a backend cannot do of a schema.
+
+    Args:
+        schema: parsed.
+        supported: keywords that it enforces.
+        formats: values of ``format`` that it enforces; None: all.
+
+    Returns:
+        One reason per keyword, with its place.
+    """
+    reasons = []
+    for pointer, found in subschemas(schema):
+        if not isinstance(found, Mapping):
+            continue
+        for keyword, value in found.items():
+            reason = _why_not(keyword, value, supported, formats)
+            if reason:
+                reasons.append(Refusal.of(keyword, pointer, reason))
+    return reasons
+
+
+def _why_not(
+    keyword: str, value: Any, supported: frozenset[str], formats: frozenset[str] | None
+) -> str:
+    if keyword not in ASSERTIONS or _demands_nothing(keyword, value):
+        return ""
+    if keyword not in supported:
+        return "this keyword is not enforced by it"
+    if keyword == "$ref" and not str(value).startswith("#"):
+        return f"{value!r:.80} is outside of the schema, and nothing is fetched"
+    if keyword == "format" and formats is not None and value not in formats | NUMBER_FORMATS:
+        return (
+            f"{value!r:.80} is none of the formats that it enforces ({', '.join(sorted(formats))})"
+        )
+    return ""
+
+
+def _demands_nothing(keyword: str, value: Any) -> bool:
+    return any(value == nothing and type(value) is type(nothing)
+               for nothing in _NOTHING.get(keyword, ()))  # fmt: skip
+
+
+def malformed_at(schema: Any) -> Iterator[str]:
+    """What is wrong with a schema whatever the backend: values of a wrong type, with their place."""
+    for pointer, found in subschemas(schema):
+        if isinstance(found, bool):
+            continue
+        if isinstance(found, Mapping) and _leads_nowhere(found.get("$ref"), schema):
+            yield Refusal.of("$ref", pointer, f"{found['$ref']!r:.80} leads nowhere")
+        if not isinstance(found, Mapping):
+            yield f"{found!r:.80} at {'#' + pointer!r} is no schema: must be an object or a boolean"
+            continue
+        for keyword, value in found.items():
+            accepted = _accepted(keyword, value)
+            if accepted:
+                yield Refusal.of(keyword, pointer, f"{value!r:.80}: must be {accepted}")
+
+
+def _leads_nowhere(reference: Any, root: Any) -> bool:
+    """Whether a reference by JSON pointer has no target."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return False
+    found = root
+    for part in unquote(reference[2:]).split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, Mapping) and name in found:
+            found = found[name]
+        else:
+            return True
+    return False
+
+
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def _accepted(keyword: str, value: Any) -> str:
+    """What the keyword's value must be; "" if it is."""
+    checks: Mapping[str, tuple[bool, str]] = {
+        "type": (
+            value in _TYPES if isinstance(value, str)
+            else isinstance(value, list) and bool(value) and all(t in _TYPES for t in value),
+            f"one of {', '.join(_TYPES)}, or a list of them",
+        ),
+        "enum": (isinstance(value, list) and bool(value), "a list of at least one value"),
+        "required": (
+            (isinstance(value, list) and all(isinstance(v, str) for v in value))
+            or isinstance(value, bool),
+            "a list of names",
+        ),
+        "pattern": (isinstance(value, str), "a regex"),
+        "format": (isinstance(value, str), "a format's name"),
+        "$ref": (isinstance(value, str), "a reference such as '#/$defs/name'"),
+    }  # fmt: skip
+    if keyword in checks:
+        right, accepted = checks[keyword]
+        return "" if right else accepted
+    if keyword in MAPS:
+        return "" if isinstance(value, Mapping) else "an object of schemas"
+    if keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
+        return "" if isinstance(value, list) and value else "a list of at least one schema"
+    if keyword.startswith(("min", "max")) and keyword in ASSERTIONS:
+        whole = keyword not in ("minimum", "maximum")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (whole and (value < 0 or value != int(value))):
+            return "a whole number of at least 0" if whole else "a number"
+    return ""
+
+
+def without_additional_properties(schema: Any) -> Any:
+    """The schema with every object that names properties closed to others."""
+
+    def close(found: dict[str, Any]) -> dict[str, Any]:
+        open_ = {"additionalProperties", "patternProperties"}.isdisjoint(found)
+        return found | {"additionalProperties": False} if "properties" in found and open_ else found
+
+    return _rewritten(schema, close)
+
+
+def without_idle_keywords(schema: Any) -> Any:
+    """The schema without keywords that demand nothing, and without ``format`` where it says how a
+    number is stored."""
+
+    def drop(found: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in found.items() if not (_demands_nothing(k, v) or _stores(k, v))}
+
+    return _rewritten(schema, drop)
+
+
+def _stores(keyword: str, value: Any) -> bool:
+    return keyword == "format" and isinstance(value, str) and value in NUMBER_FORMATS
+
+
+def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy in which every schema has been changed, inner ones first."""
+    if not isinstance(schema, dict):
+        return schema
+    copied = {}
+    for keyword, value in schema.items():
+        if keyword in MAPS and isinstance(value, dict):
+            value = {name: _rewritten(inner, change) for name, inner in value.items()}
+        elif keyword in LISTS and isinstance(value, list):
+            value = [_rewritten(inner, change) for inner in value]
+        elif keyword in ONE:
+            value = _rewritten(value, change)
+        copied[keyword] = value
+    return change(copied)
+
+
+ALTERNATIVES = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+"""Keywords that some compilers take for the whole of a schema."""
+_BY_TYPE: Mapping[str, frozenset[str]] = {
+    "string": frozenset({"format", "maxLength", "minLength", "pattern"}),
+    "array": frozenset({"items", "maxItems", "minItems", "prefixItems"}),
+    "object": frozenset(
+        {"additionalProperties", "maxProperties", "minProperties", "patternProperties",
+         "properties", "propertyNames", "required"}
+    ),
+    "number": frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"}),
+}  # fmt: skip
+
+
+def entangled(schema: Any) -> list[str]:
+    """What a compiler gets wrong that looks at one keyword after the other: alternatives that
+    stand beside other keywords, and keywords of a type that the schema does not state."""
+    reasons = []
+    for pointer, found in subschemas(schema):
+        if not isinstance(found, Mapping):
+            continue
+        asserted = [k for k, v in found.items() if k in ASSERTIONS and not _demands_nothing(k, v)]
+        whole = [keyword for keyword in asserted if keyword in ALTERNATIVES]
+        others = [keyword for keyword in asserted if keyword not in (*whole[:1], "type")]
+        if whole and (others or ("type" in found and not _values_fit(found))):
+            beside = ", ".join(map(repr, others)) or "'type'"
+            reasons.append(Refusal.of(whole[0], pointer, f"not enforced by it beside {beside}"))
+        elif not whole:
+            reasons += _untyped(found, asserted, pointer)
+    return reasons
+
+
+def _values_fit(schema: Schema) -> bool:
+    """Whether all values of ``enum`` or ``const`` are of the schema's type."""
+    values = schema.get("enum", [schema.get("const")] if "const" in schema else None)
+    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    return values is not None and all(any(_is_of(v, t) for t in types) for v in values)
+
+
+def _is_of(value: Any, type_: str) -> bool:
+    kinds: Mapping[str, tuple[type, ...]] = {
+        "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+        "null": (type(None),), "array": (list,), "object": (dict,),
+    }  # fmt: skip
+    return isinstance(value, kinds[type_]) and (type_ == "boolean" or not isinstance(value, bool))
+
+
+def _untyped(schema: Schema, asserted: list[str], pointer: str) -> Iterator[str]:
+    types = schema.get("type")
+    stated = set(types if isinstance(types, list) else [types])
+    stated |= {"number"} if "integer" in stated else set()
+    for type_, keywords in _BY_TYPE.items():
+        for keyword in asserted:
+            if keyword in keywords and type_ not in stated:
+                yield Refusal.of(keyword, pointer, f"not enforced by it unless 'type' is {type_!r}")

@@ -1,0 +1,158 @@
+"""From what a request asks for to a :class:`GrammarSpec`, checked as far as that is quick."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from headrace_core.config import StructuredOutputsConfig
+from headrace_core.errors import RequestError
+from headrace_core.grammar import GrammarSpec, malformed
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_engine.structured.schema import (
+    depth,
+    malformed_at,
+    parse_json,
+    subschemas,
+    without_additional_properties,
+    without_idle_keywords,
+)
+
+MAX_CHOICES = 10_000
+
+
+class Source(NamedTuple):
+    """A constraint's text, the same for every backend."""
+
+    kind: str
+    text: str
+    whitespace_pattern: str | None
+    any_whitespace: bool
+
+    def spec(self, backend: str) -> GrammarSpec:
+        """The constraint for one backend."""
+        return GrammarSpec(backend, *self)
+
+
+def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> Source:
+    """Check a constraint and put it into its plain form.
+
+    Takes time linear in the constraint's size, whatever it says.
+
+    Raises:
+        RequestError: too large, too deep, or malformed; names keyword and JSON pointer.
+    """
+    kind = params.kind
+    given = getattr(params, kind)
+    closed = params.disable_additional_properties or config.disable_additional_properties
+    if kind == "json":
+        text = _json_text(given, kind, config)
+        schema = parse_json(text, kind)
+        _check_schema(schema, kind, config)
+        if schema is False:
+            raise malformed(kind, "'false' at '#': no value satisfies it")
+        if closed:
+            schema = without_additional_properties(schema)
+        text = _dump({} if schema is True else without_idle_keywords(schema), kind)
+    elif kind == "structural_tag":
+        text = _json_text(given, kind, config)
+        for schema in _schemas_in(parse_json(text, kind)):
+            _check_schema(schema, kind, config)
+    elif kind == "choice":
+        text = _dump(list(dict.fromkeys(given)), kind)
+        _check_count("choice", len(given), MAX_CHOICES, "texts")
+    else:
+        text = "" if kind == "json_object" else given
+    _check_text(text, kind, config)
+    if kind == "regex":
+        _check_regex(text, "", kind, config)
+    whitespace = params.whitespace_pattern
+    if whitespace is not None:
+        _check_regex(whitespace, "", kind, config)
+    compact = params.disable_any_whitespace or config.disable_any_whitespace
+    if whitespace is not None and compact:
+        raise RequestError(
+            f"structured_outputs.whitespace_pattern = {whitespace!r:.100}: must be absent while "
+            "disable_any_whitespace is on",
+            param="structured_outputs.whitespace_pattern",
+        )
+    return Source(kind, text, whitespace, not compact)
+
+
+def _json_text(given: Any, kind: str, config: StructuredOutputsConfig) -> str:
+    if isinstance(given, str):
+        _check_text(given, kind, config)
+        parsed = parse_json(given, kind)
+    else:
+        parsed = given
+    nested = depth(parsed)
+    if nested > 2 * config.max_depth:
+        _check_count(kind, nested, 2 * config.max_depth, "levels of JSON")
+    return given if isinstance(given, str) else _dump(parsed, kind)
+
+
+def _dump(value: Any, kind: str) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise malformed(kind, "must be plain data (JSON)") from None
+    return text
+
+
+def _check_text(text: str, kind: str, config: StructuredOutputsConfig) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise malformed(kind, "holds half of a surrogate pair, which is no text") from None
+    _check_count(kind, size, config.max_source_bytes, "bytes")
+
+
+def _check_count(kind: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise malformed(kind, f"{count} {what}: must be at most {most}")
+
+
+def _check_schema(schema: Any, kind: str, config: StructuredOutputsConfig) -> None:
+    wrong = next(malformed_at(schema), None)
+    if wrong is not None:
+        raise malformed(kind, wrong)
+    for pointer, found in subschemas(schema):
+        levels = pointer.count("/")
+        if levels > 2 * config.max_depth:
+            raise malformed(kind, f"{levels} levels at {pointer[:80]!r}: must be at most "
+                            f"{2 * config.max_depth}")  # fmt: skip
+        if isinstance(found, Mapping):
+            _check_patterns(found, pointer, kind, config)
+
+
+def _check_patterns(
+    schema: Mapping[str, Any], pointer: str, kind: str, config: StructuredOutputsConfig
+) -> None:
+    if isinstance(schema.get("pattern"), str):
+        _check_regex(schema["pattern"], f"{pointer}/pattern", kind, config)
+    named = schema.get("patternProperties")
+    for pattern in named if isinstance(named, Mapping) else ():
+        _check_regex(pattern, f"{pointer}/patternProperties", kind, config)
+
+
+def _check_regex(text: str, pointer: str, kind: str, config: StructuredOutputsConfig) -> None:
+    if len(text) > config.max_regex_length:
+        where = f" at {pointer!r}" if pointer else ""
+        raise malformed(
+            kind,
+            f"a regex of {len(text)} characters{where}: must be at most {config.max_regex_length}",
+        )
+
+
+def _schemas_in(tag: Any) -> list[Any]:
+    """The JSON schemas within a structural tag."""
+    found, pending = [], [tag]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            found += [value[key] for key in ("json_schema", "schema") if key in value]
+            pending += [v for k, v in value.items() if k not in ("json_schema", "schema")]
+        elif isinstance(value, list):
+            pending += value
+    return found

@@ -1,0 +1,346 @@
+"""Structural tags: free text with constrained parts between marks, as a Lark grammar.
+
+Two forms. The older: ``{"structures": [{"begin", "schema", "end"}], "triggers": [...]}``. The
+newer: ``{"format": {"type": ...}}``, a tree of the types in :data:`TYPES`. Source of both: the
+OpenAI-compatible servers' ``response_format`` of type ``structural_tag``; xgrammar's
+documentation (structural tag usage).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from headrace_core.grammar import Refusal, Vocabulary, malformed
+
+TYPES = frozenset(
+    {
+        "any_text", "const_string", "grammar", "json_schema", "or", "regex", "sequence", "tag",
+        "tags_with_separator", "triggered_tags",
+    }
+)  # fmt: skip
+KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "any_text": (frozenset(), frozenset()),
+    "const_string": (frozenset({"value"}), frozenset()),
+    "grammar": (frozenset({"grammar"}), frozenset()),
+    "json_schema": (frozenset({"json_schema"}), frozenset({"style"})),
+    "or": (frozenset({"elements"}), frozenset()),
+    "regex": (frozenset({"pattern"}), frozenset()),
+    "sequence": (frozenset({"elements"}), frozenset()),
+    "tag": (frozenset({"begin", "content", "end"}), frozenset()),
+    "tags_with_separator": (
+        frozenset({"separator", "tags"}), frozenset({"at_least_one", "stop_after_first"}),
+    ),
+    "triggered_tags": (
+        frozenset({"tags", "triggers"}), frozenset({"at_least_one", "stop_after_first"}),
+    ),
+}  # fmt: skip
+"""Type -> (keys that it needs, keys that it may have)."""
+
+Format = Mapping[str, Any]
+
+
+def parse_tag(tag: Any) -> Format:
+    """The format tree of a structural tag of either form.
+
+    Raises:
+        RequestError: it has neither form, or a key is missing; names the JSON pointer.
+    """
+    if not isinstance(tag, Mapping):
+        raise malformed("structural_tag", "must be a JSON object")
+    if "structures" in tag:
+        return _from_structures(tag)
+    if "format" not in tag:
+        raise malformed("structural_tag", "must have 'format', or 'structures' and 'triggers'")
+    _check(tag["format"], "/format")
+    found: Format = tag["format"]
+    return found
+
+
+def _from_structures(tag: Mapping[str, Any]) -> Format:
+    structures, triggers = tag["structures"], tag.get("triggers")
+    if not isinstance(structures, list) or not structures:
+        raise malformed("structural_tag", "'structures' at '#': must be a list of at least one")
+    tags = []
+    for index, item in enumerate(structures):
+        at = f"/structures/{index}"
+        if not isinstance(item, Mapping) or not {"begin", "schema", "end"} <= item.keys():
+            raise malformed(
+                "structural_tag", f"{'#' + at!r}: must have 'begin', 'schema' and 'end'"
+            )
+        content = {"type": "json_schema", "json_schema": item["schema"]}
+        tags.append({"type": "tag", "begin": item["begin"], "content": content, "end": item["end"]})
+    form = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    _check(form, "")
+    return form
+
+
+def _check(form: Any, pointer: str) -> None:
+    if not isinstance(form, Mapping) or not isinstance(form.get("type"), str):
+        raise malformed("structural_tag", f"{'#' + pointer!r}: must be an object with 'type'")
+    kind = form["type"]
+    needed, _ = KEYS.get(kind, (frozenset(), frozenset()))
+    for key in sorted(needed - form.keys()):
+        raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: {kind} needs it")
+    for key in ("value", "pattern", "grammar", "separator", "begin"):
+        if key in needed and not isinstance(form[key], str):
+            raise malformed("structural_tag", f"{key!r} at {'#' + pointer!r}: must be text")
+    if kind == "tag" and not all(isinstance(end, str) for end in _ends(form)):
+        raise malformed(
+            "structural_tag", f"'end' at {'#' + pointer!r}: must be text, or a list of texts"
+        )
+    if kind == "triggered_tags":
+        _check_triggers(form, pointer)
+    for at, inner in _inner(form, pointer):
+        _check(inner, at)
+
+
+def _check_triggers(form: Format, pointer: str) -> None:
+    triggers = form["triggers"]
+    if (
+        not isinstance(triggers, list)
+        or not triggers
+        or not all(isinstance(trigger, str) and trigger for trigger in triggers)
+    ):
+        raise malformed(
+            "structural_tag", f"'triggers' at {'#' + pointer!r}: must be a list of texts"
+        )
+    for index, tag in enumerate(form["tags"] if isinstance(form["tags"], list) else []):
+        begin = tag.get("begin") if isinstance(tag, Mapping) else None
+        if isinstance(begin, str) and not any(begin.startswith(t) for t in triggers):
+            raise malformed(
+                "structural_tag",
+                f"'begin' at '#{pointer}/tags/{index}': {begin!r:.80} begins with none of the "
+                f"triggers {triggers!r:.200}",
+            )
+
+
+def _inner(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
+    for key in ("elements", "tags"):
+        if key in KEYS.get(form["type"], (frozenset(), ()))[0]:
+            if not isinstance(form[key], list) or not form[key]:
+                raise malformed(
+                    "structural_tag",
+                    f"{key!r} at {'#' + pointer!r}: must be a list of at least one",
+                )
+            yield from ((f"{pointer}/{key}/{i}", item) for i, item in enumerate(form[key]))
+    if form["type"] == "tag":
+        yield f"{pointer}/content", form["content"]
+
+
+def _ends(tag: Format) -> list[Any]:
+    end = tag["end"]
+    return list(end) if isinstance(end, list) else [end]
+
+
+def schemas_of(form: Format) -> Iterator[Any]:
+    """The JSON schemas in a format tree."""
+    pending: list[Any] = [form]
+    while pending:
+        found = pending.pop()
+        if found["type"] == "json_schema":
+            yield found["json_schema"]
+        pending += [inner for _, inner in _inner(found, "")]
+
+
+def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
+    """What of a structural tag has no counterpart in Lark.
+
+    Args:
+        tag: parsed JSON.
+        of_schema: the same for a JSON schema in it.
+    """
+    reasons: list[str] = []
+    pending = [("/format", parse_tag(tag))]
+    while pending:
+        pointer, form = pending.pop()
+        kind = form["type"]
+        if kind not in TYPES:
+            reasons.append(Refusal.of(kind, pointer, f"it knows the types {sorted(TYPES)}"))
+            continue
+        needed, more = KEYS[kind]
+        others = sorted(form.keys() - needed - more - {"type"})
+        reasons += [
+            Refusal.of(key, pointer, f"not enforced by it in {kind}")
+            for key in others
+            if form[key] not in (None, False, [], "")
+        ]
+        if form.get("style", "json") != "json":
+            reasons.append(Refusal.of("style", pointer, "only 'json'"))
+        if kind == "json_schema":
+            reasons += of_schema(form["json_schema"])
+        if kind in ("sequence", "or"):
+            reasons += _unbounded_text(form, pointer)
+        if kind == "or" or (kind == "tag" and len(_ends(form)) > 1):
+            reasons += _text_alternatives(form, pointer)
+        pending += _inner(form, pointer)
+    return reasons
+
+
+def _unbounded_text(form: Format, pointer: str) -> Iterator[str]:
+    elements = form["elements"] if form["type"] == "sequence" else []
+    for index, (one, following) in enumerate(itertools.pairwise(elements)):
+        if one["type"] == "any_text" and following["type"] != "const_string":
+            yield Refusal.of("any_text", f"{pointer}/elements/{index}",
+                             "must end the output or be followed by const_string")  # fmt: skip
+
+
+def _text_alternatives(form: Format, pointer: str) -> Iterator[str]:
+    inner = form["elements"] if form["type"] == "or" else [form["content"]]
+    if any(one["type"] == "any_text" for one in inner):
+        yield Refusal.of("any_text", pointer, "must have one end")
+
+
+def tag_grammar(
+    tag: Any,
+    vocabulary: Vocabulary,
+    schema_text: Callable[[Any], str],
+    as_lark: Callable[[str], str],
+) -> str:
+    """A structural tag as a grammar of llguidance: Lark, with other grammars beside it.
+
+    Args:
+        tag: parsed JSON; nothing of it is refused.
+        vocabulary: marks that are special tokens of it are matched as such.
+        schema_text: a JSON schema as text.
+        as_lark: a grammar of either syntax as Lark.
+    """
+    builder = _Builder(vocabulary, schema_text, as_lark)
+    start = builder.expression(parse_tag(tag))
+    lark = "\n".join(["%llguidance {}", f"start: {start or _quoted('')}", *builder.rules])
+    grammars = [{"name": "structural_tag", "lark_grammar": lark + "\n"}, *builder.beside]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
+class _Builder:
+    """Rules of one grammar; :meth:`expression` may be used within a rule's right side."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        schema_text: Callable[[Any], str],
+        as_lark: Callable[[str], str],
+    ) -> None:
+        self._special = vocabulary.special_ids
+        self._schema_text = schema_text
+        self._as_lark = as_lark
+        self.rules: list[str] = ["TEXT: /(.|\\n)*/"]
+        self.beside: list[dict[str, str]] = []
+
+    def expression(self, form: Format) -> str:
+        make: Callable[[Format], str] = getattr(self, "_" + form["type"])
+        return make(form)
+
+    def _rule(self, body: str, attributes: str = "") -> str:
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {body or _quoted('')}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        """A text; names of special tokens in it are those tokens."""
+        pieces, at = [], 0
+        while at < len(text):
+            found = [(text.find(name, at), -len(name), i) for name, i in self._special.items()]
+            start, length, token_id = min(
+                (hit for hit in found if hit[0] >= 0), default=(len(text), 0, -1)
+            )
+            if start > at:
+                pieces.append(_quoted(text[at:start]))
+            if token_id >= 0:
+                pieces.append(f"<[{token_id}]>")
+            at = start - length if token_id >= 0 else start
+        return " ".join(pieces)
+
+    def _text_until(self, end: str) -> str:
+        """Free text up to and with the first occurrence of a text."""
+        if not end:
+            return "TEXT"
+        if end in self._special:
+            return self._rule(f"TEXT <[{self._special[end]}]>")
+        return self._rule(f"TEXT {_quoted(end)}", "[lazy]")
+
+    def _any_text(self, form: Format) -> str:
+        return "TEXT"
+
+    def _const_string(self, form: Format) -> str:
+        return self._literal(form["value"])
+
+    def _regex(self, form: Format) -> str:
+        return _regex_literal(form["pattern"])
+
+    def _json_schema(self, form: Format) -> str:
+        return self._rule(f"%json {self._schema_text(form['json_schema'])}")
+
+    def _grammar(self, form: Format) -> str:
+        name = f"g{len(self.beside)}"
+        self.beside.append({"name": name, "lark_grammar": self._as_lark(form["grammar"])})
+        return "@" + name
+
+    def _sequence(self, form: Format) -> str:
+        parts: list[str] = []
+        elements: Sequence[Format] = form["elements"]
+        for index, element in enumerate(elements):
+            before = elements[index - 1]["type"] if index else ""
+            following = elements[index + 1] if index + 1 < len(elements) else None
+            if element["type"] == "any_text" and following is not None:
+                parts.append(self._text_until(following["value"]))
+            elif not (before == "any_text" and element["type"] == "const_string"):
+                parts.append(self.expression(element))
+        return self._rule(" ".join(filter(None, parts)))
+
+    def _or(self, form: Format) -> str:
+        return self._rule(" | ".join(self.expression(e) or _quoted("") for e in form["elements"]))
+
+    def _tag(self, form: Format) -> str:
+        return self._rule(f"{self._literal(form['begin'])} {self._tag_body(form)}".strip())
+
+    def _tag_body(self, form: Format) -> str:
+        """What comes after ``begin``."""
+        ends = _ends(form)
+        if form["content"]["type"] == "any_text":
+            return self._text_until(ends[0])
+        literals = [self._literal(end) for end in ends]
+        end = literals[0] if len(ends) == 1 else self._rule(" | ".join(
+            literal or _quoted("") for literal in literals
+        ))  # fmt: skip
+        return f"{self.expression(form['content'])} {end}".strip()
+
+    def _triggered_tags(self, form: Format) -> str:
+        by_trigger: dict[str, list[str]] = {}
+        for tag in form["tags"]:
+            trigger = next(t for t in form["triggers"] if tag["begin"].startswith(t))
+            rest = self._literal(tag["begin"][len(trigger) :])
+            by_trigger.setdefault(trigger, []).append(f"{rest} {self._tag_body(tag)}".strip())
+        groups = [
+            self._rule(f"{self._text_until(trigger)} ({' | '.join(bodies)})")
+            for trigger, bodies in by_trigger.items()
+        ]
+        some = "(" + " | ".join(groups) + ")"
+        if form.get("stop_after_first"):
+            return some if form.get("at_least_one") else self._rule(f"{some} | TEXT")
+        return f"{some}{'+' if form.get('at_least_one') else '*'} TEXT"
+
+    def _tags_with_separator(self, form: Format) -> str:
+        tags = self._rule(" | ".join(self._tag(tag) for tag in form["tags"]))
+        body = tags
+        if not form.get("stop_after_first"):
+            body = f"{tags} ({self._literal(form['separator'])} {tags})*"
+        return self._rule(body if form.get("at_least_one") else f"({body})?")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex_literal(pattern: str) -> str:
+    """A regex between slashes; slashes and line ends in it are escaped."""
+    parts, escaped = [], False
+    for character in pattern:
+        if character == "\n":
+            parts.append("n" if escaped else "\\n")
+        else:
+            parts.append("\\/" if character == "/" and not escaped else character)
+        escaped = character == "\\" and not escaped
+    return "/" + "".join(parts) + "/"

@@ -1,0 +1,39 @@
+"""What libraries say about a constraint, in words that may be shown to whoever sent it.
+
+Foreign messages can hold paths, addresses and traces. Of theirs only the first plain phrase is
+kept, made of nothing but letters, figures and harmless marks.
+"""
+
+from __future__ import annotations
+
+import re
+
+_POSITION = re.compile(r"(?:at |^|line )(\d+)(?:\((\d+)\))?[:,]")
+_PHRASE = re.compile(r"[\w ,.'\"()<>=+*:;|&%?!\[\]{}$^/-]+")
+_PATH = re.compile(r"(^|[^\w])[~/]|\w\.(py|rs|so|cc|h)\b|/.*/")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+_MOST = 160
+
+
+def plain(message: str) -> str:
+    """The message's most telling phrase, cleaned; "" if none is fit to be shown."""
+    if "panic" in message or "Traceback" in message:
+        return ""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    line = (errors or lines or [""])[0]
+    line = _POSITION.sub("", line).strip()
+    found = _PHRASE.match(line)
+    phrase = found.group().strip(" ,:;(") if found else ""
+    path = _PATH.search(phrase)
+    phrase = phrase[: path.start()].strip(" ,:;('") if path else phrase
+    return "" if _ADDRESS.search(phrase) else phrase[:_MOST]
+
+
+def position(message: str) -> str:
+    """``line 3 column 5: `` if the message begins with a place; else ""."""
+    found = _POSITION.match(message.strip())
+    if found is None:
+        return ""
+    line, column = found.groups()
+    return f"line {line} column {column}: " if column else f"line {line}: "
