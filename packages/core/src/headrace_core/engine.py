@@ -33,6 +33,14 @@ class ServedModel:
     """Fields of :class:`SamplingParams` that the model's generation config sets
     (``max_tokens`` there is a server-wide cap)."""
     priority_scheduling: bool = False
+    enable_prompt_embeds: bool = False
+    """Whether prompts may be embeddings (:class:`~headrace_core.request.EmbedsPrompt`)."""
+    hidden_size: int = 0
+    """Of those embeddings; 0 where they are off."""
+    dtype: str = ""
+    """The activations'."""
+    logprobs_mode: str = "raw_logprobs"
+    """What outputs report; see ``model.logprobs_mode``."""
     tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -146,8 +154,10 @@ class EngineClient(Protocol):
         """Tokens of any prompt, chats included."""
         ...
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        """Text of token ids, special tokens included unless they are skipped."""
         ...
 
     async def stats(self, *, drain: bool = False) -> EngineStats:

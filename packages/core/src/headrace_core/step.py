@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from headrace_core.request import PromptEmbeds
 from headrace_core.sampling import SamplingParams
 
 
@@ -30,6 +31,8 @@ class NewRequest:
     """By cache group; whole table."""
     num_computed_tokens: int
     """Already in the cache; less than ``len(token_ids)``."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it came as embeddings: the prompt's token ids mean nothing then."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from headrace_engine.sampling.noise import request_key, uniforms
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable
+    from headrace_engine.sampling.processors import BoundStage
 
 Ints = npt.NDArray[np.int64]
 
@@ -87,6 +88,8 @@ class SamplingBatch:
     """Index of the token that is being chosen, within its request's output."""
     rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
+    processors: BoundStage | None = None
+    """Users' logits processors; None if there are none."""
 
     # What follows from the settings is found out once: a batch serves many steps.
 
@@ -260,6 +263,8 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
     ):
         return None
     output = new.token_ids[new.num_prompt_tokens :]
+    # A prompt of embeddings holds no tokens that could have been seen.
+    known = new.token_ids if new.prompt_embeds is None else output
     bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
     allowed = params.allowed_token_ids
     return TokenRules(
@@ -273,7 +278,7 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         output_counts=TokenCounts(output) if counted else None,
-        seen=TokenCounts(new.token_ids) if repetition else None,
+        seen=TokenCounts(known) if repetition else None,
     )
 
 

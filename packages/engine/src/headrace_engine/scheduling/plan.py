@@ -99,4 +99,5 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         bad_words_token_ids=request.bad_words_token_ids,
         block_ids=block_ids,
         num_computed_tokens=num_computed_tokens,
+        prompt_embeds=request.prompt_embeds,
     )
