@@ -374,6 +374,15 @@ class GraphConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsConfig:
+    """Structured output, and what it must know of reasoning."""
+
+    reasoning_parser: str = option(
+        "", "How the model marks its reasoning; constraints hold from its end on."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ObservabilityConfig:
     """What is counted and logged."""
 
@@ -401,6 +410,7 @@ class EngineConfig:
     load: LoadConfig = field(default_factory=LoadConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",

@@ -33,15 +33,15 @@ class ServedModel:
     """Fields of :class:`SamplingParams` that the model's generation config sets
     (``max_tokens`` there is a server-wide cap)."""
     priority_scheduling: bool = False
-    enable_prompt_embeds: bool = False
-    """Whether prompts may be embeddings (:class:`~headrace_core.request.EmbedsPrompt`)."""
     hidden_size: int = 0
-    """Of those embeddings; 0 where they are off."""
+    """Of an input embedding; 0 where those are off."""
     dtype: str = ""
     """The activations'."""
     logprobs_mode: str = "raw_logprobs"
     """What outputs report; see ``model.logprobs_mode``."""
     tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
+    prompt_embeds: bool = False
+    """Whether a prompt may be embeddings: ``{"prompt_embeds": ...}``."""
 
 
 @dataclass(slots=True)

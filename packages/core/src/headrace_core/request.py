@@ -112,6 +112,16 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ChatPr
 """Everything that ``generate`` accepts as one prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How long a request's output may go on before it holds the end of its reasoning."""
+
+    max_tokens: int
+    """Output tokens before the end is forced; 0: it is the first that the output holds."""
+    end_token_ids: list[int]
+    """What is forced, one token after the other. Not empty."""
+
+
 @dataclass(slots=True)
 class CoreRequest:
     """A request on its way into the engine's core: token ids only, checked against the model.
@@ -137,3 +147,5 @@ class CoreRequest:
     """``params.bad_words`` as token sequences."""
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it came as embeddings; ``prompt_token_ids`` holds a 0 for each row then."""
+    thinking: ThinkingBudget | None = None
+    """``params.thinking_token_budget``, with what ends the reasoning."""

@@ -145,6 +145,9 @@ class SamplingParams:
     """Only these may be chosen."""
     bad_words: list[str] | None = None
     """Texts whose last token is forbidden where it would complete them."""
+    thinking_token_budget: int | None = None
+    """>= 0; after so many tokens the end of the model's reasoning is forced, unless the output holds
+    it already. Needs an engine that knows it (``--reasoning-parser``)."""
     extra_args: dict[str, Any] | None = None
     """For plug-ins; nothing built in reads it. Text, numbers, True and False, None, or lists and
     mappings of those by text: what crosses a process border."""
@@ -220,6 +223,7 @@ class SamplingParams:
         _whole("logprobs", self.logprobs, -1, None, optional=True)
         _whole("prompt_logprobs", self.prompt_logprobs, -1, None, optional=True)
         _whole("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
+        _whole("thinking_token_budget", self.thinking_token_budget, 0, None, optional=True)
         truncate = self.truncate_prompt_tokens
         _whole("truncate_prompt_tokens", truncate, -1, None, optional=True)
         if truncate == 0:

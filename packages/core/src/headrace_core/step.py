@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from headrace_core.request import PromptEmbeds
+from headrace_core.request import PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 
 
@@ -33,6 +33,8 @@ class NewRequest:
     """Already in the cache; less than ``len(token_ids)``."""
     prompt_embeds: PromptEmbeds | None = None
     """The prompt, if it came as embeddings: the prompt's token ids mean nothing then."""
+    thinking: ThinkingBudget | None = None
+    """A bound on the output's reasoning."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
 
 if TYPE_CHECKING:
     from headrace_core.logits_processor import LogitsProcessor
-    from headrace_core.text import Tokenizer, TokenizerFactory
+    from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
     from headrace_engine.engine import Engine
@@ -207,6 +207,7 @@ def front_end(
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
         processors=logits_processors(config, timeline),
+        reasoning_end=reasoning_end(config),
     )
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
 
@@ -231,6 +232,15 @@ def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimel
     from headrace_engine.clients.inproc import InprocClient
 
     return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
+
+
+def reasoning_end(config: EngineConfig) -> str:
+    """The text with which the model's reasoning ends, "" if that is not known."""
+    name = config.structured_outputs.reasoning_parser
+    if not name:
+        return ""
+    parser: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
+    return parser.end_marker
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
@@ -276,7 +286,7 @@ def served_model(
         has_chat_template=template is not None,
         default_sampling_params=default_sampling_params(info.generation_config),
         priority_scheduling=config.scheduler.policy == "priority",
-        enable_prompt_embeds=config.model.enable_prompt_embeds,
+        prompt_embeds=config.model.enable_prompt_embeds,
         hidden_size=hidden_size(info) if config.model.enable_prompt_embeds else 0,
         dtype=info.dtype,
         logprobs_mode=config.model.logprobs_mode,

@@ -24,7 +24,7 @@ from headrace_core.errors import (
     UnsupportedFeature,
 )
 from headrace_core.logits_processor import LogitsProcessor
-from headrace_core.request import ChatPrompt, CoreRequest, Prompt, PromptEmbeds
+from headrace_core.request import ChatPrompt, CoreRequest, Prompt, PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import Tokenizer
 from headrace_engine.intake.embeds import EmbedsDecoder
@@ -32,6 +32,9 @@ from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
 
 logger = logging.getLogger(__name__)
+
+_PROMPT_END = 8
+"""Tokens of white space that may follow the end of reasoning in a prompt."""
 
 
 class _Tokens(NamedTuple):
@@ -54,6 +57,7 @@ class Intake:
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
         processors: logits processors that the engine runs; they check requests.
+        reasoning_end: text that ends a model's reasoning; "": not known.
         clock: wall-clock seconds.
     """
 
@@ -66,12 +70,14 @@ class Intake:
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
         processors: Sequence[type[LogitsProcessor]] = (),
+        reasoning_end: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._processors = tuple(processors)
-        self._embeds = EmbedsDecoder(model) if model.enable_prompt_embeds else None
+        self._reasoning_end = reasoning_end
+        self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
         self._renderer: ChatRenderer | None = None
@@ -158,6 +164,7 @@ class Intake:
         stop_token_ids = params.all_stop_token_ids(self.model.eos_token_ids)
         max_tokens = self._max_tokens(len(ids), params, clamp_max_tokens)
         bad_words = self._bad_words(params)
+        thinking = self._thinking(params, ids, embeds)
         request.core_requests = [
             CoreRequest(
                 # Unique by our own part, whatever a caller used as its id.
@@ -171,6 +178,7 @@ class Intake:
                 cache_salt=tokens.cache_salt,
                 bad_words_token_ids=bad_words,
                 prompt_embeds=embeds,
+                thinking=thinking,
             )
             for index in range(params.n)
         ]
@@ -371,6 +379,26 @@ class Intake:
                 param=name,
                 value=count,
             )
+
+    def _thinking(
+        self, params: SamplingParams, ids: list[int], embeds: PromptEmbeds | None
+    ) -> ThinkingBudget | None:
+        """The bound of a request's reasoning, unless its prompt has ended that already."""
+        budget = params.thinking_token_budget
+        if budget is None:
+            return None
+        if not self._reasoning_end:
+            raise UnsupportedFeature(
+                f"thinking_token_budget = {budget}: must be absent unless the engine knows how the "
+                "model's reasoning ends (--reasoning-parser, of a format with an end marker)",
+                param="thinking_token_budget",
+            )
+        tokenizer = self._need_tokenizer("thinking_token_budget")
+        end = tokenizer.encode(self._reasoning_end, add_special_tokens=False)
+        tail = "" if embeds is not None else tokenizer.decode(ids[-len(end) - _PROMPT_END :])
+        if tail.rstrip().endswith(self._reasoning_end):
+            return None  # the template was told not to think
+        return ThinkingBudget(budget, end)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelled at the beginning of a text and after a space."""

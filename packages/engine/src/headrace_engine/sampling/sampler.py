@@ -1,6 +1,6 @@
 """From logits to tokens, as a list of steps.
 
-1. allowed tokens, bad words          5. penalties
+1. allowed tokens, bad words          5. penalties; the end of reasoning, where it is due
 2. min_tokens                         6. greedy rows end here: the largest logit
 3. logit bias                         7. temperature, min_p, top_k and top_p
 4. users' logits processors           8. draw by the request's own random number
@@ -34,6 +34,7 @@ from headrace_engine.sampling.masks import (
     apply_bad_words,
     apply_logit_bias,
     apply_min_tokens,
+    apply_thinking,
 )
 from headrace_engine.sampling.penalties import apply_penalties
 from headrace_engine.sampling.processors import BoundStage
@@ -149,6 +150,7 @@ class Sampler:
         _apply_masks(values, batch)
         processors.apply_changing(values)
         apply_penalties(values, batch)
+        apply_thinking(values, batch)
         if processors.has_invariant and not batch.greedy:
             batch = _apply_invariant(values, batch, processors)
         return self._draw(values, batch, keep_filtered)
@@ -195,6 +197,7 @@ def _changes(logits: Tensor, batch: SamplingBatch) -> bool:
 def _apply_rules(logits: Tensor, batch: SamplingBatch) -> None:
     _apply_masks(logits, batch)
     apply_penalties(logits, batch)
+    apply_thinking(logits, batch)
 
 
 def _apply_masks(logits: Tensor, batch: SamplingBatch) -> None:

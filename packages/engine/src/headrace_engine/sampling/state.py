@@ -21,6 +21,7 @@ from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.counts import TokenCounts
 from headrace_engine.sampling.noise import request_key, uniforms
+from headrace_engine.sampling.thinking import ThinkingLimit
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable
@@ -62,6 +63,7 @@ class TokenRules:
     """Output tokens and how often; None if no penalty reads it."""
     seen: TokenCounts | None
     """Prompt and output tokens; None without repetition penalty."""
+    thinking: ThinkingLimit | None = None
 
     def observe(self, token_id: int) -> None:
         """The request's output has grown by a token."""
@@ -69,6 +71,8 @@ class TokenRules:
             self.output_counts.add(token_id)
         if self.seen is not None:
             self.seen.add(token_id)
+        if self.thinking is not None:
+            self.thinking.observe(token_id)
 
 
 @dataclass(frozen=True)
@@ -260,6 +264,7 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
         or params.logit_bias
         or params.allowed_token_ids is not None
         or new.bad_words_token_ids
+        or new.thinking is not None
     ):
         return None
     output = new.token_ids[new.num_prompt_tokens :]
@@ -279,6 +284,7 @@ def make_rules(new: NewRequest, vocab_size: int) -> TokenRules | None:
         repetition_penalty=params.repetition_penalty,
         output_counts=TokenCounts(output) if counted else None,
         seen=TokenCounts(known) if repetition else None,
+        thinking=None if new.thinking is None else ThinkingLimit(new.thinking, output),
     )
 
 

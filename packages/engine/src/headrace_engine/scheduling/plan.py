@@ -100,4 +100,5 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         block_ids=block_ids,
         num_computed_tokens=num_computed_tokens,
         prompt_embeds=request.prompt_embeds,
+        thinking=request.thinking,
     )
