@@ -13,6 +13,7 @@ from headrace_core.errors import ConfigError, PluginLoadError
 from headrace_core.logits_processor import (
     AdapterLogitsProcessor,
     BatchUpdate,
+    ForbiddenWords,
     LogitsProcessor,
     MoveDirectionality,
     load_processors,
@@ -220,3 +221,27 @@ def test_names_for_another_process() -> None:
     assert processor_name("a.b:C") == "a.b:C"
     with pytest.raises(ConfigError, match="cannot be imported by another process"):
         processor_name(Local)
+
+
+class Row(list):  # type: ignore[type-arg]
+    """As much of a tensor as a rule for a row needs."""
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self),)
+
+
+@pytest.mark.spec("ENGINE-LOGITSPROC")
+def test_forbidden_words() -> None:
+    rule = ForbiddenWords([[1], [2, 3], [2, 2, 4], []])
+
+    def impossible(*output: int) -> set[int]:
+        row = rule(list(output), Row([0.0] * 6))  # type: ignore[arg-type]
+        return {i for i, value in enumerate(row) if value == float("-inf")}
+
+    assert impossible() == {1}
+    assert impossible(2) == {1, 3}
+    assert impossible(2, 2) == {1, 3, 4}
+    assert impossible(2, 5) == {1}
+    with pytest.raises(ValueError, match=r"\[-1, 9\]: must be in 0..5"):
+        ForbiddenWords([[9, 1], [-1]])([], Row([0.0] * 6))  # type: ignore[arg-type]

@@ -203,6 +203,42 @@ class AdapterLogitsProcessor(LogitsProcessor):
         )
 
 
+class ForbiddenWords:
+    """A rule for one request: sequences of tokens that its output must not complete.
+
+    A :data:`RequestLogitsProcessor` for use in an :class:`AdapterLogitsProcessor`. Words of one token
+    are impossible always, others where the output ends with all their tokens but the last.
+
+    Args:
+        words: token sequences, none empty.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self._words = [list(word) for word in words if word]
+        self._checked = 0
+
+    def __call__(self, output_ids: Sequence[int], row: Tensor) -> Tensor:
+        """Make tokens of the row [vocabulary] impossible, in place.
+
+        Raises:
+            ValueError: a word holds tokens that the row has not; lists them.
+        """
+        self._check(row.shape[0])
+        for word in self._words:
+            before = len(word) - 1
+            if not before or list(output_ids[-before:]) == word[:-1]:
+                row[word[-1]] = float("-inf")
+        return row
+
+    def _check(self, vocab_size: int) -> None:
+        if vocab_size == self._checked:
+            return
+        outside = sorted({i for word in self._words for i in word if not 0 <= i < vocab_size})
+        if outside:
+            raise ValueError(f"token ids {outside}: must be in 0..{vocab_size - 1}")
+        self._checked = vocab_size
+
+
 GROUP = "headrace.logits_processors"
 """Entry-point group; what is installed there is always loaded."""
 _FIELD = "model.logits_processors"

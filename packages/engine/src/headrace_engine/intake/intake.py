@@ -192,7 +192,7 @@ class Intake:
         Raises:
             RequestError: the prompt is malformed.
         """
-        if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             raise UnsupportedFeature(
                 "prompt_embeds: embeddings have no tokens that could be shown",
                 param="prompt_embeds",
