@@ -114,12 +114,14 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ChatPr
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """How long a request's output may go on before it holds the end of its reasoning."""
+    """How long a request's reasoning may get before its end is forced."""
 
     max_tokens: int
-    """Output tokens before the end is forced; 0: it is the first that the output holds."""
+    """Tokens between the reasoning's start and its end."""
     end_token_ids: list[int]
     """What is forced, one token after the other. Not empty."""
+    start_token_ids: list[int] = field(default_factory=list)
+    """What begins the reasoning; empty: the output's beginning does."""
 
 
 @dataclass(slots=True)

@@ -146,8 +146,8 @@ class SamplingParams:
     bad_words: list[str] | None = None
     """Texts whose last token is forbidden where it would complete them."""
     thinking_token_budget: int | None = None
-    """>= 0; after so many tokens the end of the model's reasoning is forced, unless the output holds
-    it already. Needs an engine that knows it (``--reasoning-parser``)."""
+    """>= 0; after so many tokens of reasoning its end is forced. Needs an engine that knows the marks
+    (``--reasoning-parser``)."""
     extra_args: dict[str, Any] | None = None
     """For plug-ins; nothing built in reads it. Text, numbers, True and False, None, or lists and
     mappings of those by text: what crosses a process border."""

@@ -306,13 +306,18 @@ def test_a_thinking_budget_needs_to_know_how_thinking_ends() -> None:
         prepare(thinking_token_budget=3)
     with pytest.raises(RequestError, match="thinking_token_budget"):
         prepare(thinking_token_budget=-1)
-    intake = Intake(CharTokenizer(), served_model(), reasoning_end="</think>")
+    marks = ("<think>", "</think>")
+    intake = Intake(CharTokenizer(), served_model(), reasoning_marks=marks)
     assert prepare(intake=intake).core_requests[0].thinking is None
     [core] = prepare(intake=intake, thinking_token_budget=0).core_requests
     assert core.thinking.max_tokens == 0
     assert core.thinking.end_token_ids == [ord(c) for c in "</think>"]
+    assert core.thinking.start_token_ids == [ord(c) for c in "<think>"]
     for closed in ("<think>\n\n</think>\n\n", "x</think>"):
         [core] = prepare(closed, intake=intake, thinking_token_budget=2).core_requests
         assert core.thinking is None, "the template was told not to think"
+    for begun in ("<think>\n", "<think>x</think> hi <think>"):
+        [core] = prepare(begun, intake=intake, thinking_token_budget=2).core_requests
+        assert core.thinking.start_token_ids == []
     [core] = prepare("</think> hi", intake=intake, thinking_token_budget=2).core_requests
-    assert core.thinking is not None
+    assert core.thinking.start_token_ids

@@ -37,6 +37,27 @@ def test_which_token_is_forced(
     assert forced(budget, end, output) == token
 
 
+@pytest.mark.spec("REASON-API")
+@pytest.mark.parametrize(
+    ("budget", "output", "token"),
+    [
+        (0, [], None),
+        (0, [1, 1, 1], None),  # an answer without reasoning
+        (0, [5, 6], 7),
+        (1, [5, 6], None),
+        (1, [5, 6, 1], 7),
+        (1, [5, 6, 1, 7], 8),
+        (1, [5, 6, 1, 7, 8, 5, 6, 1], None),
+        (2, [1, 1, 5, 6, 1, 1], 7),
+        (0, [7, 8, 5, 6], None),
+    ],
+)
+def test_where_the_model_marks_the_start_too(
+    budget: int, output: list[int], token: int | None
+) -> None:
+    assert ThinkingLimit(ThinkingBudget(budget, [7, 8], [5, 6]), output).forced == token
+
+
 def test_following_an_output_equals_being_given_it() -> None:
     end = [7, 7, 8]
     limit = ThinkingLimit(ThinkingBudget(4, end))

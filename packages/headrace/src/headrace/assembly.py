@@ -207,7 +207,7 @@ def front_end(
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
         processors=logits_processors(config, timeline),
-        reasoning_end=reasoning_end(config),
+        reasoning_marks=reasoning_marks(config),
     )
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
 
@@ -234,13 +234,16 @@ def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimel
     return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
 
 
-def reasoning_end(config: EngineConfig) -> str:
-    """The text with which the model's reasoning ends, "" if that is not known."""
+def reasoning_marks(config: EngineConfig) -> tuple[str, str]:
+    """The texts with which the model's reasoning starts and ends; "" for what is not known."""
     name = config.structured_outputs.reasoning_parser
     if not name:
-        return ""
+        return "", ""
     parser: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
-    return parser.end_marker
+    end = parser.end_marker
+    # Formats name the end only; the starts of those that have one are spelled alike.
+    start = end.replace("/", "", 1).replace("END", "START", 1)
+    return ("" if start == end else start), end
 
 
 def _portable(config: EngineConfig) -> EngineConfig:

@@ -33,8 +33,8 @@ from headrace_engine.intake.template import ChatRenderer
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_END = 8
-"""Tokens of white space that may follow the end of reasoning in a prompt."""
+_PROMPT_END = 64
+"""Tokens of a prompt in which a template may have begun, or ended, the reasoning."""
 
 
 class _Tokens(NamedTuple):
@@ -57,7 +57,8 @@ class Intake:
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
         processors: logits processors that the engine runs; they check requests.
-        reasoning_end: text that ends a model's reasoning; "": not known.
+        reasoning_marks: texts around a model's reasoning. The first is "" if it has none: the
+            output begins with reasoning then; the second if nothing is known of reasoning.
         clock: wall-clock seconds.
     """
 
@@ -70,13 +71,13 @@ class Intake:
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
         processors: Sequence[type[LogitsProcessor]] = (),
-        reasoning_end: str = "",
+        reasoning_marks: tuple[str, str] = ("", ""),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._processors = tuple(processors)
-        self._reasoning_end = reasoning_end
+        self._reasoning_marks = reasoning_marks
         self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
@@ -387,18 +388,23 @@ class Intake:
         budget = params.thinking_token_budget
         if budget is None:
             return None
-        if not self._reasoning_end:
+        start, end = self._reasoning_marks
+        if not end:
             raise UnsupportedFeature(
                 f"thinking_token_budget = {budget}: must be absent unless the engine knows how the "
                 "model's reasoning ends (--reasoning-parser, of a format with an end marker)",
                 param="thinking_token_budget",
             )
         tokenizer = self._need_tokenizer("thinking_token_budget")
-        end = tokenizer.encode(self._reasoning_end, add_special_tokens=False)
-        tail = "" if embeds is not None else tokenizer.decode(ids[-len(end) - _PROMPT_END :])
-        if tail.rstrip().endswith(self._reasoning_end):
+        tail = "" if embeds is not None else tokenizer.decode(ids[-_PROMPT_END:]).rstrip()
+        if tail.endswith(end):
             return None  # the template was told not to think
-        return ThinkingBudget(budget, end)
+        is_open = bool(start) and tail.rfind(start) > tail.rfind(end)
+        return ThinkingBudget(
+            budget,
+            tokenizer.encode(end, add_special_tokens=False),
+            [] if is_open or not start else tokenizer.encode(start, add_special_tokens=False),
+        )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelled at the beginning of a text and after a space."""
