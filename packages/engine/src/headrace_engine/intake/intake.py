@@ -399,7 +399,7 @@ class Intake:
         tail = "" if embeds is not None else tokenizer.decode(ids[-_PROMPT_END:]).rstrip()
         if tail.endswith(end):
             return None  # the template was told not to think
-        is_open = bool(start) and tail.rfind(start) > tail.rfind(end)
+        is_open = bool(start) and tail.endswith(start)
         return ThinkingBudget(
             budget,
             tokenizer.encode(end, add_special_tokens=False),
