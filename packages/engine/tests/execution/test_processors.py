@@ -332,6 +332,21 @@ def test_a_failing_processor_fails_the_step_by_name(
     assert "secret" not in str(caught.value)
 
 
+def test_a_failing_update_reaches_the_other_processors(
+    harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Raises, "where", "update_state")
+    [_, recorder], make = made(Raises, Recorder)
+    h = harness(make_processors=make)
+    with pytest.raises(EngineError, match="Raises failed in update_state"):
+        h.step({"a": 5}, [h.new("a", PROMPT, greedy(name="a"))])
+    assert [name for name, _, _ in recorder.slots.values()] == ["a"]
+    monkeypatch.setattr(Raises, "where", "nowhere")
+    monkeypatch.setattr(Raises, "apply", Recorder.apply)
+    h.step({"b": 5}, [h.new("b", PROMPT, greedy(name="b"))], gone=["a"])
+    assert [name for name, _, _ in recorder.slots.values()] == ["b"]
+
+
 def test_a_constructor_gets_config_device_and_pinning() -> None:
     class Remembers(Recorder):
         def __init__(self, *args: Any) -> None:

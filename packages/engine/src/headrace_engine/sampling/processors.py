@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, EngineError
-from headrace_core.logits_processor import LogitsProcessor
+from headrace_core.logits_processor import BatchUpdate, LogitsProcessor
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.slots import SlotTracker, Tracked
 from headrace_engine.sampling.state import SamplingBatch
@@ -95,11 +95,9 @@ class ProcessorStage:
             if new is not None:
                 self._add(new)
         update = self._slots.update()
-        for processor in self._processors:
-            try:
-                processor.update_state(update)
-            except Exception as error:
-                raise _failure(processor, "update_state") from error
+        failures = [_update(processor, update) for processor in self._processors]
+        for failure in filter(None, failures):  # all have been told by now
+            raise failure
 
     def observe(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Requests' outputs have grown by one token each."""
@@ -200,6 +198,17 @@ def _run(processors: Sequence[LogitsProcessor], logits: Tensor) -> Tensor:
                 f"{logits.dtype} for logits {list(shape)} torch.float32"
             )
     return logits
+
+
+def _update(processor: LogitsProcessor, update: BatchUpdate | None) -> EngineError | None:
+    """Tell one processor; what went wrong, if anything did."""
+    try:
+        processor.update_state(update)
+    except Exception as error:
+        failure = _failure(processor, "update_state")
+        failure.__cause__ = error
+        return failure
+    return None
 
 
 def _failure(processor: LogitsProcessor, method: str) -> EngineError:
