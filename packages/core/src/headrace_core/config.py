@@ -109,6 +109,16 @@ class ModelConfig:
         "raw_logprobs",
         "Log-probabilities or logits, before (raw) or after (processed) sampling parameters.",
     )
+    logits_processors: tuple[Any, ...] = option(
+        (), "Logits processors, as package.module:Class; those that are installed as plug-ins are "
+        "always loaded. Fixed from the start on.",
+        cost="logits of the whole batch in float32, and what the processors do, in every step",
+    )  # fmt: skip
+    enable_prompt_embeds: bool = option(
+        False, "Take prompts that are embeddings instead of tokens.",
+        cost="steps with such a prompt run eagerly; trust in clients: what an embedding makes a "
+        "model say cannot be filtered as text can",
+    )  # fmt: skip
     generation_config: str = option(
         "auto", "Defaults for sampling: auto (the checkpoint's generation_config.json), headrace "
         "(neutral ones), or a folder.",
@@ -119,6 +129,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        for processor in self.logits_processors:
+            _check(isinstance(processor, (str, type)), "model.logits_processors", processor,
+                   "a class, or its name as package.module:Class")  # fmt: skip
         names: object = self.served_model_name
         if isinstance(names, str):
             object.__setattr__(self, "served_model_name", (names,))

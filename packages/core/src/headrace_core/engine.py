@@ -33,6 +33,12 @@ class ServedModel:
     """Fields of :class:`SamplingParams` that the model's generation config sets
     (``max_tokens`` there is a server-wide cap)."""
     priority_scheduling: bool = False
+    hidden_size: int = 0
+    """Of an input embedding; 0 where those are off."""
+    dtype: str = ""
+    """The activations'."""
+    logprobs_mode: str = "raw_logprobs"
+    """What outputs report; see ``model.logprobs_mode``."""
     tokenizer_info: Mapping[str, Any] = field(default_factory=dict)
     special_tokens: tuple[str, ...] = ()
     """Texts of the tokens that ``skip_special_tokens`` drops."""
@@ -150,8 +156,10 @@ class EngineClient(Protocol):
         """Tokens of any prompt, chats included."""
         ...
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included."""
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        """Text of token ids, special tokens included unless they are skipped."""
         ...
 
     async def stats(self, *, drain: bool = False) -> EngineStats:

@@ -16,7 +16,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from headrace_core.request import PromptEmbeds
 
 NULL_BLOCK = 0
 """Block id that holds nothing; see the module's docstring."""
@@ -133,6 +136,11 @@ class CachedSequence(Protocol):
     @property
     def skip_reading_prefix_cache(self) -> bool:
         """True if the request must compute its whole prompt (prompt log-probabilities)."""
+        ...
+
+    @property
+    def prompt_embeds(self) -> PromptEmbeds | None:
+        """The prompt's embeddings if it came so: its ids mean nothing, its rows' digests do."""
         ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,6 +189,29 @@ class SupportsMultiModal(Protocol):
 
     def embed_media(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Tensor]:
         """One tensor [tokens, H] per media item."""
+        ...
+
+
+INPUT_EMBEDS = "input_embeds"
+"""Key of :attr:`ForwardBatch.extra`: an :class:`InputEmbeds`."""
+
+
+class InputEmbeds(NamedTuple):
+    """Tokens of a batch that are given as vectors; their ids mean nothing."""
+
+    rows: Tensor
+    """[n] int64; rows of the flat batch."""
+    values: Tensor
+    """[n, H], the activations' dtype: what the model's table of input embeddings would give, scaled
+    if the model does that, positions not yet added."""
+
+
+@runtime_checkable
+class SupportsPromptEmbeds(Protocol):
+    """The model takes :class:`InputEmbeds` in place of token ids."""
+
+    def input_vectors(self, batch: ForwardBatch) -> Tensor:
+        """[T, H]; the tokens' embeddings, and the given ones in the rows that have them."""
         ...
 
 

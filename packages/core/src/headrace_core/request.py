@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from headrace_core.grammar import Constraint
@@ -25,6 +26,70 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+class EmbedsPrompt(TypedDict):
+    """A prompt as input embeddings, one row a token, for an engine that enables them."""
+
+    prompt_embeds: Any
+    """A torch tensor [num_tokens, hidden size], float32, bfloat16 or float16; or the bytes of a file
+    that holds one: of ``torch.save``, or of safetensors. One leading dimension of 1 is dropped."""
+    cache_salt: NotRequired[str]
+
+
+EMBEDS_DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
+ROW_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEmbeds:
+    """Checked input embeddings on their way to the workers: header and raw bytes.
+
+    Raises:
+        ValueError: header and bytes contradict each other.
+    """
+
+    dtype: str
+    """One of :data:`EMBEDS_DTYPES`: the activations'."""
+    num_tokens: int
+    hidden_size: int
+    data: bytes
+    """[num_tokens, hidden_size], row by row, in the machine's byte order; all finite."""
+    row_digests: bytes
+    """SHA-256 of each row: cached blocks are found by content, as those of token ids are."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in EMBEDS_DTYPES:
+            raise ValueError(f"dtype = {self.dtype!r}: must be one of {list(EMBEDS_DTYPES)}")
+        if self.num_tokens < 1 or self.hidden_size < 1:
+            raise ValueError(f"shape [{self.num_tokens}, {self.hidden_size}]: must not be empty")
+        size = self.num_tokens * self.hidden_size * EMBEDS_DTYPES[self.dtype]
+        if len(self.data) != size:
+            raise ValueError(f"{len(self.data)} bytes instead of {size}")
+        if len(self.row_digests) != self.num_tokens * ROW_DIGEST_BYTES:
+            raise ValueError(f"{len(self.row_digests)} bytes of digests")
+
+    @classmethod
+    def of(cls, dtype: str, num_tokens: int, hidden_size: int, data: bytes) -> PromptEmbeds:
+        """With digests computed here."""
+        size = len(data) // max(1, num_tokens)
+        rows = (data[i * size : (i + 1) * size] for i in range(num_tokens))
+        digests = b"".join(sha256(row).digest() for row in rows)
+        return cls(dtype, num_tokens, hidden_size, data, digests)
+
+    def last(self, num_tokens: int) -> PromptEmbeds:
+        """The last rows only."""
+        skip = self.num_tokens - num_tokens
+        if skip <= 0:
+            return self
+        start = skip * self.hidden_size * EMBEDS_DTYPES[self.dtype]
+        digests = self.row_digests[skip * ROW_DIGEST_BYTES :]
+        return PromptEmbeds(self.dtype, num_tokens, self.hidden_size, self.data[start:], digests)
+
+    def digests(self, start: int, end: int) -> str:
+        """Names the content of rows ``start`` to ``end``; "" if there are none."""
+        return self.row_digests[start * ROW_DIGEST_BYTES : end * ROW_DIGEST_BYTES].hex()
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A conversation that the model's chat template turns into a prompt."""
@@ -44,8 +109,20 @@ class ChatPrompt:
     cache_salt: str | None = None
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | ChatPrompt
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ChatPrompt
 """Everything that ``generate`` accepts as one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How long a request's reasoning may get before its end is forced."""
+
+    max_tokens: int
+    """Tokens between the reasoning's start and its end."""
+    end_token_ids: list[int]
+    """What is forced, one token after the other. Not empty."""
+    start_token_ids: list[int] = field(default_factory=list)
+    """What begins the reasoning; empty: the output's beginning does."""
 
 
 @dataclass(slots=True)
@@ -73,3 +150,7 @@ class CoreRequest:
     """``params.bad_words`` as token sequences."""
     constraint: Constraint | None = None
     """``params.structured_outputs``, admitted: the grammar compiles."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it came as embeddings; ``prompt_token_ids`` holds a 0 for each row then."""
+    thinking: ThinkingBudget | None = None
+    """``params.thinking_token_budget``, with what ends the reasoning."""

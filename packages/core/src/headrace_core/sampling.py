@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 
@@ -163,10 +163,11 @@ class SamplingParams:
     bad_words: list[str] | None = None
     """Texts whose last token is forbidden where it would complete them."""
     thinking_token_budget: int | None = None
-    """>= 0; after so many tokens the end of the model's reasoning is forced, unless the output holds
-    it already. Needs an engine that knows it (``--reasoning-parser``)."""
+    """>= 0; after so many tokens of reasoning its end is forced. Needs an engine that knows the marks
+    (``--reasoning-parser``)."""
     extra_args: dict[str, Any] | None = None
-    """For plug-ins; nothing built in reads it."""
+    """For plug-ins; nothing built in reads it. Text, numbers, True and False, None, or lists and
+    mappings of those by text: what crosses a process border."""
     logits_processors: list[Callable[..., Any]] | None = None
     """Refused: per-request processors are not served; see ``ModelConfig`` for batch ones."""
     skip_clone: bool = False
@@ -251,6 +252,8 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, None)
             _real("logit_bias", bias, -math.inf, math.inf)
+        if self.extra_args is not None:
+            _plain("extra_args", self.extra_args, dict)
 
     def _check_pairs(self) -> None:
         if self.n > 1 and self.greedy:
@@ -267,16 +270,75 @@ class SamplingParams:
                 _fail("bad_words", word, "a non-empty string")
 
 
+MAX_BEAM_WIDTH = 256
+
+
 @dataclass
 class BeamSearchParams:
-    """Beam search; not served yet (``LLM.beam_search`` refuses by name)."""
+    """How the likeliest continuations are searched; see :mod:`headrace_core.beam`.
+
+    Raises:
+        RequestError: naming the field; on construction and from :meth:`validate`.
+    """
 
     beam_width: int
+    """Sequences that are kept at every step, and found in the end; 1 is greedy decoding."""
     max_tokens: int
+    """Longest output, in tokens."""
     ignore_eos: bool = False
+    """End tokens are tokens like others."""
     temperature: float = 0.0
+    """Has an effect only with ``logprobs_mode = processed_logprobs``: raw log-probabilities, by which
+    sequences are ranked, do not depend on it."""
     length_penalty: float = 1.0
+    """Power of the length by which a sum of log-probabilities is divided: above 0 long outputs gain."""
     include_stop_str_in_output: bool = False
+    """Show the end token in texts."""
+    early_stopping: bool | Literal["never"] = False
+    """When to end with enough completed sequences. True: at once. False: when the best of the others
+    scores less than the worst of them now; ``never``: when it could not score more at any length."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field."""
+        _whole("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _whole("max_tokens", self.max_tokens, 1, None)
+        _real("temperature", self.temperature, 0, math.inf)
+        _real("length_penalty", self.length_penalty, -math.inf, math.inf)
+        if self.early_stopping not in (True, False, "never"):
+            _fail("early_stopping", self.early_stopping, "True, False or 'never'")
+
+
+MAX_EXTRA_DEPTH = 16
+"""Nesting of ``extra_args``."""
+
+
+def _plain(name: str, value: object, kind: type = object, depth: int = 0) -> None:
+    """Refuse what is no plain data, naming the place."""
+    if depth > MAX_EXTRA_DEPTH:
+        _fail(name, "...", f"nested at most {MAX_EXTRA_DEPTH} deep")
+    if not isinstance(value, kind):
+        _fail(name, value, "a mapping of names to values")
+    if value is None or isinstance(value, (bool, float)):
+        return
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            _fail(name, value, "an integer of at most 64 bits")
+    elif isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            _fail(name, value, "text; it holds half of a surrogate pair")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                _fail(name, key, "a mapping whose keys are text")
+            _plain(f"{name}.{key}", item, depth=depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _plain(f"{name}[{index}]", item, depth=depth + 1)
+    else:
+        _fail(name, value, "text, a number, True, False, None, or lists and mappings of those")
 
 
 def _fail(name: str, value: object, accepted: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace_core.grammar import Constraint
+from headrace_core.request import PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 
 
@@ -33,6 +34,10 @@ class NewRequest:
     """Already in the cache; less than ``len(token_ids)``."""
     constraint: Constraint | None = None
     """On the form of the output."""
+    prompt_embeds: PromptEmbeds | None = None
+    """The prompt, if it came as embeddings: the prompt's token ids mean nothing then."""
+    thinking: ThinkingBudget | None = None
+    """A bound on the output's reasoning."""
 
 
 @dataclass(slots=True)

@@ -195,9 +195,14 @@ class Engine:
             prompt, lambda: self._intake.tokenize(prompt, add_special_tokens, strings)
         )
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
         """See :meth:`headrace_core.engine.EngineClient.detokenize`."""
-        return await self._off_loop_if_large(token_ids, lambda: self._intake.detokenize(token_ids))
+        return await self._off_loop_if_large(
+            token_ids,
+            lambda: self._intake.detokenize(token_ids, skip_special_tokens=skip_special_tokens),
+        )
 
     async def stats(self, *, drain: bool = False) -> EngineStats:
         """See :meth:`headrace_core.engine.EngineClient.stats`."""
@@ -591,6 +596,8 @@ def _size(prompt: Prompt | Sequence[int]) -> int:
         return sum(map(_size_of_message, prompt.messages))
     given: object = prompt
     if isinstance(prompt, Mapping):
+        if prompt.get("prompt_embeds") is not None:
+            return SMALL_PROMPT + 1  # decoded in another process
         given = prompt.get("prompt_token_ids") or prompt.get("prompt")
     return len(given) if isinstance(given, Sized) else 0
 

@@ -17,7 +17,7 @@ from headrace_core.errors import (
     QueueFull,
     RequestError,
 )
-from headrace_core.request import CoreRequest
+from headrace_core.request import CoreRequest, PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import TokenLogprobs
 from headrace_engine.clients import wire
@@ -35,6 +35,8 @@ REQUEST = CoreRequest(
     arrival_time=1.5,
     cache_salt="salt",
     bad_words_token_ids=[[1], [2, 3]],
+    prompt_embeds=PromptEmbeds.of("bfloat16", 3, 2, bytes(range(12))),
+    thinking=ThinkingBudget(4, [7], [5, 6]),
 )  # fmt: skip
 LOGPROBS = [TokenLogprobs([1, 2], [-0.5, -1.0], [1, 2])]
 OUTPUTS = CoreOutputs(

@@ -8,7 +8,7 @@ import pytest
 from engine_fakes import EOS, VOCAB, CharTokenizer, served_model
 from make_tokenizers import folder
 
-from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
@@ -272,3 +272,52 @@ def test_detokenize_checks_ids() -> None:
 def test_unsupported_prompt_keys_are_features() -> None:
     with pytest.raises(UnsupportedFeature, match="prompt_embeds"):
         prepare({"prompt": "x", "prompt_embeds": 1})
+
+
+class _Wants:
+    """The class half of a logits processor: what intake sees of it."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        target = (sampling_params.extra_args or {}).get("target")
+        if target == "bug":
+            raise KeyError("secret")
+        if target is not None and not isinstance(target, int):
+            raise ValueError(f"target = {target!r}: must be an integer")
+
+
+@pytest.mark.spec("LOGITSPROC-API", "CUSTOM-ARGS")
+def test_processors_check_requests_as_they_are_taken_in() -> None:
+    processors: Any = [_Wants]
+    intake = Intake(CharTokenizer(), served_model(), processors=processors)
+    prepare(intake=intake)
+    prepare(intake=intake, extra_args={"target": 0})
+    with pytest.raises(RequestError, match="_Wants: target = 'x': must be an integer") as caught:
+        prepare(intake=intake, extra_args={"target": "x"})
+    assert caught.value.param == "extra_args"
+    with pytest.raises(GenerateError) as failed:
+        prepare(intake=intake, extra_args={"target": "bug"})
+    assert "secret" not in str(failed.value)
+
+
+@pytest.mark.spec("REASON-API")
+def test_a_thinking_budget_needs_to_know_how_thinking_ends() -> None:
+    with pytest.raises(UnsupportedFeature, match="--reasoning-parser"):
+        prepare(thinking_token_budget=3)
+    with pytest.raises(RequestError, match="thinking_token_budget"):
+        prepare(thinking_token_budget=-1)
+    marks = ("<think>", "</think>")
+    intake = Intake(CharTokenizer(), served_model(), reasoning_marks=marks)
+    assert prepare(intake=intake).core_requests[0].thinking is None
+    [core] = prepare(intake=intake, thinking_token_budget=0).core_requests
+    assert core.thinking.max_tokens == 0
+    assert core.thinking.end_token_ids == [ord(c) for c in "</think>"]
+    assert core.thinking.start_token_ids == [ord(c) for c in "<think>"]
+    for closed in ("<think>\n\n</think>\n\n", "x</think>"):
+        [core] = prepare(closed, intake=intake, thinking_token_budget=2).core_requests
+        assert core.thinking is None, "the template was told not to think"
+    for begun in ("<think>\n", "<think>x</think> hi <think>"):
+        [core] = prepare(begun, intake=intake, thinking_token_budget=2).core_requests
+        assert core.thinking.start_token_ids == []
+    [core] = prepare("</think> hi", intake=intake, thinking_token_budget=2).core_requests
+    assert core.thinking.start_token_ids

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_core.request import PromptEmbeds
 from headrace_engine.kv.hashing import MAX_TOKEN_ID, BlockHashes, block_digest, root_digest
 
 STORED = "cd9caedf526483f5e8059a2bc3451e91cb8f7e4774d0b846e9f68968334bc6c5"
@@ -73,12 +74,45 @@ def test_growing_step_by_step_gives_the_same_digests(tokens: list[int], cuts: li
 def test_a_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def counted(parent: bytes, token_ids: list[int]) -> bytes:
+    def counted(parent: bytes, token_ids: list[int], keys: tuple[str, ...]) -> bytes:
         calls.append(token_ids)
-        return block_digest(parent, token_ids)
+        return block_digest(parent, token_ids, keys)
 
     monkeypatch.setattr("headrace_engine.kv.hashing.block_digest", counted)
     hashes = BlockHashes(2, None)
     for length in (1, 2, 3, 5, 5):
         hashes.extend([1, 2, 3, 4, 5][:length])
     assert calls == [[1, 2], [3, 4]]
+
+
+def embeds(*rows: float) -> PromptEmbeds:
+    return PromptEmbeds.of("float32", len(rows), 1, struct.pack(f"{len(rows)}f", *rows))
+
+
+@pytest.mark.spec("PROMPT-EMBEDS", "APC")
+@pytest.mark.req("SEC-23")
+def test_blocks_of_embeddings_are_found_by_content() -> None:
+    zeros = [0] * 5
+    one = BlockHashes(2, None, embeds(1.0, 2.0, 3.0, 4.0, 5.0)).extend(zeros)
+    same_start = BlockHashes(2, None, embeds(1.0, 2.0, 3.0, 9.0)).extend(zeros[:4])
+    assert one[0] == same_start[0]
+    assert one[1] != same_start[1]
+    assert not set(one) & set(BlockHashes(2, None).extend(zeros)), "never as the tokens 0"
+    assert not set(one) & set(BlockHashes(2, "salt", embeds(1.0, 2.0, 3.0, 4.0)).extend(zeros))
+
+
+@pytest.mark.spec("PROMPT-EMBEDS", "APC")
+def test_a_block_of_embeddings_and_tokens_depends_on_both() -> None:
+    prompt = embeds(1.0, 2.0, 3.0)
+    mixed = {
+        BlockHashes(2, None, given).extend([0, 0, 0, token])[1]
+        for given in (prompt, embeds(1.0, 2.0, 4.0))
+        for token in (7, 8)
+    }
+    assert len(mixed) == 4
+    stepwise = BlockHashes(2, None, prompt)
+    stepwise.extend([0, 0, 0])
+    whole = BlockHashes(2, None, prompt).extend([0, 0, 0, 7, 8, 9])
+    assert stepwise.extend([0, 0, 0, 7, 8, 9]) == whole
+    without = BlockHashes(2, None).extend([7, 8])[0]
+    assert without not in whole

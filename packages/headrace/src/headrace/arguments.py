@@ -155,7 +155,8 @@ class Parser(argparse.ArgumentParser):
             kwargs |= {"type": json_object, "metavar": "JSON"}
             self._json_flags["--" + name.replace("_", "-")] = name
         elif typing.get_origin(kind) in (tuple, list):
-            kwargs |= {"nargs": "+", "type": typing.get_args(kind)[0], "action": _Collect}
+            item = typing.get_args(kind)[0]
+            kwargs |= {"nargs": "+", "type": str if item is Any else item, "action": _Collect}
         elif kind is int and option.metadata["human_int"]:
             kwargs |= {"type": human_int, "metavar": "SIZE"}
         else:

@@ -26,13 +26,15 @@ from headrace_core.errors import ConfigError, MissingDependency, UnsupportedFeat
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
+from headrace_core.logits_processor import load_processors, processor_name
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
 
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
-    from headrace_core.text import Tokenizer, TokenizerFactory
+    from headrace_core.logits_processor import LogitsProcessor
+    from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
     from headrace_engine.engine import Engine
@@ -55,6 +57,9 @@ SAMPLING_DEFAULTS: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
 }
 """Key of a generation config -> field of ``SamplingParams``."""
+
+HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
+"""Where a config says how long an embedding is."""
 
 
 class Resolved(NamedTuple):
@@ -84,8 +89,21 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         config = dataclasses.replace(config, model=model)
     platform = choose_platform(config.device.device)
     info = resolve_model(config.model, config.load, platform)
+    _check_extensions(config, info)
     fit_context = config.model.max_model_len == -1
     return Resolved(resolve(config, info, platform), info, platform, fit_context)
+
+
+def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuse what only generating models have."""
+    for name in ("logits_processors", "enable_prompt_embeds"):
+        value = getattr(config.model, name)
+        if value and "generate" not in info.tasks:
+            raise ConfigError(
+                f"model.{name} = {value!r}: must be off for {info.architecture}, which generates "
+                "no text",
+                field=f"model.{name}",
+            )
 
 
 def choose_platform(device: str) -> Platform:
@@ -192,9 +210,22 @@ def front_end(
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
         structured_outputs=config.structured_outputs,
+        processors=logits_processors(config, timeline),
+        reasoning_marks=reasoning_marks(config),
     )
     check_backend(config.structured_outputs)
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
+
+
+def logits_processors(
+    config: EngineConfig, timeline: StartupTimeline
+) -> tuple[type[LogitsProcessor], ...]:
+    """Classes of the processors that the engine runs; () costs nothing."""
+    wanted = config.model.logits_processors
+    if not wanted and not plugins.installed("headrace.logits_processors"):
+        return ()
+    with timeline.phase("import logits processors"):
+        return load_processors(wanted)
 
 
 def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:
@@ -202,10 +233,30 @@ def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimel
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
-        return ProcessClient(CORE_FACTORY, config, timeline)
+        return ProcessClient(CORE_FACTORY, _portable(config), timeline)
     from headrace_engine.clients.inproc import InprocClient
 
     return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
+
+
+def reasoning_marks(config: EngineConfig) -> tuple[str, str]:
+    """The texts with which the model's reasoning starts and ends; "" for what is not known."""
+    name = config.structured_outputs.reasoning_parser
+    if not name:
+        return "", ""
+    parser: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
+    end = parser.end_marker
+    # Formats name the end only; the starts of those that have one are spelled alike.
+    start = end.replace("/", "", 1).replace("END", "START", 1)
+    return ("" if start == end else start), end
+
+
+def _portable(config: EngineConfig) -> EngineConfig:
+    """The configuration with names in place of classes, as another process can read it."""
+    names = tuple(map(processor_name, config.model.logits_processors))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, logits_processors=names)
+    )
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
@@ -243,16 +294,35 @@ def served_model(
         has_chat_template=template is not None,
         default_sampling_params=default_sampling_params(info.generation_config),
         priority_scheduling=config.scheduler.policy == "priority",
+        prompt_embeds=config.model.enable_prompt_embeds,
+        hidden_size=hidden_size(info) if config.model.enable_prompt_embeds else 0,
+        dtype=info.dtype,
+        logprobs_mode=config.model.logprobs_mode,
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
-        # Part of the settings once the engine can take embeddings.
-        prompt_embeds=getattr(config.model, "enable_prompt_embeds", False),
     )
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Texts of the tokens that ``skip_special_tokens`` drops."""
     return tuple(sorted({tokenizer.decode([i]) for i in tokenizer.special_token_ids} - {""}))
+
+
+def hidden_size(info: ModelInfo) -> int:
+    """Numbers of one input embedding.
+
+    Raises:
+        ConfigError: the checkpoint's config does not say.
+    """
+    for name in HIDDEN_SIZES:
+        size = info.config.get(name)
+        if isinstance(size, int) and size > 0:
+            return size
+    raise ConfigError(
+        f"model.enable_prompt_embeds = True: must be False for {info.architecture}, whose "
+        f"config.json has none of {list(HIDDEN_SIZES)}",
+        field="model.enable_prompt_embeds",
+    )
 
 
 def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
@@ -334,6 +404,12 @@ def worker_factory(
 
     threads = cpu_threads(resolved)
     kv_scales = kv_scale_constants(config.cache, os.environ)
+    processors = logits_processors(config, timeline)
+    make_processors = None
+    if processors:
+        from headrace_engine.sampling.processors import make_processors as make
+
+        make_processors = functools.partial(make, processors, config)
 
     def make_worker() -> ModelWorker:
         ops = choose_ops(resolved, timeline, threads)
@@ -353,6 +429,8 @@ def worker_factory(
             cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             kv_scales=kv_scales,
             grammars=grammars,
+            make_processors=make_processors,
+            prompt_embeds=config.model.enable_prompt_embeds,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
+from headrace_core.beam import BeamSearchOutput, beam_search
 from headrace_core.engine import EngineStats, ServedModel
 from headrace_core.request import Prompt
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from headrace_core.text import Tokenizer
@@ -51,6 +52,12 @@ class AsyncLLM:
             QueueFull, EngineDead: it cannot be taken.
         """
         return self.engine.generate(prompt, sampling_params, request_id, priority=priority)
+
+    async def beam_search(
+        self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
+    ) -> BeamSearchOutput:
+        """Find the likeliest continuations; see :func:`headrace_core.beam.beam_search`."""
+        return await beam_search(self.engine, prompt, params, request_id, priority=priority)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""

@@ -12,9 +12,10 @@ from headrace.engine_args import EngineArgs
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from headrace_core.beam import BeamSearchOutput
     from headrace_core.text import Tokenizer
 
 Message = Mapping[str, Any]
@@ -189,9 +190,34 @@ class LLM:
         """Forget cached blocks; False if some are in use."""
         return bool(self.engine.reset_prefix_cache(reset_running_requests))
 
-    def beam_search(self, *_: Any, **__: Any) -> Any:
-        """Not served yet."""
-        raise UnsupportedFeature("beam_search is not served by this version", param="beam_search")
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest continuations of one prompt or many; see :mod:`headrace_core.beam`.
+
+        Args:
+            prompts: as :meth:`generate`, embeddings excepted.
+            params: width, length and how sequences are scored.
+            lora_request: refused unless None.
+            use_tqdm: show a progress bar over the prompts; or a callable that makes one.
+            concurrency_limit: search for so many prompts at once; None: for all.
+
+        Returns:
+            One output per prompt, in order; its sequences are ranked, the best first.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong; nothing is left running.
+        """
+        _refuse_adapters(lora_request)
+        from headrace.beams import OfflineBeams
+
+        beams = OfflineBeams(self.engine, self._intake, params)
+        return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)
 
     def encode(self, *_: Any, **__: Any) -> Any:
         """Not served: the model generates text.

@@ -212,8 +212,11 @@ class FakeEngine:
         _, ids = self._tokens(prompt, add_special_tokens)
         return TokenizedPrompt(ids, [_token_text(i) for i in ids] if strings else None)
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(_token_text, token_ids))
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        skipped = (BOS, EOS) if skip_special_tokens else ()
+        return "".join(_token_text(i) for i in token_ids if i not in skipped)
 
     async def stats(self, *, drain: bool = False) -> EngineStats:
         stats = replace(self._stats, step_tokens=list(self._stats.step_tokens))

@@ -29,6 +29,7 @@ from headrace_core.kv import (
     PrefixMatch,
     SlidingWindowSpec,
 )
+from headrace_core.request import PromptEmbeds
 
 BLOCK_SIZE = 4
 WINDOW = 6
@@ -45,6 +46,7 @@ class FakeSequence:
     all_token_ids: list[int]
     num_computed_tokens: int = 0
     cache_salt: str | None = None
+    prompt_embeds: PromptEmbeds | None = None
     skip_reading_prefix_cache: bool = False
     table: list[list[int]] = field(default_factory=list)
     """By group: what the manager said was gained, in order."""

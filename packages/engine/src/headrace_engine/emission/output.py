@@ -7,6 +7,8 @@ output, so nothing queues up: what a slow reader costs is the output itself, onc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headrace_core.output import (
     CompletionOutput,
     FlatLogprobs,
@@ -343,7 +345,10 @@ class RequestState:
 def _detokenizer(tokenizer: Tokenizer | None, request: PreparedRequest) -> Detokenizer | None:
     if tokenizer is None or not request.params.detokenize:
         return None
-    return make_detokenizer(tokenizer, request.params, request.prompt_token_ids)
+    context: Sequence[int] = request.prompt_token_ids
+    if request.core_requests and request.core_requests[0].prompt_embeds is not None:
+        context = tokenizer.encode("a", add_special_tokens=False)  # outputs continue some text
+    return make_detokenizer(tokenizer, request.params, context)
 
 
 def _copy_logprobs(logprobs: Logprobs | None) -> Logprobs | None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
+from headrace_core.model import INPUT_EMBEDS
+from headrace_engine.execution.embeds import EmbeddedPrompts
 from headrace_engine.execution.requests import RequestTable
 
 Ints = npt.NDArray[np.int64]
@@ -55,6 +57,13 @@ class StepInputs:
     def sampled_rows(self) -> Ints:
         """Rows of the request table that get a token: :attr:`rows` itself if all do."""
         return self.rows if len(self.sampled) == len(self.rows) else self.rows[self.sampled]
+
+    @property
+    def sampled_ids(self) -> list[str]:
+        """Ids of the requests that get a token: :attr:`request_ids` itself if all do."""
+        if len(self.sampled) == len(self.rows):
+            return self.request_ids
+        return [self.request_ids[b] for b in self.sampled.tolist()]
 
 
 class _Cast:
@@ -111,6 +120,8 @@ class InputBuilder:
     """
 
     def __init__(self, table: RequestTable, *, block_size: int, device: torch.device) -> None:
+        self.embedded = EmbeddedPrompts(device)
+        """Prompts that are no tokens, by the table's rows."""
         self._table = table
         self._block_size = block_size
         self._device = device
@@ -140,6 +151,7 @@ class InputBuilder:
         sampled = np.flatnonzero(seq_lens == known)
         prompt_rows = _prompt_rows(table, cast, computed, seq_lens)
         longest, device = int(seq_lens.max()), self._device
+        embeds = self.embedded.inputs(rows, computed, cast.cu_seqlens)
         batch = ForwardBatch(
             input_ids=_tensor(table.token_ids[cast.token_rows, positions].astype(np.int64), device),
             positions=_tensor(positions, device),
@@ -149,6 +161,7 @@ class InputBuilder:
             max_seqlen_k=longest,
             groups=self._groups(cast, positions, longest),
             logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
+            extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
         return StepInputs(cast.request_ids, rows, seq_lens, sampled, prompt_rows, batch, errors)
 

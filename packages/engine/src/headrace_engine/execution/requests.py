@@ -113,17 +113,18 @@ class RequestTable:
         self.num_tokens[rows] = ends + 1
         self.sampling.observe(rows, token_ids)
 
-    def remove(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
+    def remove(self, request_id: str) -> int | None:
+        """Forget a request and return the row it had; None for unknown ids, which are ignored."""
         row = self.row_of.pop(request_id, None)
         if row is None:
-            return
+            return None
         for group, table in enumerate(self.block_tables):
             table[row, : self.num_blocks[group, row]] = 0
         self.failures.pop(row, None)
         self.version += 1
         self.sampling.clear(row)
         self._free_rows.append(row)
+        return row
 
     def output_tokens(self, row: int) -> npt.NDArray[np.int32]:
         """View of what was generated so far."""

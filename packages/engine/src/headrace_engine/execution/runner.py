@@ -21,6 +21,7 @@ from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, Tok
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
+from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
 from headrace_engine.structured.matching import ConstraintMaker
 
@@ -44,6 +45,7 @@ class ModelRunner:
         populator: is told which blocks come into use.
         constraints: makes requests' constraints on the form of their outputs; None: a request that
             brings one fails.
+        processors: users' logits processors; None: there are none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelRunner:
         seed: int,
         populator: CachePopulator | None = None,
         constraints: ConstraintMaker | None = None,
+        processors: ProcessorStage | None = None,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -66,6 +69,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.sampler = sampler
         self.populator = populator
+        self.processors = processors
         self.graph: StepGraph | None = None
         """Runs the steps that fit it; None: all run eagerly."""
         self.launching: Callable[[], None] = lambda: None
@@ -86,6 +90,8 @@ class ModelRunner:
         }
         seconds = 0.0
         if inputs.batch is not None:
+            if self.processors is not None:
+                self.processors.begin_step(inputs.sampled_ids)
             self.launching()
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
@@ -101,9 +107,15 @@ class ModelRunner:
     def apply_changes(self, step: ScheduledStep) -> None:
         """First who is gone, then who is new, then further blocks."""
         for request_id in step.gone_request_ids:
-            self.requests.remove(request_id)
+            row = self.requests.remove(request_id)
+            if row is not None:
+                self.inputs.embedded.clear(row)
+            if self.processors is not None:
+                self.processors.forget(request_id)
         for new in step.new_requests:
-            self.requests.add(new)
+            self.inputs.embedded.set(self.requests.add(new), new.prompt_embeds)
+            if self.processors is not None:
+                self.processors.take(new)
         for request_id, block_ids in step.new_block_ids.items():
             self.requests.append_blocks(request_id, block_ids)
         if self.populator is not None:
@@ -158,16 +170,19 @@ class ModelRunner:
         self, inputs: StepInputs, logits: Tensor, results: dict[str, RequestStepResult]
     ) -> None:
         """Choose tokens, append them to the requests' lists, fill in the results."""
-        rows, ids = inputs.sampled_rows, inputs.request_ids
-        output = self.sampler(logits, self.requests.sampling.batch(rows, self.requests))
-        if len(rows) < len(ids):
-            ids = [ids[b] for b in inputs.sampled.tolist()]
+        rows, ids = inputs.sampled_rows, inputs.sampled_ids
+        batch = self.requests.sampling.batch(rows, self.requests)
+        if self.processors is not None:
+            batch = self.processors.bind(batch, ids)
+        output = self.sampler(logits, batch)
         tokens = output.token_ids
         if output.errors:
             self._record_errors(output, rows, ids, results)
             good = [r for r in range(len(ids)) if r not in output.errors]
             ids, rows, tokens = [ids[r] for r in good], rows[good], tokens[good]
         self.requests.append_tokens(rows, tokens)
+        if self.processors is not None:
+            self.processors.observe(ids, tokens.tolist())
         if not results:  # nothing but tokens, as nearly always
             results.update(zip(ids, [RequestStepResult([token]) for token in tokens.tolist()]))
         else:

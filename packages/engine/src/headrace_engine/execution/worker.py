@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
-from headrace_core.errors import ModelError
+from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.kv_scales import ScaleConstants
-from headrace_core.model import AttentionLayer, CausalLM
+from headrace_core.logits_processor import LogitsProcessor
+from headrace_core.model import AttentionLayer, CausalLM, SupportsPromptEmbeds
 from headrace_core.ops import OpTable
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
@@ -24,6 +25,7 @@ from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_bat
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.runner import ModelRunner
+from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
 from headrace_engine.sampling.state import warm_up_batch
 from headrace_engine.structured.matching import ConstraintMaker
@@ -59,6 +61,8 @@ class ModelWorker:
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
         kv_scales: measure the cache's scales, with these constants; None: leave them.
         grammars: of structured output; None: a request that needs one fails.
+        make_processors: makes users' logits processors for the device; None: there are none.
+        prompt_embeds: whether prompts may be embeddings, which the model must support then.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class ModelWorker:
         cache_ahead_bytes: int = 0,
         kv_scales: ScaleConstants | None = None,
         grammars: GrammarStore | None = None,
+        make_processors: Callable[[torch.device], Sequence[LogitsProcessor]] | None = None,
+        prompt_embeds: bool = False,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -96,6 +102,9 @@ class ModelWorker:
         self._cache_ahead_bytes = cache_ahead_bytes
         self._kv_scales = kv_scales
         self._grammars = grammars
+        self._make_processors = make_processors
+        self._prompt_embeds = prompt_embeds
+        self._processors: ProcessorStage | None = None
         self._meter: MemoryMeter = memory_meter(self._device)
         self._launching: Callable[[], None] = lambda: None
         self._available = 0
@@ -116,6 +125,16 @@ class ModelWorker:
         before = self._meter.used()
         self._model = self._build_model()
         self._layers = self._model.attention_layers()
+        if self._prompt_embeds and not isinstance(self._model, SupportsPromptEmbeds):
+            raise ConfigError(
+                "model.enable_prompt_embeds = True: must be False for this model "
+                f"({type(self._model).__name__}), which takes tokens only",
+                field="model.enable_prompt_embeds",
+            )
+        if self._prompt_embeds:
+            logger.info("prompt embeddings: steps that hold some run eagerly")
+        if self._make_processors is not None:
+            self._processors = ProcessorStage(self._make_processors(self._device))
         self._meter.trim()
         self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
         logger.info(
@@ -206,6 +225,7 @@ class ModelWorker:
             seed=self._seed,
             populator=self._populator,
             constraints=ConstraintMaker(self._grammars) if self._grammars is not None else None,
+            processors=self._processors,
         )
         self._runner.launching = self._launching
 
@@ -256,7 +276,7 @@ class ModelWorker:
             if layer.kv_spec is not None:
                 layer.bind_cache(None, 0)
         self._layers = {}
-        self._model = self._runner = self._cache = None
+        self._model = self._runner = self._cache = self._processors = None
         self._buffers = []
         self._binding.leave()
         if self._device.type == "cuda":

@@ -10,22 +10,36 @@ import copy
 import dataclasses
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from headrace_core.config import StructuredOutputsConfig
 from headrace_core.engine import ServedModel, TokenizedPrompt
-from headrace_core.errors import ConfigError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.errors import (
+    ConfigError,
+    GenerateError,
+    PromptTooLong,
+    RequestError,
+    UnsupportedFeature,
+)
 from headrace_core.grammar import Constraint, Vocabulary
-from headrace_core.request import ChatPrompt, CoreRequest, Prompt
+from headrace_core.logits_processor import LogitsProcessor
+from headrace_core.request import ChatPrompt, CoreRequest, Prompt, PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import Tokenizer
+from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
 from headrace_engine.structured.admission import Admission, Admitted
 from headrace_engine.structured.reasoning import PROMPT_TAIL, start_after
 from headrace_engine.structured.vocabulary import vocabulary_of
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_END = 64
+"""Tokens of a prompt in which a template may have begun, or ended, the reasoning."""
 
 
 class _Tokens(NamedTuple):
@@ -34,6 +48,8 @@ class _Tokens(NamedTuple):
     ids: list[int]
     text: str | None
     cache_salt: str | None
+    embeds: PromptEmbeds | None = None
+    """The prompt, if it came as embeddings; ``ids`` are as many zeros then."""
 
 
 class Intake:
@@ -46,6 +62,9 @@ class Intake:
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
         structured_outputs: backend and limits of constraints on outputs.
+        processors: logits processors that the engine runs; they check requests.
+        reasoning_marks: texts around a model's reasoning. The first is "" if it has none: the
+            output begins with reasoning then; the second if nothing is known of reasoning.
         clock: wall-clock seconds.
     """
 
@@ -58,10 +77,15 @@ class Intake:
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
         structured_outputs: StructuredOutputsConfig | None = None,
+        processors: Sequence[type[LogitsProcessor]] = (),
+        reasoning_marks: tuple[str, str] = ("", ""),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
+        self._processors = tuple(processors)
+        self._reasoning_marks = reasoning_marks
+        self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
         self._admission = Admission(
@@ -78,11 +102,13 @@ class Intake:
             )
 
     def close(self) -> None:
-        """End the processes in which templates render and constraints compile, if there are any;
-        they would be started anew."""
+        """End the processes in which templates render, constraints compile and embeddings are read,
+        if there are any; they would be started anew."""
         self._admission.close()
         if self._renderer is not None:
             self._renderer.close()
+        if self._embeds is not None:
+            self._embeds.close()
 
     def limit_context(self, max_model_len: int) -> None:
         """Take over the context that the engine could make room for, if it is shorter (0: it is not).
@@ -137,6 +163,10 @@ class Intake:
         tokens = self._tokens(prompt, add_special_tokens)
         ids = self._truncate(tokens.ids, params)
         self._check_prompt(ids)
+        embeds = tokens.embeds
+        if embeds is not None:
+            _check_embeds_params(params)
+            embeds = embeds.last(len(ids))
         request = PreparedRequest(
             request_id=request_id,
             prompt=tokens.text if len(ids) == len(tokens.ids) else None,
@@ -150,6 +180,7 @@ class Intake:
         max_tokens = self._max_tokens(len(ids), params, clamp_max_tokens)
         constraint = self._constraint(prompt, ids, params, admitted)
         bad_words = self._bad_words(params)
+        thinking = self._thinking(params, ids, embeds)
         request.core_requests = [
             CoreRequest(
                 # Unique by our own part, whatever a caller used as its id.
@@ -163,6 +194,8 @@ class Intake:
                 cache_salt=tokens.cache_salt,
                 bad_words_token_ids=bad_words,
                 constraint=constraint,
+                prompt_embeds=embeds,
+                thinking=thinking,
             )
             for index in range(params.n)
         ]
@@ -231,20 +264,26 @@ class Intake:
         Raises:
             RequestError: the prompt is malformed.
         """
+        if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
+            raise UnsupportedFeature(
+                "prompt_embeds: embeddings have no tokens that could be shown",
+                param="prompt_embeds",
+            )
         ids = self._tokens(prompt, add_special_tokens).ids
         if not strings:
             return TokenizedPrompt(ids)
         tokenizer = self._need_tokenizer("prompt")
         return TokenizedPrompt(ids, [tokenizer.token_string(token_id) for token_id in ids])
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens included.
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids, special tokens included unless they are skipped.
 
         Raises:
             RequestError: an id is no token.
         """
         self._check_ids("tokens", token_ids)
-        return self._need_tokenizer("tokens").decode(token_ids)
+        tokenizer = self._need_tokenizer("tokens")
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _tokens(self, prompt: Prompt, add_special_tokens: bool | None) -> _Tokens:
         if isinstance(prompt, ChatPrompt):
@@ -262,7 +301,9 @@ class Intake:
     def _mapping_tokens(
         self, prompt: Mapping[str, object], add_special_tokens: bool | None
     ) -> _Tokens:
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+        if prompt.get("prompt_embeds") is not None:
+            return self._embeds_tokens(prompt)
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "prompt_embeds"}
         if unknown:
             raise UnsupportedFeature(
                 f"prompt: {sorted(unknown)} cannot be served; a prompt has 'prompt' or "
@@ -280,6 +321,23 @@ class Intake:
                 "prompt: a mapping needs 'prompt' or 'prompt_token_ids'", param="prompt"
             )
         return _Tokens(self._encode(text, add_special_tokens is not False), text, salt)
+
+    def _embeds_tokens(self, prompt: Mapping[str, object]) -> _Tokens:
+        if self._embeds is None:
+            raise UnsupportedFeature(
+                "prompt_embeds: the engine takes no embeddings; it must be started with "
+                "--enable-prompt-embeds (enable_prompt_embeds=True)",
+                param="prompt_embeds",
+            )
+        others = set(prompt) - {"prompt_embeds", "cache_salt"}
+        if others:
+            raise RequestError(
+                f"prompt: {sorted(others)} beside 'prompt_embeds'; a prompt of embeddings may have "
+                "'cache_salt' only",
+                param=min(others),
+            )
+        embeds = self._embeds.decode(prompt["prompt_embeds"])
+        return _Tokens([0] * embeds.num_tokens, None, _salt(prompt.get("cache_salt")), embeds)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         tokenizer = self._need_tokenizer("prompt")
@@ -377,6 +435,8 @@ class Intake:
         self._check_ids("logit_bias", params.logit_bias or ())
         if params.stop_strings:
             self._need_tokenizer("stop")
+        for processor in self._processors:
+            _ask(processor, params)
 
     def _check_count(self, name: str, count: int | None) -> None:
         if count is None:
@@ -392,6 +452,31 @@ class Intake:
                 value=count,
             )
 
+    def _thinking(
+        self, params: SamplingParams, ids: list[int], embeds: PromptEmbeds | None
+    ) -> ThinkingBudget | None:
+        """The bound of a request's reasoning, unless its prompt has ended that already."""
+        budget = params.thinking_token_budget
+        if budget is None:
+            return None
+        start, end = self._reasoning_marks
+        if not end:
+            raise UnsupportedFeature(
+                f"thinking_token_budget = {budget}: must be absent unless the engine knows how the "
+                "model's reasoning ends (--reasoning-parser, of a format with an end marker)",
+                param="thinking_token_budget",
+            )
+        tokenizer = self._need_tokenizer("thinking_token_budget")
+        tail = "" if embeds is not None else tokenizer.decode(ids[-_PROMPT_END:]).rstrip()
+        if tail.endswith(end):
+            return None  # the template was told not to think
+        is_open = bool(start) and tail.endswith(start)
+        return ThinkingBudget(
+            budget,
+            tokenizer.encode(end, add_special_tokens=False),
+            [] if is_open or not start else tokenizer.encode(start, add_special_tokens=False),
+        )
+
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Each word as it is spelled at the beginning of a text and after a space."""
         found: list[list[int]] = []
@@ -404,6 +489,28 @@ class Intake:
                     self._check_ids("bad_words", ids)
                     found.append(ids)
         return found
+
+
+def _ask(processor: type[LogitsProcessor], params: SamplingParams) -> None:
+    """Have a processor check a request. Its own words are for the client, a bug's are not."""
+    try:
+        processor.validate_params(params)
+    except RequestError:
+        raise
+    except ValueError as error:
+        raise RequestError(f"{processor.__name__}: {error}", param="extra_args") from error
+    except Exception as error:
+        name = f"{processor.__module__}:{processor.__qualname__}"
+        logger.exception("logits processor %s failed to check a request", name)
+        raise GenerateError("a logits processor failed to check the request") from error
+
+
+def _check_embeds_params(params: SamplingParams) -> None:
+    if params.prompt_logprobs is not None:
+        raise UnsupportedFeature(
+            "prompt_logprobs: must be absent with prompt_embeds, which has no tokens to describe",
+            param="prompt_logprobs",
+        )
 
 
 def _least_output(params: SamplingParams, clamp: bool) -> int:

@@ -17,6 +17,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace_core.request import PromptEmbeds
 
 _DOMAIN = b"headrace-kv-1"
 _U32 = struct.Struct("<I")
@@ -48,12 +52,21 @@ def block_digest(parent: bytes, token_ids: Sequence[int], extra_keys: Sequence[s
 
 
 class BlockHashes:
-    """Digests of one sequence's full blocks, each computed once, as its tokens become known."""
+    """Digests of one sequence's full blocks, each computed once, as its tokens become known.
 
-    __slots__ = ("_block_size", "_root", "digests")
+    Args:
+        block_size: tokens per block.
+        cache_salt: of the sequence.
+        embeds: the prompt's embeddings, if it came as such: content of its blocks, whatever the ids.
+    """
 
-    def __init__(self, block_size: int, cache_salt: str | None) -> None:
+    __slots__ = ("_block_size", "_embeds", "_root", "digests")
+
+    def __init__(
+        self, block_size: int, cache_salt: str | None, embeds: PromptEmbeds | None = None
+    ) -> None:
         self._block_size = block_size
+        self._embeds = embeds
         self._root = root_digest(() if cache_salt is None else ("salt", cache_salt))
         self.digests: list[bytes] = []
 
@@ -62,9 +75,15 @@ class BlockHashes:
         size, digests = self._block_size, self.digests
         parent = digests[-1] if digests else self._root
         for index in range(len(digests), len(token_ids) // size):
-            parent = block_digest(parent, token_ids[index * size : (index + 1) * size])
+            start, end = index * size, (index + 1) * size
+            parent = block_digest(parent, token_ids[start:end], self._keys(start, end))
             digests.append(parent)
         return digests
+
+    def _keys(self, start: int, end: int) -> tuple[str, ...]:
+        """What tokens ``start`` to ``end`` depend on besides their ids."""
+        content = self._embeds.digests(start, end) if self._embeds is not None else ""
+        return ("embeds", content) if content else ()
 
 
 def _encode_keys(keys: Sequence[str]) -> bytes:

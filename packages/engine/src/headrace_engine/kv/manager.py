@@ -274,7 +274,7 @@ class PagedKVCacheManager(KVCacheManager):
     def _digests(self, sequence: CachedSequence) -> list[bytes]:
         hashes = self._hashes.get(sequence.request_id)
         if hashes is None:
-            hashes = BlockHashes(self.block_size, sequence.cache_salt)
+            hashes = BlockHashes(self.block_size, sequence.cache_salt, sequence.prompt_embeds)
             self._hashes[sequence.request_id] = hashes
         return hashes.extend(sequence.all_token_ids)
 

@@ -70,6 +70,15 @@ def apply_logit_bias(logits: Tensor, batch: SamplingBatch) -> None:
     logits[where] += torch.from_numpy(bias).to(logits.device)
 
 
+def apply_thinking(logits: Tensor, batch: SamplingBatch) -> None:
+    """Where the reasoning has used up its budget, only what ends it is possible."""
+    for r, rules, _ in batch.rules:
+        token_id = rules.thinking.forced if rules.thinking is not None else None
+        if token_id is not None:
+            logits[r].fill_(_IMPOSSIBLE)
+            logits[r, token_id] = 0.0  # whatever other rules say of it
+
+
 def completions(words: Sequence[Sequence[int]], output: npt.NDArray[Any]) -> list[int]:
     """Last tokens of the words all of whose other tokens end the output."""
     longest = max(len(word) for word in words)

@@ -1,13 +1,14 @@
 """From logits to tokens, as a list of steps.
 
-1. constraints, allowed and bad words 4. penalties
-2. min_tokens                         5. greedy rows end here: the largest logit
-3. logit bias                         6. temperature, min_p, top_k and top_p
-                                      7. draw by the request's own random number
+1. constraints, allowed and bad words 5. penalties; the end of reasoning, where it is due
+2. min_tokens                         6. greedy rows end here: the largest logit
+3. logit bias                         7. temperature, min_p, top_k and top_p
+4. users' logits processors           8. draw by the request's own random number
 
-Steps 1 to 4 change single logits, in float32, of the rows that ask for it. The rest is the op
+Steps 1 to 5 change single logits, in float32, of the rows that ask for it. The rest is the op
 :class:`~headrace_core.ops.SampleOp`, which reads logits in any dtype and gives a row the same bits
-in any batch if the kernels are row-invariant.
+in any batch if the kernels are row-invariant. Processors that never change which logit is the
+largest work between min_p and top_k instead, on rows that are not greedy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_core.ops import SampleOp, TopLogprobsOp
+from headrace_core.reference.filters import apply_min_p, apply_temperature
+from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import TokenLogprobs
 from headrace_engine.sampling.logprobs import MODES, describe
 from headrace_engine.sampling.masks import (
@@ -32,8 +35,10 @@ from headrace_engine.sampling.masks import (
     apply_constraints,
     apply_logit_bias,
     apply_min_tokens,
+    apply_thinking,
 )
 from headrace_engine.sampling.penalties import apply_penalties
+from headrace_engine.sampling.processors import BoundStage
 from headrace_engine.sampling.state import SamplingBatch
 
 Rows = npt.NDArray[np.int64]
@@ -114,6 +119,8 @@ class Sampler:
         return _output(choice, dict(zip(asked.tolist(), entries)))
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:
+        if batch.processors is not None:
+            return self._choose_processed(logits, batch, batch.processors, keep_filtered)
         if not batch.rules:
             return self._draw(logits, batch, keep_filtered)
         if _changes(logits, batch):
@@ -133,6 +140,21 @@ class Sampler:
         index = torch.from_numpy(rows).to(logits.device)
         choice.token_ids[index], choice.largest[index] = ruled
         return choice
+
+    def _choose_processed(
+        self, logits: Tensor, batch: SamplingBatch, processors: BoundStage, keep_filtered: bool
+    ) -> _Choice:
+        """With users' logits processors, which get every row in float32."""
+        values = logits
+        if logits.dtype != torch.float32:
+            values = self._widened(logits, np.arange(logits.shape[0]))
+        _apply_masks(values, batch)
+        processors.apply_changing(values)
+        apply_penalties(values, batch)
+        apply_thinking(values, batch)
+        if processors.has_invariant and not batch.greedy:
+            batch = _apply_invariant(values, batch, processors)
+        return self._draw(values, batch, keep_filtered)
 
     def _widened(self, logits: Tensor, rows: Rows) -> Tensor:
         """Those rows as float32 [n, V], in memory that the next call overwrites: to ask the system
@@ -169,16 +191,47 @@ class Sampler:
 
 def _changes(logits: Tensor, batch: SamplingBatch) -> bool:
     """Whether rules are applied to the logits themselves."""
-    return bool(batch.rules) and logits.dtype == torch.float32
+    changes = bool(batch.rules) or batch.processors is not None
+    return changes and logits.dtype == torch.float32
 
 
 def _apply_rules(logits: Tensor, batch: SamplingBatch) -> None:
+    _apply_masks(logits, batch)
+    apply_penalties(logits, batch)
+    apply_thinking(logits, batch)
+
+
+def _apply_masks(logits: Tensor, batch: SamplingBatch) -> None:
     apply_constraints(logits, batch)
     apply_allowed_tokens(logits, batch)
     apply_bad_words(logits, batch)
     apply_min_tokens(logits, batch)
     apply_logit_bias(logits, batch)
-    apply_penalties(logits, batch)
+
+
+def _apply_invariant(values: Tensor, batch: SamplingBatch, processors: BoundStage) -> SamplingBatch:
+    """Let processors work on the rows that are drawn from, after temperature and min_p.
+
+    Rows that they leave alone keep their logits and settings, and so their bits; the others hold
+    the result, and the settings say that temperature and min_p are done.
+
+    Args:
+        values: [R, V] float32; changed.
+    """
+    random = batch.temperature >= GREEDY_BELOW
+    temperature, min_p = batch.temperature.copy(), batch.min_p.copy()
+    temperature[~random], min_p[~random] = 1.0, 0.0
+    before = values.clone()
+    apply_temperature(before, torch.from_numpy(temperature).to(values.device))
+    before = apply_min_p(before, torch.from_numpy(min_p).to(values.device))
+    after = before.clone()
+    processors.apply_invariant(after)
+    changed = (after != before).any(dim=1).cpu().numpy() & random
+    rows = torch.from_numpy(np.flatnonzero(changed)).to(values.device)
+    values[rows] = after[rows]
+    temperature, min_p = batch.temperature.copy(), batch.min_p.copy()
+    temperature[changed], min_p[changed] = 1.0, 0.0
+    return replace(batch, temperature=temperature, min_p=min_p)
 
 
 def _rows(values: Tensor, rows: Rows) -> Tensor:

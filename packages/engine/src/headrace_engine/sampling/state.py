@@ -22,9 +22,11 @@ from headrace_core.step import NewRequest
 from headrace_engine.sampling.counts import TokenCounts
 from headrace_engine.sampling.noise import request_key, uniforms
 from headrace_engine.structured.matching import RowConstraint, fill_masks
+from headrace_engine.sampling.thinking import ThinkingLimit
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable
+    from headrace_engine.sampling.processors import BoundStage
 
 Ints = npt.NDArray[np.int64]
 
@@ -64,6 +66,7 @@ class TokenRules:
     """Prompt and output tokens; None without repetition penalty."""
     constraint: RowConstraint | None = None
     """On the form of the output."""
+    thinking: ThinkingLimit | None = None
 
     def observe(self, token_id: int) -> None:
         """The request's output has grown by a token."""
@@ -73,6 +76,8 @@ class TokenRules:
             self.seen.add(token_id)
         if self.constraint is not None:
             self.constraint.observe(token_id)
+        if self.thinking is not None:
+            self.thinking.observe(token_id)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class SamplingBatch:
     """Index of the token that is being chosen, within its request's output."""
     rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
+    processors: BoundStage | None = None
+    """Users' logits processors; None if there are none."""
 
     # What follows from the settings is found out once: a batch serves many steps.
 
@@ -275,9 +282,12 @@ def make_rules(
         or params.allowed_token_ids is not None
         or new.bad_words_token_ids
         or constraint is not None
+        or new.thinking is not None
     ):
         return None
     output = new.token_ids[new.num_prompt_tokens :]
+    # A prompt of embeddings holds no tokens that could have been seen.
+    known = new.token_ids if new.prompt_embeds is None else output
     bias = {t: b for t, b in (params.logit_bias or {}).items() if 0 <= t < vocab_size}
     allowed = params.allowed_token_ids
     return TokenRules(
@@ -291,8 +301,9 @@ def make_rules(
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         output_counts=TokenCounts(output) if counted else None,
-        seen=TokenCounts(new.token_ids) if repetition else None,
+        seen=TokenCounts(known) if repetition else None,
         constraint=constraint,
+        thinking=None if new.thinking is None else ThinkingLimit(new.thinking, output),
     )
 
 

@@ -100,4 +100,6 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         block_ids=block_ids,
         num_computed_tokens=num_computed_tokens,
         constraint=request.constraint,
+        prompt_embeds=request.prompt_embeds,
+        thinking=request.thinking,
     )

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headrace_core.request import CoreRequest
+from headrace_core.request import CoreRequest, PromptEmbeds
 from headrace_core.step import TokenLogprobs
 
 
@@ -117,6 +117,11 @@ class RequestState:
     def skip_reading_prefix_cache(self) -> bool:
         """Prompt log-probabilities need every prompt position computed, once."""
         return self.prompt_logprobs_pending
+
+    @property
+    def prompt_embeds(self) -> PromptEmbeds | None:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.prompt_embeds
 
     @property
     def finished(self) -> bool:

@@ -21,7 +21,6 @@ from headrace_models.layers.norm import RMSNorm
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
 
 GEMMA_RULES = (
@@ -56,8 +55,8 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm:
         return self.make_norm(context, f"{prefix}model.norm")
 
-    def embed_tokens(self, batch: ForwardBatch) -> Tensor:
-        return self.context.ops.scale(self.embed(batch.input_ids), self.embed_scale)
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        return self.context.ops.scale(self.embed(ids), self.embed_scale)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return SandwichBlock(

@@ -77,7 +77,7 @@ class GPT2LMHeadModel(Decoder):
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
         positions = self.positions(batch.positions)
-        return self.context.ops.add(self.embed(batch.input_ids), positions)
+        return self.context.ops.add(self.input_vectors(batch), positions)
 
     def make_norm(self, context: BuildContext, name: str) -> LayerNorm:
         eps = self.settings.number("layer_norm_epsilon", 1e-5)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from headrace_core.linear import LinearSpec
+from headrace_core.model import INPUT_EMBEDS
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext, WeightRule
+    from headrace_core.model import BuildContext, InputEmbeds, WeightRule
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,21 @@ class Decoder(Layer, ABC):
         eps = self.settings.number("rms_norm_eps", 1e-6)
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
 
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
+        return self.embed(ids)
+
+    def input_vectors(self, batch: ForwardBatch) -> Tensor:
+        """See :class:`headrace_core.model.SupportsPromptEmbeds`."""
+        vectors = self.token_vectors(batch.input_ids)
+        given: InputEmbeds | None = batch.extra.get(INPUT_EMBEDS)
+        if given is None:
+            return vectors
+        return vectors.index_copy(0, given.rows, given.values)
+
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
-        """[T, H]."""
-        return self.embed(batch.input_ids)
+        """[T, H]: what the first block gets."""
+        return self.input_vectors(batch)
 
     def attention_layers(self) -> Mapping[str, Attention]:
         """See :class:`headrace_core.model.CausalLM`."""

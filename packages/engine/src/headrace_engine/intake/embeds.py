@@ -1,0 +1,200 @@
+"""Prompts that are embeddings: from a tensor, or a file's bytes, to checked rows.
+
+A tensor that the caller of the offline API made is looked at here. Bytes are never: what a client sent
+is read in a process that can be killed (:mod:`headrace_engine.intake.embeds_worker`), with limits on
+its time and memory, and only plain rows come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import RequestError
+from headrace_core.request import EMBEDS_DTYPES, PromptEmbeds
+
+DECODE_SECONDS = 10.0
+"""Wall-clock limit of reading one prompt."""
+START_SECONDS = 120.0
+"""Wall-clock limit of starting the process, which imports torch."""
+FILE_OVERHEAD = 1 << 16
+"""Bytes that a file may take beyond its numbers."""
+LENGTH = struct.Struct("<Q")
+"""What precedes a message on a pipe: its length."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the process is to read."""
+
+    data: bytes
+    hidden_size: int
+    dtype: str
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """What it answers: rows, or why there are none."""
+
+    num_tokens: int = 0
+    data: bytes = b""
+    error: str = ""
+
+
+class EmbedsDecoder:
+    """Checks prompts of one model. Thread-safe.
+
+    Args:
+        model: whose hidden size, dtype and context the rows must fit.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self._hidden_size, self._dtype = model.hidden_size, model.dtype
+        largest = max(EMBEDS_DTYPES.values())
+        self.max_bytes = model.max_model_len * model.hidden_size * largest + FILE_OVERHEAD
+        """Longest file that is looked at."""
+        self._worker = EmbedsWorker(self.max_bytes)
+
+    def decode(self, value: object) -> PromptEmbeds:
+        """Rows of a prompt, in the activations' dtype.
+
+        Args:
+            value: a torch tensor, or the bytes of a file that holds one; see
+                :class:`~headrace_core.request.EmbedsPrompt`.
+
+        Raises:
+            RequestError: it is no such tensor, or of another shape, or not finite.
+        """
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            rows = self._read(bytes(value))
+        elif type(value).__module__.partition(".")[0] == "torch":
+            from headrace_engine.intake.embeds_worker import checked_rows
+
+            rows = checked_rows(value, self._hidden_size, self._dtype)
+        else:
+            raise _refused(
+                f"a {type(value).__name__}; must be a torch tensor [num_tokens, "
+                f"{self._hidden_size}], or the bytes of a file of torch.save or safetensors"
+            )
+        if rows.error:
+            raise _refused(rows.error)
+        return PromptEmbeds.of(self._dtype, rows.num_tokens, self._hidden_size, rows.data)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        self._worker.close()
+
+    def _read(self, data: bytes) -> Rows:
+        if len(data) > self.max_bytes:
+            raise _refused(
+                f"{len(data)} bytes; at most {self.max_bytes}, which the whole context takes"
+            )
+        return self._worker.decode(Job(data, self._hidden_size, self._dtype))
+
+
+class EmbedsWorker:
+    """One child process that reads files, replaced when it had to be killed. Thread-safe.
+
+    Args:
+        max_bytes: longest file; bounds the process's memory.
+        seconds: limit of one reading.
+    """
+
+    def __init__(self, max_bytes: int, seconds: float = DECODE_SECONDS) -> None:
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def decode(self, job: Job) -> Rows:
+        """Have a file read; what the process could not survive is an error, too."""
+        message = msgspec.msgpack.encode(job)
+        with self._lock:
+            try:
+                process = self._running()
+                answer = _exchange(process, message, time.monotonic() + self._seconds)
+                return msgspec.msgpack.decode(answer, type=Rows)
+            except TimeoutError:
+                self._kill()
+                return Rows(error="reading the file took too long")
+            except (OSError, EOFError, msgspec.MsgspecError):
+                self._kill()
+                return Rows(
+                    error="reading the file failed: it is damaged, or needs too much memory"
+                )
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._kill()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "headrace_engine.intake.embeds_worker", str(self._max_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        _exchange(self._process, None, time.monotonic() + START_SECONDS)
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        process.wait(timeout=10)
+
+
+def _exchange(process: subprocess.Popen[bytes], message: bytes | None, deadline: float) -> bytes:
+    """Write a message, if there is one, and read one, neither longer than until the deadline."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    source, target = process.stdout.fileno(), process.stdin.fileno()
+    os.set_blocking(target, False)
+    unsent = memoryview(b"" if message is None else LENGTH.pack(len(message)) + message)
+    answer = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        if unsent:
+            selector.register(target, selectors.EVENT_WRITE)
+        while not _is_whole(answer):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            for key, _ in selector.select(left):
+                if key.fd == target:
+                    unsent = unsent[os.write(target, unsent[:65536]) :]
+                    if not unsent:
+                        selector.unregister(target)
+                    continue
+                piece = os.read(source, 1 << 20)
+                if not piece:
+                    raise EOFError
+                answer += piece
+    return bytes(answer[LENGTH.size :])
+
+
+def _is_whole(answer: bytearray) -> bool:
+    if len(answer) < LENGTH.size:
+        return False
+    (size,) = LENGTH.unpack_from(answer)
+    return len(answer) >= LENGTH.size + size
+
+
+def _refused(reason: str) -> RequestError:
+    return RequestError(f"prompt_embeds: {reason}", param="prompt_embeds")

@@ -1,0 +1,94 @@
+"""Users' logits processors, offline and over HTTP, in one process and in two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+from processors import AdaptedTargetToken, TargetToken
+from servers import serving
+
+from headrace import LLM, SamplingParams
+from headrace_core.errors import ConfigError, RequestError
+
+HERE = str(Path(__file__).parent)
+SMALL = {"max_model_len": 256, "max_num_seqs": 8, "num_threads": 1}
+PROMPTS = ["Hello, my name is", "What is 3 + 4?", "The sky is", "One two three"]
+TARGETS = [128, None, 0, None]
+
+
+def params(target, **settings):
+    extra = None if target is None else {"target_token": target}
+    return SamplingParams(temperature=0, max_tokens=12, extra_args=extra, **settings)
+
+
+def ids(llm, every):
+    return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, every, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM(**SMALL) as llm:
+        return ids(llm, params(None))
+
+
+@pytest.mark.spec("EX-LOGITS", "LOGITSPROC-LOAD", "LOGITSPROC-ADAPTER")
+@pytest.mark.parametrize("given", [TargetToken, AdaptedTargetToken, "processors:TargetToken"])
+@pytest.mark.parametrize("engine_process", [False, True])
+def test_targets_are_forced_and_neighbours_are_as_without(
+    plain, given, engine_process, monkeypatch
+):
+    import os
+
+    path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+    monkeypatch.setenv("PYTHONPATH", path)
+    with LLM(**SMALL, logits_processors=[given], engine_process=engine_process) as llm:
+        got = ids(llm, [params(target, ignore_eos=target is not None) for target in TARGETS])
+        with pytest.raises(RequestError, match="must be an integer"):
+            llm.generate(PROMPTS[0], params("67"), use_tqdm=False)
+        assert ids(llm, params(None)) == plain
+    assert got == [[128] * 12, plain[1], [0] * 12, plain[3]]
+
+
+@pytest.mark.spec("LOGITSPROC-LOAD")
+def test_what_cannot_be_loaded_stops_the_start():
+    for name in ("no.such.module:Thing", "processors:Missing", "processors:torch"):
+        with pytest.raises(ConfigError, match=name):
+            LLM(**SMALL, logits_processors=[name])
+
+
+@pytest.mark.spec("CUSTOM-ARGS", "LOGITSPROC-LOAD")
+def test_over_http(plain, monkeypatch):
+    import os
+
+    path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
+    words = ["--max-model-len", "256", "--max-num-seqs", "8"]
+    words += ["--logits-processors", "processors:TargetToken"]
+    with (
+        serving(*words, environment={"PYTHONPATH": path}) as server,
+        openai.OpenAI(base_url=server.api, api_key="none", max_retries=0) as client,
+    ):
+        for field in ("headrace_xargs", "vllm_xargs"):
+            answer = client.completions.create(
+                model="headrace-demo", prompt=PROMPTS[0], temperature=0, max_tokens=5,
+                extra_body={field: {"target_token": 0}, "return_token_ids": True,
+                            "ignore_eos": True},
+            )  # fmt: skip
+            assert answer.choices[0].token_ids == [0] * 5
+        with pytest.raises(openai.BadRequestError, match="must be an integer"):
+            client.completions.create(
+                model="headrace-demo",
+                prompt="x",
+                extra_body={"headrace_xargs": {"target_token": "x"}},
+            )
+        chat = client.chat.completions.create(
+            model="headrace-demo", messages=[{"role": "user", "content": "hi"}], max_tokens=3,
+            extra_body={"vllm_xargs": {"target_token": 65}, "return_token_ids": True},
+        )  # fmt: skip
+        assert chat.choices[0].token_ids == [65] * 3
+        answer = client.completions.create(
+            model="headrace-demo", prompt=PROMPTS[2], temperature=0, max_tokens=12,
+            extra_body={"return_token_ids": True},
+        )  # fmt: skip
+        assert answer.choices[0].token_ids == plain[2]
