@@ -318,6 +318,7 @@ def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[]
             cores=threads.cores,
             cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
             kv_scales=kv_scales,
+            profiler=config.profiler,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

@@ -189,6 +189,26 @@ class LLM:
         """Forget cached blocks; False if some are in use."""
         return bool(self.engine.reset_prefix_cache(reset_running_requests))
 
+    def start_profile(self) -> None:
+        """Record the coming steps (``profiler_config``)."""
+        self.collective_rpc("start_profile")
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        self.collective_rpc("stop_profile")
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a worker method by name: results by rank. A function in its place is refused: only
+        listed methods may be called.
+
+        Raises:
+            RequestError: the method may not be called.
+            TimeoutError: no answer in time.
+        """
+        return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
+
     def beam_search(self, *_: Any, **__: Any) -> Any:
         """Not served yet."""
         raise UnsupportedFeature("beam_search is not served by this version", param="beam_search")

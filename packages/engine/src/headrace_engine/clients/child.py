@@ -25,6 +25,8 @@ from headrace_core.engine import EngineStats
 from headrace_engine.clients.wire import (
     Abort,
     Add,
+    CallReply,
+    CallWorkers,
     Command,
     Died,
     ErrorReply,
@@ -170,6 +172,8 @@ def _take_commands(loop: EngineLoop, sender: Sender, commands: zmq.Socket[bytes]
             elif isinstance(command, ResetPrefixCache):
                 done = loop.reset_prefix_cache(command.reset_running_requests)
                 _answer(done, command.call_id, sender)
+            elif isinstance(command, CallWorkers):
+                _answer(loop.call_workers(command.method, command.args), command.call_id, sender)
             else:
                 return
         else:
@@ -185,6 +189,8 @@ def _answer(future: Future[Any], call_id: int, sender: Sender) -> None:
             sender.send(ErrorReply(call_id, as_data(error)))
         elif isinstance(result := done.result(), EngineStats):
             sender.send(StatsReply(call_id, result))
+        elif isinstance(result, list):
+            sender.send(CallReply(call_id, result))
         else:
             sender.send(ResetReply(call_id, result))
 

@@ -33,6 +33,8 @@ from headrace_engine.clients.child import HEARTBEAT_SECONDS, HIGH_WATER_MARK
 from headrace_engine.clients.wire import (
     Abort,
     Add,
+    CallReply,
+    CallWorkers,
     Command,
     Died,
     ErrorReply,
@@ -129,6 +131,9 @@ class ProcessClient(CoreClient):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         return self._call(lambda call_id: ResetPrefixCache(call_id, reset_running_requests))
+
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        return self._call(lambda call_id: CallWorkers(call_id, method, list(args)))
 
     @property
     def heartbeat_age(self) -> float:
@@ -259,6 +264,8 @@ class ProcessClient(CoreClient):
             self._settle(report.call_id, result=report.stats)
         elif isinstance(report, ResetReply):
             self._settle(report.call_id, result=report.done)
+        elif isinstance(report, CallReply):
+            self._settle(report.call_id, result=report.results)
         elif isinstance(report, ErrorReply):
             self._settle(report.call_id, error=as_exception(report.error))
         elif isinstance(report, Died):
