@@ -32,7 +32,13 @@ DTYPE_ALIASES: Mapping[str, str] = {
 
 
 def option(
-    default: Any, help: str, *, cost: str = "", flag: str = "", human_int: bool = False
+    default: Any,
+    help: str,
+    *,
+    cost: str = "",
+    flag: str = "",
+    human_int: bool = False,
+    json_list: bool = False,
 ) -> Any:
     """A config field.
 
@@ -42,8 +48,11 @@ def option(
         cost: what it costs in memory, time or accuracy, if anything.
         flag: command-line name if it differs from the field's (without dashes).
         human_int: the flag takes sizes such as ``1k`` (1000) and ``1K`` (1024).
+        json_list: the flag of a list of texts takes words, or one JSON list.
     """
-    metadata = {"help": help, "cost": cost, "flag": flag, "human_int": human_int}
+    metadata: dict[str, Any] = {
+        "help": help, "cost": cost, "flag": flag, "human_int": human_int, "json_list": json_list,
+    }  # fmt: skip
     if isinstance(default, (list, dict)):
         copied = default
         return field(default_factory=lambda: type(copied)(copied), metadata=metadata)

@@ -31,12 +31,17 @@ logger = logging.getLogger(__name__)
 
 TYPES: Mapping[int, str] = {
     400: "BadRequestError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "BadRequestError",
+    409: "ConflictError",
     413: "BadRequestError",
+    415: "BadRequestError",
     429: "RateLimitError",
     431: "BadRequestError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 _MAX_MESSAGE = 2000
 
