@@ -103,6 +103,3 @@ async def _refuse(scope: Scope, send: Send) -> None:
     ]
     await send({"type": "http.response.start", "status": 401, "headers": headers})
     await send({"type": "http.response.body", "body": _UNAUTHORIZED})
-
-
-

@@ -135,11 +135,19 @@ def report(error: BaseException, request_id: str = "") -> Answer:
     return told
 
 
-def install(app: FastAPI) -> None:
-    """Register the handlers."""
+def install(app: FastAPI, *, stacks: bool = False) -> None:
+    """Register the handlers.
+
+    Args:
+        stacks: log the stack of every error answer, not only of unexpected ones.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
-        return report(error, request.scope.get("headrace_request_id", "")).response()
+        request_id = request.scope.get("headrace_request_id", "")
+        told = report(error, request_id)
+        if stacks and not isinstance(error, RequestValidationError):
+            logger.info("request %s: answer %d", request_id, told.status, exc_info=error)
+        return told.response()
 
     for kind in (
         RequestError,

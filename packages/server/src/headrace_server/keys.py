@@ -172,7 +172,9 @@ def read_key_file(path: str, option: str, settings: ServerSettings) -> list[Key]
         try:
             key, text = _key_of(words, number)
         except ValueError as error:
-            raise ConfigError(f"{option} = {path!r}, line {number}: {error}", field=option) from None
+            raise ConfigError(
+                f"{option} = {path!r}, line {number}: {error}", field=option
+            ) from None
         profiles.check_key(settings, text, option)
         if any(other.name == key.name for other in keys):
             raise ConfigError(

@@ -6,12 +6,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_server.settings import ServerSettings
+from headrace_server.sse import EventDecoder
 
 logger = logging.getLogger(__name__)
+
+_EVENTS = b"text/event-stream"
+_MAX_RESPONSE = 1 << 16
 
 
 def log_request(
@@ -78,6 +84,47 @@ class _LoggedRequest:
 
     def _cut(self, given: Any) -> Any:
         return given if self._limit is None else given[: self._limit]
+
+
+class ResponseLog:
+    """ASGI middleware: the body of each answer as a log line; of an event stream its text.
+
+    Args:
+        limit: most characters shown; None: 64 KiB.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int | None) -> None:
+        self._app = app
+        self._limit = _MAX_RESPONSE if limit is None else limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope.get("headrace_request_id", "")
+        decoder: EventDecoder | None = None
+        body, status = b"", 0
+
+        async def look(message: Message) -> None:
+            nonlocal decoder, body, status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                kind = next((v for k, v in message["headers"] if k == b"content-type"), b"")
+                decoder = EventDecoder(self._limit) if kind.startswith(_EVENTS) else None
+            elif decoder is not None:
+                decoder.feed(message.get("body", b""))
+            else:
+                body += message.get("body", b"")[: max(0, 4 * self._limit - len(body))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, look)
+        finally:
+            text = decoder.text if decoder is not None else body.decode("utf-8", "replace")
+            logger.info(
+                "response of %s: %d %r", request_id, status, text[: self._limit],
+                extra={"request_id": request_id},
+            )  # fmt: skip
 
 
 def _shown(prompt: Prompt, limit: int | None) -> Any:

@@ -184,9 +184,7 @@ class ServerSettings:
     )
     enable_server_load_tracking: bool = option(False, "Count requests in flight for GET /load.")
     metrics_prefix: str = option("headrace:", "Beginning of all metric names.")
-    disable_log_stats: bool = option(
-        False, "No /metrics, and no log lines about throughput."
-    )
+    disable_log_stats: bool = option(False, "No /metrics, and no log lines about throughput.")
     otlp_traces_endpoint: str | None = option(
         None, "URL of an OpenTelemetry collector (http/protobuf), such as "
         "http://localhost:4318/v1/traces; one span a request goes there.",
@@ -201,8 +199,14 @@ class ServerSettings:
         False, "Log each output: id, text, token ids, finish reason; needs enable_log_requests."
     )
     max_log_len: int | None = option(
-        None, "Most characters or token ids of prompts and outputs in a log line. Default: no limit."
+        None,
+        "Most characters or token ids of prompts and outputs in a log line. Default: no limit.",
     )
+    log_responses: bool = option(
+        False, "Log the body of every answer, of streams their text; also "
+        "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE=1.",
+        cost="streams take the slow way through all middleware",
+    )  # fmt: skip
     log_error_stack: bool | None = option(
         None, "Log the stack of every error answer. Default: only of unexpected ones; all in "
         "dev_mode.",
@@ -227,6 +231,10 @@ class ServerSettings:
             object.__setattr__(self, name, value)
         if self.allowed_hosts:
             object.__setattr__(self, "check_hosts", True)
+        if self.admin_port is not None:
+            object.__setattr__(self, "enable_control_routes", True)
+        if self.log_error_stack is None:
+            object.__setattr__(self, "log_error_stack", self.dev_mode)
         profiles.check(self)
         self._check_operations()
         for name in (
@@ -269,7 +277,6 @@ class ServerSettings:
         _check(_is_metric_prefix(self.metrics_prefix), "metrics_prefix", self.metrics_prefix,
                "empty, or letters, digits, '_' and ':', not beginning with a digit")  # fmt: skip
 
-
     def _check_operations(self) -> None:
         _check(self.api_server_count == 1, "api_server_count", self.api_server_count,
                "1: several HTTP processes are not served yet")  # fmt: skip
@@ -306,6 +313,7 @@ class ServerSettings:
 ENVIRONMENT: Mapping[str, str] = {
     profiles.HARDENED_VARIABLE: "hardened",
     "HEADRACE_SERVER_DEV_MODE": "dev_mode",
+    "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "log_responses",
 }
 """Variable -> boolean setting that it switches on."""
 

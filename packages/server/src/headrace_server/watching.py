@@ -10,7 +10,13 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace_core.engine import EngineClient, EngineStats, OutputStream, ServedModel, TokenizedPrompt
+from headrace_core.engine import (
+    EngineClient,
+    EngineStats,
+    OutputStream,
+    ServedModel,
+    TokenizedPrompt,
+)
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams

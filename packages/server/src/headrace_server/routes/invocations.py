@@ -82,8 +82,6 @@ class _Forward(Response):
 
         path = scope.get("root_path", "") + self._path
         inner = {**scope, "path": path, "raw_path": path.encode()}
-        for name in ("route", "endpoint", "path_params", "router", "fastapi_inner_astack",
-                     "fastapi_function_astack", "fastapi_middleware_astack"):  # fmt: skip
-            if name != "fastapi_middleware_astack":
-                inner.pop(name, None)
+        for name in ("route", "endpoint", "path_params", "router"):
+            inner.pop(name, None)
         await self._to(inner, replay, send)
