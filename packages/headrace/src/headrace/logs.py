@@ -1,7 +1,9 @@
 """Logging for the command line: one handler on the roots of headrace's packages.
 
 Libraries only log; programs configure. ``HEADRACE_CONFIGURE_LOGGING=0`` leaves logging alone;
-``HEADRACE_LOGGING_CONFIG_PATH`` names a JSON file in the form of :func:`logging.config.dictConfig`.
+``HEADRACE_LOGGING_CONFIG_PATH`` names a JSON file in the form of :func:`logging.config.dictConfig`;
+``HEADRACE_LOGGING_FORMAT`` is text or json (one object a line), ``HEADRACE_LOGGING_STREAM`` stderr or
+stdout.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ import logging
 import logging.config
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
+from headrace_core.log_lines import JsonLines
+
+Choice = TypeVar("Choice")
 
 ROOTS = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
@@ -38,13 +45,20 @@ class LineFormatter(logging.Formatter):
         return "\n".join([first, *(prefix + line for line in rest)])
 
 
-def configure(default_level: str = "INFO") -> None:
+def configure(
+    default_level: str = "INFO", *, log_format: str = "text", config_file: str | None = None
+) -> None:
     """Set headrace's logging up.
+
+    Args:
+        default_level: where the environment names none.
+        log_format: ``text`` or ``json``; the environment's counts if this is ``text``.
+        config_file: in place of ``HEADRACE_LOGGING_CONFIG_PATH``.
 
     Raises:
         ConfigError: a variable's value cannot be used.
     """
-    path = os.environ.get("HEADRACE_LOGGING_CONFIG_PATH")
+    path = config_file or os.environ.get("HEADRACE_LOGGING_CONFIG_PATH")
     if os.environ.get("HEADRACE_CONFIGURE_LOGGING", "1") == "0":
         if path:
             raise ConfigError(
@@ -57,8 +71,10 @@ def configure(default_level: str = "INFO") -> None:
     level = os.environ.get("HEADRACE_LOGGING_LEVEL", default_level).upper()
     if level not in LEVELS:
         raise ConfigError(f"HEADRACE_LOGGING_LEVEL = {level!r}: must be one of {', '.join(LEVELS)}")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    handler = logging.StreamHandler(_choice("HEADRACE_LOGGING_STREAM", _STREAMS)())
+    if log_format == "text":
+        log_format = _choice("HEADRACE_LOGGING_FORMAT", {"text": "text", "json": "json"})
+    handler.setFormatter(JsonLines() if log_format == "json" else LineFormatter())
     for name in ROOTS:
         root = logging.getLogger(name)
         root.handlers = [handler]
@@ -66,8 +82,21 @@ def configure(default_level: str = "INFO") -> None:
         root.setLevel(level)
 
 
+_STREAMS: Mapping[str, Callable[[], TextIO]] = {
+    "stderr": lambda: sys.stderr, "stdout": lambda: sys.stdout,
+}  # fmt: skip
+
+
+def _choice(variable: str, values: Mapping[str, Choice]) -> Choice:
+    """What a variable stands for; the first value if it is not set."""
+    given = os.environ.get(variable) or next(iter(values))
+    if given not in values:
+        raise ConfigError(f"{variable} = {given!r}: must be one of {', '.join(values)}")
+    return values[given]
+
+
 def _configure_from_file(path: Path) -> None:
     try:
         logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"HEADRACE_LOGGING_CONFIG_PATH = {str(path)!r}: {error}") from error
+        raise ConfigError(f"logging configuration {str(path)!r}: {error}") from error

@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from headrace_core.engine import EngineStats
+from headrace_core.log_lines import JsonLines
 from headrace_engine.clients.wire import (
     Abort,
     Add,
@@ -115,6 +116,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hello = msgspec.json.decode(_read_line(), type=Hello)
     logging.basicConfig(level=hello.log_level, format="%(levelname)s %(asctime)s %(message)s")
+    if hello.log_json:
+        logging.getLogger().handlers[0].setFormatter(JsonLines())
     threading.Thread(
         target=_end_with_parent, args=(hello,), name="headrace-parent-watch", daemon=True
     ).start()

@@ -27,6 +27,7 @@ import zmq
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
+from headrace_core.log_lines import writes_json
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.clients.child import HEARTBEAT_SECONDS, HIGH_WATER_MARK
@@ -169,6 +170,7 @@ class ProcessClient(CoreClient):
             config=self._config,
             folder=str(self._folder),
             log_level=logger.getEffectiveLevel(),
+            log_json=writes_json(__name__),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_engine.clients.child"],

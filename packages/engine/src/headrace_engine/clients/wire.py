@@ -28,6 +28,8 @@ class Hello(msgspec.Struct, frozen=True):
     folder: str
     """Private folder with the two sockets: ``commands`` to the core, ``reports`` from it."""
     log_level: int
+    log_json: bool = False
+    """Log lines as JSON, as this process writes them."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
