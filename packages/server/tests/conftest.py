@@ -55,9 +55,7 @@ class Live:
         self.admin_sock = bind_admin(self.settings)
         if self.admin_sock is not None:
             self.admin_url = f"http://127.0.0.1:{self.admin_sock.getsockname()[1]}"
-        self.task = asyncio.create_task(
-            serve(self.app, self.sock, self.settings, self.admin_sock)
-        )
+        self.task = asyncio.create_task(serve(self.app, self.sock, self.settings, self.admin_sock))
 
     @property
     def state(self) -> ServerState:
