@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import time
@@ -59,14 +60,17 @@ async def test_heads_that_do_not_come(live: Any, until: Any) -> None:
     assert time.monotonic() - begin < 5
     # One byte after the other does not help.
     slow = await Raw.to(server)
-    with pytest.raises((ConnectionError, TimeoutError, AssertionError)):
+    cut = asyncio.create_task(slow.rest())
+    sent = 0
+    with contextlib.suppress(ConnectionError):
         for byte in b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100:
+            if cut.done():
+                break
             await slow.send(bytes([byte]))
             await asyncio.sleep(0.05)
-            assert not slow.reader.at_eof()
-            if slow.reader._buffer:  # type: ignore[attr-defined]
-                raise ConnectionError
-    slow.writer.close()
+            sent += 1
+    assert sent < 50
+    await cut
     await until(lambda: server.state.connections.num_open == 0)
 
 

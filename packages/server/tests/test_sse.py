@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -30,7 +31,7 @@ STREAM = (
 def test_any_split(cuts: list[int]) -> None:
     decoder, events = EventDecoder(), []
     edges = [0, *sorted(cuts), len(STREAM)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         events += decoder.feed(STREAM[begin:end])
     assert events == EVENTS
     assert decoder.text == "Grüße, Welt 🌍"

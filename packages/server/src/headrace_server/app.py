@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, FastAPI
@@ -193,8 +193,8 @@ def _is_tokens_only(path: str) -> bool:
 def _add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
     """Control routes, here or on the admin port; none unless they were asked for."""
     settings = state.settings
-    router = control.build(state.engine, settings)
-    if not router.routes:
+    routers = control.build(state.engine, settings)
+    if not routers:
         return
     if not gates.public and not gates.control and not _may_be_keyless(settings):
         if settings.enable_control_routes:
@@ -208,13 +208,14 @@ def _add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
             "HEADRACE_ADMIN_API_KEY), or --dev-mode on loopback"
         )
         return
-    paths = {route.path for route in router.routes if isinstance(route, APIRoute)}
+    paths = {r.path for router in routers for r in router.routes if isinstance(r, APIRoute)}
     assert paths <= CONTROL_PATHS, "a control route that no gate knows"
     if settings.admin_port is None:
-        app.include_router(router)
+        for router in routers:
+            app.include_router(router)
         state.paths |= paths
     else:
-        state.admin = _admin_app(state, router, gates)
+        state.admin = _admin_app(state, routers, gates)
 
 
 def _may_be_keyless(settings: ServerSettings) -> bool:
@@ -223,14 +224,15 @@ def _may_be_keyless(settings: ServerSettings) -> bool:
     return settings.dev_mode and profiles.is_local(settings.host, settings.uds) and admin_is_local
 
 
-def _admin_app(state: ServerState, router: APIRouter, gates: Gates) -> FastAPI:
+def _admin_app(state: ServerState, routers: Sequence[APIRouter], gates: Gates) -> FastAPI:
     """What the admin port serves: control routes and nothing else."""
     settings = state.settings
     admin = FastAPI(title="headrace control", version=installed_version(), openapi_url=None,
                     docs_url=None, redoc_url=None, redirect_slashes=False)  # fmt: skip
     admin.state.headrace = state
     errors.install(admin, stacks=bool(settings.log_error_stack))
-    admin.include_router(router)
+    for router in routers:
+        admin.include_router(router)
     _add_limits(admin, settings)
     if gates.control or gates.public:
         admin.add_middleware(

@@ -66,8 +66,8 @@ class WorkerResults(BaseModel):
     results: list[Any]
 
 
-def build(engine: EngineClient, settings: ServerSettings) -> APIRouter:
-    """The control routes that the settings switch on."""
+def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
+    """Routers of the control routes that the settings switch on; [] if there are none."""
     router = APIRouter(tags=["control"])
     if settings.enable_control_routes or settings.dev_mode:
         _add_pause(router, engine)
@@ -75,9 +75,10 @@ def build(engine: EngineClient, settings: ServerSettings) -> APIRouter:
         _add_refusals(router)
     if has_profiler(engine) or settings.enable_control_routes or settings.dev_mode:
         _add_profile(router, engine)
+    routers = [router] if router.routes else []
     if settings.dev_mode:
-        router.include_router(_dev_routes(engine, settings))
-    return router
+        routers.append(_dev_routes(engine, settings))
+    return routers
 
 
 def has_profiler(engine: EngineClient) -> bool:
