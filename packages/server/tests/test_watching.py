@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import httpx2
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from headrace_core.engine import OutputStream
-from headrace_core.errors import EngineDead, MissingDependency
+from headrace_core.errors import EngineDead, MissingDependency, RequestError
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.testing.engine import FakeEngine
@@ -108,7 +109,39 @@ async def test_ends_are_told_once() -> None:
 
 def test_without_watchers_the_engine_is_itself() -> None:
     engine = FakeEngine()
-    assert create_app(engine, ServerSettings()).state.headrace.engine is engine
+    settings = ServerSettings(disable_log_stats=True)
+    assert create_app(engine, settings).state.headrace.engine is engine
+
+
+@pytest.mark.spec("OBS-METRICS")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_requests_that_no_route_hears_the_end_of(live: Any, until: Any, stream: bool) -> None:
+    engine = FakeEngine("x" * 3000, delay=0.005)
+    server = await live(engine)
+
+    async def count(reason: str) -> float:
+        async with httpx2.AsyncClient() as client:
+            text = (await client.get(server.url + "/metrics")).text
+        (line,) = [
+            x for x in text.splitlines() if f'finished_reason="{reason}"' in x and "_total" in x
+        ]
+        return float(line.rpartition(" ")[2])
+
+    body = {"prompt": "a", "max_tokens": 3000, "n": 2, "seed": 1, "stream": stream}
+    async with httpx2.AsyncClient() as client:
+        asking = asyncio.create_task(client.post(server.url + "/v1/completions", json=body))
+        await until(lambda: engine.num_running == 1)
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: engine.num_running == 0)
+        assert [await count(r) for r in ("abort", "error", "stop", "length")] == [2, 0, 0, 0]
+        engine.fail_after = 2
+        await client.post(server.url + "/v1/completions", json=body)
+        assert [await count(r) for r in ("abort", "error")] == [2, 2]
+        engine.fail_after, engine.reject = None, RequestError("wrong")
+        await client.post(server.url + "/v1/completions", json=body)
+        assert [await count(r) for r in ("abort", "error")] == [2, 2]
 
 
 @pytest.mark.spec("API-LOGGING")

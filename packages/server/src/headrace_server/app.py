@@ -24,7 +24,7 @@ from headrace_server.cache_scope import scoped
 from headrace_server.errors import Answer
 from headrace_server.http import Connections
 from headrace_server.keys import KeyRing, admin_keys, public_keys
-from headrace_server.metrics import Metrics
+from headrace_server.metrics import Metrics, UnfinishedRequests
 from headrace_server.middleware import (
     DrainGate,
     HttpMetrics,
@@ -89,10 +89,11 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
     gates = Gates(public_keys(settings), admin_keys(settings))
     profiles.check_listening(settings, len(gates.public))
     tracing = _tracing(engine, settings)
+    metrics = Metrics(settings.metrics_prefix, engine.model)
     state = ServerState(
-        engine=_watched(engine, settings, tracing),
+        engine=_watched(engine, settings, metrics, tracing),
         settings=settings,
-        metrics=Metrics(settings.metrics_prefix, engine.model),
+        metrics=metrics,
         chat_template=read_chat_template(settings),
         parsers=load_parsers(settings),
         tracing=tracing,
@@ -130,10 +131,12 @@ def _tracing(engine: EngineClient, settings: ServerSettings) -> Tracing | None:
 
 
 def _watched(
-    engine: EngineClient, settings: ServerSettings, tracing: Tracing | None
+    engine: EngineClient, settings: ServerSettings, metrics: Metrics, tracing: Tracing | None
 ) -> EngineClient:
     """The engine as all routes see it."""
     watchers: list[Watcher] = [] if tracing is None else [tracing]
+    if not settings.disable_log_stats:
+        watchers.append(UnfinishedRequests(metrics))
     if settings.enable_log_outputs:
         watchers.append(OutputLog(settings.max_log_len))
     if settings.prefix_cache_scope == "key":

@@ -17,8 +17,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from headrace_core.engine import EngineClient, EngineStats, ServedModel
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, QueueFull, RequestError
 from headrace_core.output import FINISH_REASONS, RequestOutput
+from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
 ENGINE_INDEX = "0"
@@ -233,7 +234,7 @@ class Metrics:
         if times is None or not times.first_token_ts:
             return
         start = times.queued_ts or timer.start
-        self._ttft.observe(max(0.0, times.first_token_ts - start))
+        self._ttft.observe(max(0.0, times.first_token_ts - timer.start))
         self._queue.observe(max(0.0, times.scheduled_ts - start))
         self._prefill.observe(max(0.0, times.first_token_ts - times.scheduled_ts))
         self._inference.observe(max(0.0, times.last_token_ts - times.scheduled_ts))
@@ -243,6 +244,10 @@ class Metrics:
             self._per_token.observe(decode / (longest - 1))
             if not timer.last:
                 self._itl.observe(decode / (longest - 1))
+
+    def unfinished(self, reason: str, num_completions: int) -> None:
+        """Completions ended without a last output: their client left, or they failed."""
+        self._success.labels(*self._labels, reason).inc(num_completions)
 
     async def expose(self, engine: EngineClient) -> bytes:
         """The registry in Prometheus' text format, with a fresh snapshot of the engine; the last
@@ -265,6 +270,35 @@ class Metrics:
     def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A counter without labels, read when it is scraped; must not fall."""
         self.registry.register(_ReadCounter(self._prefix + name, text, read))
+
+
+class UnfinishedRequests:
+    """A :class:`~headrace_server.watching.Watcher` that counts what no route hears the end of."""
+
+    every_output = False
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def begin(self, prompt: Prompt, params: SamplingParams, request_id: str) -> _Unfinished:
+        return _Unfinished(self._metrics, params.n)
+
+
+class _Unfinished:
+    """One request."""
+
+    def __init__(self, metrics: Metrics, num_completions: int) -> None:
+        self._metrics = metrics
+        self._left = num_completions
+
+    def saw(self, output: RequestOutput) -> None:
+        if output.finished:
+            self._left = 0
+
+    def ended(self, error: BaseException | None) -> None:
+        if self._left and not isinstance(error, (RequestError, QueueFull)):
+            is_ours = error is not None and not isinstance(error, asyncio.CancelledError)
+            self._metrics.unfinished("error" if is_ours else "abort", self._left)
 
 
 class _ReadCounter(Collector):
