@@ -65,6 +65,15 @@ def test_text_is_the_default(capsys):
     assert not writes_json("headrace")
 
 
+def test_colours(monkeypatch, capsys):
+    for wanted, shown in (("1", True), ("0", False), ("auto", False)):
+        monkeypatch.setenv("HEADRACE_LOGGING_COLOR", wanted)
+        logs.configure()
+        logging.getLogger("headrace").warning("two\nlines")
+        text = capsys.readouterr().err
+        assert text.count("\x1b[33mWARNING\x1b[0m") == (2 if shown else 0)
+
+
 def test_a_configuration_file(tmp_path, capsys):
     file = tmp_path / "logging.json"
     config = {

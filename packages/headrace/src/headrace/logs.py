@@ -30,19 +30,33 @@ ROOTS = (
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-class LineFormatter(logging.Formatter):
-    """Level, time, place, message; continuation lines get the prefix, too."""
+COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+"""Level -> code of ECMA-48's SGR; INFO is left alone."""
 
-    def __init__(self) -> None:
+
+class LineFormatter(logging.Formatter):
+    """Level, time, place, message; continuation lines get the prefix, too.
+
+    Args:
+        colour: mark levels, for a terminal.
+    """
+
+    def __init__(self, colour: bool = False) -> None:
         super().__init__(
             "%(levelname)s %(asctime)s [%(name)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"
         )
+        self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         first, *rest = text.split("\n")
         prefix = first[: first.find("] ") + 2]
-        return "\n".join([first, *(prefix + line for line in rest)])
+        lines = [first, *(prefix + line for line in rest)]
+        code = COLOURS.get(record.levelname) if self._colour else None
+        if code is not None:
+            size = len(record.levelname)
+            lines = [f"\x1b[{code}m{line[:size]}\x1b[0m{line[size:]}" for line in lines]
+        return "\n".join(lines)
 
 
 def configure(
@@ -71,10 +85,12 @@ def configure(
     level = os.environ.get("HEADRACE_LOGGING_LEVEL", default_level).upper()
     if level not in LEVELS:
         raise ConfigError(f"HEADRACE_LOGGING_LEVEL = {level!r}: must be one of {', '.join(LEVELS)}")
-    handler = logging.StreamHandler(_choice("HEADRACE_LOGGING_STREAM", _STREAMS)())
+    stream = _choice("HEADRACE_LOGGING_STREAM", _STREAMS)()
+    handler = logging.StreamHandler(stream)
     if log_format == "text":
         log_format = _choice("HEADRACE_LOGGING_FORMAT", {"text": "text", "json": "json"})
-    handler.setFormatter(JsonLines() if log_format == "json" else LineFormatter())
+    formatter = JsonLines() if log_format == "json" else LineFormatter(_is_coloured(stream))
+    handler.setFormatter(formatter)
     for name in ROOTS:
         root = logging.getLogger(name)
         root.handlers = [handler]
@@ -85,6 +101,12 @@ def configure(
 _STREAMS: Mapping[str, Callable[[], TextIO]] = {
     "stderr": lambda: sys.stderr, "stdout": lambda: sys.stdout,
 }  # fmt: skip
+
+
+def _is_coloured(stream: TextIO) -> bool:
+    """``HEADRACE_LOGGING_COLOR``: 1, 0, or auto: on a terminal, unless ``NO_COLOR`` is set."""
+    wanted = _choice("HEADRACE_LOGGING_COLOR", {"auto": None, "1": True, "0": False})
+    return stream.isatty() and not os.environ.get("NO_COLOR") if wanted is None else wanted
 
 
 def _choice(variable: str, values: Mapping[str, Choice]) -> Choice:
