@@ -80,7 +80,7 @@ def _read(server: RunningServer) -> None:
     assert server.process.stdout is not None
     for line in server.process.stdout:
         server.log.append(line)
-        found = re.search(r"serving at (http://\S+)", line)
+        found = re.search(r"serving at (http://[^\s\"]+)", line)
         if found:
             server.url = found.group(1)
 

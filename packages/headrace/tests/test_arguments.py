@@ -147,3 +147,21 @@ def test_flags_cover_every_config_field():
         if isinstance(section.default_factory, type):
             for option in dataclasses.fields(section.default_factory):
                 assert (section.name, option) in [(s, o) for s, o in ENGINE_OPTIONS.values()]
+
+
+def test_lists_as_words_or_as_json(capsys):
+    from headrace_server.settings import ServerSettings
+
+    parser = Parser(prog="headrace test")
+    parser.add_config(ServerSettings, "Frontend")
+    for words in (
+        ["https://a", "https://b"], ['["https://a", "https://b"]'], ['["https://a"]', "https://b"],
+    ):  # fmt: skip
+        found = parser.parse_args(["--allowed-origins", *words])
+        assert found.allowed_origins == ["https://a", "https://b"]
+    for wrong in ("[1]", "[", '["a"'):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--allowed-origins", wrong])
+        assert "JSON" in capsys.readouterr().err
+    assert parser.parse_args([]).strict_requests is None
+    assert parser.parse_args(["--no-strict-requests"]).strict_requests is False

@@ -14,6 +14,7 @@ import pytest
 from headrace_core.engine import EngineClient
 from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, bind, create_app, serve
+from headrace_server.run import bind_admin
 from headrace_server.state import ServerState
 
 Connect = Callable[..., httpx2.AsyncClient]
@@ -21,7 +22,8 @@ Connect = Callable[..., httpx2.AsyncClient]
 
 @pytest.fixture(autouse=True)
 def _no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HEADRACE_API_KEY", raising=False)
+    for name in ("HEADRACE_API_KEY", "HEADRACE_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -50,7 +52,10 @@ class Live:
         self.app = create_app(engine, self.settings)
         self.sock = bind(self.settings)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
-        self.task = asyncio.create_task(serve(self.app, self.sock, self.settings))
+        self.admin_sock = bind_admin(self.settings)
+        if self.admin_sock is not None:
+            self.admin_url = f"http://127.0.0.1:{self.admin_sock.getsockname()[1]}"
+        self.task = asyncio.create_task(serve(self.app, self.sock, self.settings, self.admin_sock))
 
     @property
     def state(self) -> ServerState:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace_core.errors import ConfigError
 from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, create_app
-from headrace_server.auth import KeyGate, load_keys
+from headrace_server.auth import KeyGate
+from headrace_server.keys import Key, KeyRing, digest
 
 pytestmark = [pytest.mark.spec("API-AUTH"), pytest.mark.req("SEC-17")]
 OPEN = {"/health", "/livez", "/readyz", "/ping", "/version", "/metrics"}
@@ -47,7 +46,7 @@ async def test_spellings(path: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         reached.append(scope["path"])
 
-    gate = KeyGate(app, ["k"], "all", OPEN)
+    gate = KeyGate(app, KeyRing([Key("k", digest(b"k"))]), "all", OPEN)
     sent = []
 
     async def send(message: Any) -> None:
@@ -122,18 +121,6 @@ async def test_preflight_needs_no_key(connect: Any) -> None:
 async def test_no_cors_by_default(connect: Any) -> None:
     answer = await connect().get("/v1/models", headers={"Origin": "https://a.example"})
     assert not [name for name in answer.headers if name.startswith("access-control")]
-
-
-def test_sources_of_keys(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# ours\nthree\n\n  four \n")
-    settings = ServerSettings(api_key=("one",), api_key_file=str(file))
-    assert load_keys(settings, {"HEADRACE_API_KEY": "two"}) == ("one", "two", "three", "four")
-    file.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no key"):
-        load_keys(settings, {})
-    with pytest.raises(ConfigError, match="could not be read"):
-        load_keys(ServerSettings(api_key_file=str(tmp_path / "none")), {})
 
 
 async def test_keys_are_not_logged(connect: Any, caplog: pytest.LogCaptureFixture) -> None:

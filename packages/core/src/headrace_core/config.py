@@ -34,7 +34,13 @@ DTYPE_ALIASES: Mapping[str, str] = {
 
 
 def option(
-    default: Any, help: str, *, cost: str = "", flag: str = "", human_int: bool = False
+    default: Any,
+    help: str,
+    *,
+    cost: str = "",
+    flag: str = "",
+    human_int: bool = False,
+    json_list: bool = False,
 ) -> Any:
     """A config field.
 
@@ -44,8 +50,11 @@ def option(
         cost: what it costs in memory, time or accuracy, if anything.
         flag: command-line name if it differs from the field's (without dashes).
         human_int: the flag takes sizes such as ``1k`` (1000) and ``1K`` (1024).
+        json_list: the flag of a list of texts takes words, or one JSON list.
     """
-    metadata = {"help": help, "cost": cost, "flag": flag, "human_int": human_int}
+    metadata: dict[str, Any] = {
+        "help": help, "cost": cost, "flag": flag, "human_int": human_int, "json_list": json_list,
+    }  # fmt: skip
     if isinstance(default, (list, dict)):
         copied = default
         return field(default_factory=lambda: type(copied)(copied), metadata=metadata)
@@ -450,6 +459,44 @@ class ObservabilityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfilerConfig:
+    """What is recorded between ``start_profile`` and ``stop_profile``: the workers' steps.
+
+    The names are those of ``--profiler-config``'s JSON.
+    """
+
+    profiler: Literal["torch", "cuda"] | None = None
+    """``torch`` writes trace files; ``cuda`` switches an attached profiler (Nsight) on and off."""
+    torch_profiler_dir: str = ""
+    """Absolute path of the folder for trace files; made if it is not there."""
+    torch_profiler_with_stack: bool = True
+    torch_profiler_use_gzip: bool = True
+    torch_profiler_dump_cuda_time_total: bool = True
+    """Also write a table of the operations that took longest."""
+    torch_profiler_record_shapes: bool = False
+    torch_profiler_with_memory: bool = False
+    torch_profiler_with_flops: bool = False
+    ignore_frontend: bool = True
+    """Only True: tokenising and HTTP are not recorded."""
+    delay_iterations: int = 0
+    """Steps after the start that are not recorded."""
+    max_iterations: int = 0
+    """Steps after which recording ends by itself; 0: only ``stop_profile`` ends it."""
+
+    def __post_init__(self) -> None:
+        _check_choice("profiler_config.profiler", self.profiler, (None, "torch", "cuda"))
+        folder = self.torch_profiler_dir
+        _check(self.profiler != "torch" or folder.startswith("/"),
+               "profiler_config.torch_profiler_dir", folder,
+               "an absolute path with profiler = 'torch'")  # fmt: skip
+        _check(self.ignore_frontend, "profiler_config.ignore_frontend", self.ignore_frontend,
+               "true: the front end is not recorded")  # fmt: skip
+        for name in ("delay_iterations", "max_iterations"):
+            _check(getattr(self, name) >= 0, f"profiler_config.{name}", getattr(self, name),
+                   "at least 0")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -467,6 +514,27 @@ class EngineConfig:
         False, "Run the engine in a process of its own, behind ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",
     )  # fmt: skip
+    profiler_config: Mapping[str, Any] = option(
+        {}, "JSON: what POST /start_profile records; profiler (torch, cuda), torch_profiler_dir, "
+        "delay_iterations, max_iterations and others.",
+        cost="while it records, steps are slower and the trace grows",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        _ = self.profiler  # checked before anything is loaded
+
+    @property
+    def profiler(self) -> ProfilerConfig:
+        """:attr:`profiler_config`, checked.
+
+        Raises:
+            ConfigError: a field is unknown or its value wrong.
+        """
+        known = {field.name for field in dataclasses.fields(ProfilerConfig)}
+        for name, value in self.profiler_config.items():
+            _check(name in known, f"profiler_config.{name}", value,
+                   f"left out: no such field; fields are {', '.join(sorted(known))}")  # fmt: skip
+        return ProfilerConfig(**self.profiler_config)
 
 
 def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> EngineConfig:

@@ -174,8 +174,72 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forget cached blocks; False while requests hold some."""
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget cached blocks; False while requests hold some.
+
+        Args:
+            reset_running_requests: preempt them, so that the reset succeeds; they go on later.
+        """
+        ...
+
+    async def pause_generation(
+        self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Start no further request until :meth:`resume_generation`: new ones are checked, and then
+        wait. Returns once nothing runs any more, or when generation is resumed meanwhile.
+
+        Args:
+            wait_for_inflight_requests: let what runs or is queued finish; False aborts it (finish
+                reason ``abort``).
+            clear_cache: then forget all cached blocks.
+        """
+        ...
+
+    async def resume_generation(self) -> None:
+        """Start what waited. Not paused: nothing happens."""
+        ...
+
+    async def is_paused(self) -> bool:
+        """Whether :meth:`pause_generation` was called last."""
+        ...
+
+    async def start_profile(self) -> None:
+        """Record the coming steps, as the engine's profiler settings say.
+
+        Raises:
+            UnsupportedFeature: the engine was started without a profiler.
+            RequestError: it records already.
+        """
+        ...
+
+    async def stop_profile(self) -> None:
+        """End the recording and write it. Nothing to write: nothing happens.
+
+        Raises:
+            UnsupportedFeature: the engine was started without a profiler.
+        """
+        ...
+
+    async def collective_rpc(
+        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """Call a method of every worker, by name and between two steps: results by rank.
+
+        Only methods that an engine lists may be called: ``report`` (facts about the worker), and
+        what an engine adds.
+
+        Args:
+            timeout: seconds; None: the engine's own limit.
+
+        Raises:
+            RequestError: the method may not be called, or not with these arguments.
+            TimeoutError: no answer in time; the call still runs.
+        """
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The engine's configuration as plain data (what JSON can hold), secrets left out."""
         ...
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

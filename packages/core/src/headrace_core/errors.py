@@ -2,6 +2,7 @@
 
 HeadraceError
 ├── ConfigError (ValueError)        a setting is wrong; raised before anything is loaded
+│   └── AddressError                a port or socket cannot be had (taken, or not permitted)
 ├── CapacityError                   what was asked for does not fit into memory
 ├── PluginError
 │   ├── PluginNotFound              no entry point of that name is installed
@@ -44,6 +45,10 @@ class ConfigError(HeadraceError, ValueError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class AddressError(ConfigError):
+    """A port or socket that was asked for cannot be had."""
 
 
 class CapacityError(HeadraceError):

@@ -60,6 +60,27 @@ class Worker(Protocol):
         """
         ...
 
+    def report(self) -> dict[str, Any]:
+        """Facts about this worker, as plain data: ``rank``, ``pid``, ``device``, ``dtype`` ..."""
+        ...
+
+    def start_profile(self) -> None:
+        """Record the coming steps.
+
+        Raises:
+            UnsupportedFeature: no profiler is configured.
+            RequestError: it records already.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """End the recording and write it; nothing recorded: nothing happens.
+
+        Raises:
+            UnsupportedFeature: no profiler is configured.
+        """
+        ...
+
     def close(self) -> None:
         """Free everything."""
         ...

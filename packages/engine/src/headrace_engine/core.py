@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace_core import plugins
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
+from headrace_core.errors import RequestError
 from headrace_core.executor import Executor
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
@@ -22,6 +23,10 @@ from headrace_engine.startup import StartupTimeline
 from headrace_engine.structured.store import Compiled, GrammarStore
 
 logger = logging.getLogger(__name__)
+
+WORKER_CALLS = ("report", "start_profile", "stop_profile")
+"""Worker methods that may be called from outside, without arguments. A list of what may, never of
+what may not: a worker has methods that would end it."""
 
 
 class StepScheduler(Protocol):
@@ -229,6 +234,21 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False while requests hold some and may not be reset."""
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
+        """Run a method of every worker after the steps that are in flight: results by rank.
+
+        Raises:
+            RequestError: it is not in :data:`WORKER_CALLS`, or arguments are given.
+        """
+        if method not in WORKER_CALLS:
+            raise RequestError(
+                f"method = {method[:64]!r}: must be one of {', '.join(WORKER_CALLS)}",
+                param="method",
+            )
+        if args:
+            raise RequestError(f"args: {method} takes none", param="args")
+        return self.executor.call(method)
 
     def stats(self, drain: bool = False) -> EngineStats:
         """Counters and gauges; ``drain`` empties the list of step sizes."""

@@ -17,7 +17,9 @@ import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
@@ -33,6 +35,7 @@ from headrace_engine.emission.stream import News, Outputs
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.pause import PauseGate
 from headrace_engine.structured.admission import Admitted
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,10 @@ SLOW_STEP = 4.0
 stuck: contexts are longer and machines busier than then."""
 CONTROL_TIMEOUT = 60.0
 """Longest wait for an answer to a control call (statistics, cache reset), in seconds."""
+PROFILE_TIMEOUT = 600.0
+"""Longest wait for a trace to be written, in seconds: they can be large."""
+PAUSE_POLL = 0.02
+"""Seconds between looks whether the last request has ended."""
 MAX_RETRY_AFTER = 60.0
 """Longest advice to a caller whose request was refused, in seconds."""
 RECEIVE_WAIT = 1.0
@@ -115,6 +122,8 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: BaseException | None = None
         self._closing = False
+        self._gate = PauseGate()
+        self._config = config
         client.start(_WeakSink(self))
         intake.limit_context(client.max_model_len)
         self._heartbeat_limit = heartbeat_limit or max(
@@ -171,7 +180,9 @@ class Engine:
         """Take the request in and yield its outputs, as far as they are not poured."""
         self._check_open()
         self._check_queue(n)
-        state = self._open_stream(await prepare(), news)
+        request = await prepare()
+        await self._gate.passed()
+        state = self._open_stream(request, news)
         try:
             while not state.exhausted:
                 output = state.take()
@@ -208,6 +219,7 @@ class Engine:
         """See :meth:`headrace_core.engine.EngineClient.stats`."""
         stats = await self._answer(self._client.stats(drain))
         stats.heartbeat_age = self._client.heartbeat_age
+        stats.num_requests_waiting += self._gate.num_held
         return stats
 
     async def check_health(self) -> None:
@@ -222,16 +234,57 @@ class Engine:
             )
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """See :meth:`headrace_core.engine.EngineClient.reset_prefix_cache`.
-
-        Args:
-            reset_running_requests: preempt them, so that the reset succeeds; they go on later.
-        """
+        """See :meth:`headrace_core.engine.EngineClient.reset_prefix_cache`."""
         return await self._answer(self._client.reset_prefix_cache(reset_running_requests))
+
+    async def pause_generation(
+        self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """See :meth:`headrace_core.engine.EngineClient.pause_generation`."""
+        self._check_open()
+        self._gate.close()
+        if not wait_for_inflight_requests:
+            await self.abort([state.request.request_id for state in self._processor.states])
+        while self._streams and self._gate.paused and self.dead_error is None:
+            await asyncio.sleep(PAUSE_POLL)
+        if self.dead_error is not None:
+            raise _dead_again(self.dead_error)
+        if clear_cache and self._gate.paused and not await self.reset_prefix_cache():
+            logger.warning("paused, but the prefix cache was not emptied: blocks are in use")
+
+    async def resume_generation(self) -> None:
+        """See :meth:`headrace_core.engine.EngineClient.resume_generation`."""
+        self._gate.open()
+
+    async def is_paused(self) -> bool:
+        """See :meth:`headrace_core.engine.EngineClient.is_paused`."""
+        return self._gate.paused
+
+    async def start_profile(self) -> None:
+        """See :meth:`headrace_core.engine.EngineClient.start_profile`."""
+        await self.collective_rpc("start_profile")
+
+    async def stop_profile(self) -> None:
+        """See :meth:`headrace_core.engine.EngineClient.stop_profile`."""
+        await self.collective_rpc("stop_profile", timeout=PROFILE_TIMEOUT)
+
+    async def collective_rpc(
+        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """See :meth:`headrace_core.engine.EngineClient.collective_rpc`."""
+        self._check_open()
+        async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
+            return await asyncio.wrap_future(self._client.call_workers(method, args))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """See :attr:`headrace_core.engine.EngineClient.settings`."""
+        return plain_settings(self._config)
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """See :meth:`headrace_core.engine.EngineClient.shutdown`. Idempotent."""
         self._closing = True
+        self._gate.give_up()
         deadline = time.monotonic() + drain_timeout
         while self._streams and self.dead_error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -273,6 +326,7 @@ class Engine:
                 news.tell()
 
     def _wake_all(self) -> None:
+        self._gate.give_up()
         for news in self._streams.values():
             news.wake()
 
@@ -288,7 +342,7 @@ class Engine:
             raise RuntimeError("this Engine belongs to another asyncio event loop")
 
     def _check_queue(self, n: int) -> None:
-        waiting = self._processor.num_waiting
+        waiting = self._processor.num_waiting + self._gate.num_held
         if waiting + n > self._max_queued:
             seconds = self._processor.seconds_per_start() * n
             raise QueueFull(
@@ -536,6 +590,16 @@ class OfflineEngine:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def collective_rpc(
+        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        """As :meth:`headrace_core.engine.EngineClient.collective_rpc`."""
+        if not isinstance(method, str):
+            raise RequestError(
+                f"method = {method!r}: must be a name; functions are not called", param="method"
+            )
+        return self._client.call_workers(method, args).result(timeout or PROFILE_TIMEOUT)
+
     # OutputSink: called from a thread of the client's.
 
     def on_outputs(self, outputs: CoreOutputs) -> None:
@@ -607,6 +671,13 @@ def _size_of_message(message: object) -> int:
     parts = content if isinstance(content, list) else [content]
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return 16 + sum(len(text) for text in texts if isinstance(text, str))
+
+
+def plain_settings(config: EngineConfig) -> dict[str, Any]:
+    """A configuration as plain data; the hub's token is left out."""
+    settings: dict[str, Any] = msgspec.to_builtins(config)
+    settings["model"].pop("hf_token", None)
+    return settings
 
 
 def _dead_again(error: BaseException) -> EngineDead:

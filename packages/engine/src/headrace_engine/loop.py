@@ -129,6 +129,10 @@ class EngineLoop:
         """Empty the prefix cache at the next pause between steps."""
         return self._call(lambda: self._reset_prefix_cache(reset_running_requests))
 
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        """Run a listed method of every worker at the next pause between steps."""
+        return self._call(lambda: self._core.call_workers(method, args))
+
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         reply: Future[Result] = Future()
         self._commands.put(_Command(function, reply))

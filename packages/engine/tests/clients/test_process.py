@@ -19,7 +19,7 @@ import pytest
 from engine_fakes import CharTokenizer, expected_tokens, served_model, wait_until
 
 from headrace_core.config import EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
-from headrace_core.errors import CapacityError, EngineDead
+from headrace_core.errors import CapacityError, EngineDead, RequestError
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.process import ProcessClient
@@ -241,3 +241,29 @@ def test_offline_over_a_process() -> None:
     assert [o.outputs[0].token_ids for o in outputs] == [
         expected_tokens(p, params) for p in ("a", "b")
     ]
+
+
+@pytest.mark.spec("API-PAUSE")
+async def test_pause_and_calls_cross() -> None:
+    running = engine(client(story="slow"))
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    asked = [asyncio.create_task(collect(running, "x", params, f"r{i}")) for i in range(3)]
+    async with asyncio.timeout(10):
+        while not (await running.stats()).num_requests_running:
+            await asyncio.sleep(0.01)
+    assert await running.collective_rpc("report") == [{"rank": 0}]
+    await running.start_profile()
+    await running.stop_profile()
+    with pytest.raises(RequestError, match="must be one of"):
+        await running.collective_rpc("close")
+    await running.pause_generation()
+    for outputs in await asyncio.gather(*asked):
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+    stats = await running.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    held = asyncio.create_task(collect(running, "x", SamplingParams(max_tokens=3), "held"))
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    await running.resume_generation()
+    assert (await held)[-1].finished
+    await running.shutdown()

@@ -133,6 +133,16 @@ class FakeWorker:
     def when_launching(self, call: Callable[[], None]) -> None:
         self.calls.append("when_launching")
 
+    def report(self) -> dict[str, Any]:
+        self.calls.append("report")
+        return {"rank": 0}
+
+    def start_profile(self) -> None:
+        self.calls.append("start_profile")
+
+    def stop_profile(self) -> None:
+        self.calls.append("stop_profile")
+
     def close(self) -> None:
         self.calls.append("close")
 

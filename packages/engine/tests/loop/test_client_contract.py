@@ -141,6 +141,60 @@ async def test_health_reset_and_shutdown(client: EngineClient) -> None:
     assert client.model.max_model_len == 512
 
 
+@pytest.mark.spec("ENGINE-ASYNC")
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("clear", [False, True])
+async def test_pause(client: EngineClient, waits: bool, clear: bool) -> None:
+    running = [asyncio.create_task(collect(client, "x", f"r{i}", max_tokens=60)) for i in range(3)]
+    async with asyncio.timeout(5):
+        while (await client.stats()).num_requests_running < 3:
+            await asyncio.sleep(0.002)
+    assert not await client.is_paused()
+    await client.pause_generation(wait_for_inflight_requests=waits, clear_cache=clear)
+    assert await client.is_paused()
+    await client.check_health()
+    for outputs in await asyncio.gather(*running):
+        assert outputs[-1].outputs[0].finish_reason == ("length" if waits else "abort")
+    stats = await client.stats()
+    assert stats.num_requests_running == 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+    held = asyncio.create_task(collect(client, "x", "held"))
+    gone = asyncio.create_task(collect(client, "x", "gone"))
+    with pytest.raises(RequestError):
+        await collect(client, "", "refused")
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    await client.resume_generation()
+    assert not await client.is_paused()
+    assert (await held)[-1].outputs[0].finish_reason == "length"
+    await client.resume_generation()
+
+
+async def test_resuming_ends_a_pause_that_waits(client: EngineClient) -> None:
+    running = asyncio.create_task(collect(client, "x", "r", max_tokens=120))
+    async with asyncio.timeout(5):
+        while not (await client.stats()).num_requests_running:
+            await asyncio.sleep(0.002)
+    pausing = asyncio.create_task(client.pause_generation(wait_for_inflight_requests=True))
+    await asyncio.sleep(0.02)
+    assert not pausing.done()
+    await client.resume_generation()
+    async with asyncio.timeout(2):
+        await pausing
+    assert len((await running)[-1].outputs[0].token_ids) == 120
+
+
+async def test_calls_of_workers(client: EngineClient) -> None:
+    assert await client.collective_rpc("report") == [{"rank": 0}]
+    for method, args in (("close", ()), ("execute", ()), ("report", (1,)), ("__init__", ())):
+        with pytest.raises(RequestError):
+            await client.collective_rpc(method, args=args)
+    assert "profiler_config" in client.settings
+
+
 async def test_the_fake_plays_its_script() -> None:
     gate = asyncio.Event()
     fake = FakeEngine(["one", "two"], gate=gate)

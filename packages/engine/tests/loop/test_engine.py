@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from engine_fakes import EOS, CharTokenizer, expected_tokens, make_core, served_model
 
-from headrace_core.config import EngineConfig, ObservabilityConfig, SchedulerConfig
+from headrace_core.config import EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
 from headrace_core.engine import EngineClient
 from headrace_core.errors import (
     EngineDead,
@@ -25,7 +25,7 @@ from headrace_core.output import FlatLogprobs, RequestOutput
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.engine import Engine
+from headrace_engine.engine import Engine, plain_settings
 from headrace_engine.intake.intake import Intake
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -591,3 +591,42 @@ async def test_random_lives(seed: int, overlapped: bool) -> None:
     assert engine._processor.states == []
     await engine.check_health()
     await engine.shutdown()
+
+
+@pytest.mark.spec("API-PAUSE")
+async def test_death_and_shutdown_reach_who_waits_at_the_gate() -> None:
+    for end in ("death", "shutdown"):
+        engine = make_engine()
+        await engine.pause_generation()
+        waiting = asyncio.create_task(anext(engine.generate("x", SamplingParams(), "r")))
+        await asyncio.sleep(0.02)
+        assert (await engine.stats()).num_requests_waiting == 1
+        if end == "death":
+            engine.on_death(EngineDead("killed"))
+        else:
+            await engine.shutdown()
+        with pytest.raises(EngineDead):
+            async with asyncio.timeout(2):
+                await waiting
+        await engine.shutdown()
+
+
+async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
+    engine = make_engine(max_queued=2)
+    await engine.pause_generation()
+    waiting = [
+        asyncio.create_task(anext(engine.generate("x", SamplingParams(), f"r{i}")))
+        for i in range(2)
+    ]
+    await asyncio.sleep(0.02)
+    with pytest.raises(QueueFull):
+        await anext(engine.generate("x", SamplingParams(), "too many"))
+    await engine.resume_generation()
+    await asyncio.gather(*waiting)
+    await engine.shutdown()
+
+
+def test_settings_leave_the_token_out() -> None:
+    config = EngineConfig(model=ModelConfig(hf_token="canary"))
+    assert "canary" not in str(plain_settings(config))
+    assert plain_settings(config)["scheduler"]["policy"] == "fcfs"

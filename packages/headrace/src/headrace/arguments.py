@@ -95,6 +95,32 @@ class _Collect(argparse.Action):
         setattr(namespace, self.dest, [*before, *values])
 
 
+class _CollectJson(_Collect):
+    """As :class:`_Collect`; a word that begins with ``[`` is a JSON list of texts."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        flat: list[str] = []
+        for word in values:
+            flat += _json_texts(parser, word, option_string) if word.startswith("[") else [word]
+        super().__call__(parser, namespace, flat, option_string)
+
+
+def _json_texts(parser: argparse.ArgumentParser, word: str, flag: str | None) -> list[str]:
+    try:
+        found = json.loads(word)
+    except json.JSONDecodeError as error:
+        parser.error(f"argument {flag}: {word!r} is no JSON: {error}")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        parser.error(f"argument {flag}: {word!r} must be a JSON list of texts")
+    return found
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that reads all the forms of this module's docstring."""
 
@@ -157,6 +183,8 @@ class Parser(argparse.ArgumentParser):
         elif typing.get_origin(kind) in (tuple, list):
             item = typing.get_args(kind)[0]
             kwargs |= {"nargs": "+", "type": str if item is Any else item, "action": _Collect}
+            if option.metadata.get("json_list"):
+                kwargs["action"] = _CollectJson
         elif kind is int and option.metadata["human_int"]:
             kwargs |= {"type": human_int, "metavar": "SIZE"}
         else:

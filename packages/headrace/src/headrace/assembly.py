@@ -431,6 +431,7 @@ def worker_factory(
             grammars=grammars,
             make_processors=make_processors,
             prompt_embeds=config.model.enable_prompt_embeds,
+            profiler=config.profiler,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
@@ -95,6 +95,46 @@ class AsyncLLM:
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False if some are in use."""
         return await self.engine.reset_prefix_cache(reset_running_requests)
+
+    async def pause_generation(
+        self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        """Start no further request until :meth:`resume_generation`; new ones wait. Returns when
+        nothing runs any more.
+
+        Args:
+            wait_for_inflight_requests: let them finish; False aborts them.
+            clear_cache: then forget all cached blocks.
+        """
+        await self.engine.pause_generation(
+            wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
+        )
+
+    async def resume_generation(self) -> None:
+        """Start what waited."""
+        await self.engine.resume_generation()
+
+    async def is_paused(self) -> bool:
+        return await self.engine.is_paused()
+
+    async def start_profile(self) -> None:
+        """Record the coming steps (``profiler_config``)."""
+        await self.engine.start_profile()
+
+    async def stop_profile(self) -> None:
+        """Write what was recorded."""
+        await self.engine.stop_profile()
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a listed worker method by name: results by rank.
+
+        Raises:
+            RequestError: the method may not be called.
+            TimeoutError: no answer in time.
+        """
+        return await self.engine.collective_rpc(method, args=args, timeout=timeout)
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Stop and free everything. Idempotent."""

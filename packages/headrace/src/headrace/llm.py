@@ -219,6 +219,26 @@ class LLM:
         beams = OfflineBeams(self.engine, self._intake, params)
         return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)
 
+    def start_profile(self) -> None:
+        """Record the coming steps (``profiler_config``)."""
+        self.collective_rpc("start_profile")
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        self.collective_rpc("stop_profile")
+
+    def collective_rpc(
+        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Call a worker method by name: results by rank. A function in its place is refused: only
+        listed methods may be called.
+
+        Raises:
+            RequestError: the method may not be called.
+            TimeoutError: no answer in time.
+        """
+        return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
+
     def encode(self, *_: Any, **__: Any) -> Any:
         """Not served: the model generates text.
 

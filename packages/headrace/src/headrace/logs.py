@@ -1,7 +1,9 @@
 """Logging for the command line: one handler on the roots of headrace's packages.
 
 Libraries only log; programs configure. ``HEADRACE_CONFIGURE_LOGGING=0`` leaves logging alone;
-``HEADRACE_LOGGING_CONFIG_PATH`` names a JSON file in the form of :func:`logging.config.dictConfig`.
+``HEADRACE_LOGGING_CONFIG_PATH`` names a JSON file in the form of :func:`logging.config.dictConfig`;
+``HEADRACE_LOGGING_FORMAT`` is text or json (one object a line), ``HEADRACE_LOGGING_STREAM`` stderr or
+stdout.
 """
 
 from __future__ import annotations
@@ -11,9 +13,14 @@ import logging
 import logging.config
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
+from headrace_core.log_lines import JsonLines
+
+Choice = TypeVar("Choice")
 
 ROOTS = (
     "headrace", "headrace_core", "headrace_kernels", "headrace_attention", "headrace_quant",
@@ -23,28 +30,49 @@ ROOTS = (
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-class LineFormatter(logging.Formatter):
-    """Level, time, place, message; continuation lines get the prefix, too."""
+COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+"""Level -> code of ECMA-48's SGR; INFO is left alone."""
 
-    def __init__(self) -> None:
+
+class LineFormatter(logging.Formatter):
+    """Level, time, place, message; continuation lines get the prefix, too.
+
+    Args:
+        colour: mark levels, for a terminal.
+    """
+
+    def __init__(self, colour: bool = False) -> None:
         super().__init__(
             "%(levelname)s %(asctime)s [%(name)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"
         )
+        self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         first, *rest = text.split("\n")
         prefix = first[: first.find("] ") + 2]
-        return "\n".join([first, *(prefix + line for line in rest)])
+        lines = [first, *(prefix + line for line in rest)]
+        code = COLOURS.get(record.levelname) if self._colour else None
+        if code is not None:
+            size = len(record.levelname)
+            lines = [f"\x1b[{code}m{line[:size]}\x1b[0m{line[size:]}" for line in lines]
+        return "\n".join(lines)
 
 
-def configure(default_level: str = "INFO") -> None:
+def configure(
+    default_level: str = "INFO", *, log_format: str = "text", config_file: str | None = None
+) -> None:
     """Set headrace's logging up.
+
+    Args:
+        default_level: where the environment names none.
+        log_format: ``text`` or ``json``; the environment's counts if this is ``text``.
+        config_file: in place of ``HEADRACE_LOGGING_CONFIG_PATH``.
 
     Raises:
         ConfigError: a variable's value cannot be used.
     """
-    path = os.environ.get("HEADRACE_LOGGING_CONFIG_PATH")
+    path = config_file or os.environ.get("HEADRACE_LOGGING_CONFIG_PATH")
     if os.environ.get("HEADRACE_CONFIGURE_LOGGING", "1") == "0":
         if path:
             raise ConfigError(
@@ -57,8 +85,12 @@ def configure(default_level: str = "INFO") -> None:
     level = os.environ.get("HEADRACE_LOGGING_LEVEL", default_level).upper()
     if level not in LEVELS:
         raise ConfigError(f"HEADRACE_LOGGING_LEVEL = {level!r}: must be one of {', '.join(LEVELS)}")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
+    stream = _choice("HEADRACE_LOGGING_STREAM", _STREAMS)()
+    handler = logging.StreamHandler(stream)
+    if log_format == "text":
+        log_format = _choice("HEADRACE_LOGGING_FORMAT", {"text": "text", "json": "json"})
+    formatter = JsonLines() if log_format == "json" else LineFormatter(_is_coloured(stream))
+    handler.setFormatter(formatter)
     for name in ROOTS:
         root = logging.getLogger(name)
         root.handlers = [handler]
@@ -66,8 +98,27 @@ def configure(default_level: str = "INFO") -> None:
         root.setLevel(level)
 
 
+_STREAMS: Mapping[str, Callable[[], TextIO]] = {
+    "stderr": lambda: sys.stderr, "stdout": lambda: sys.stdout,
+}  # fmt: skip
+
+
+def _is_coloured(stream: TextIO) -> bool:
+    """``HEADRACE_LOGGING_COLOR``: 1, 0, or auto: on a terminal, unless ``NO_COLOR`` is set."""
+    wanted = _choice("HEADRACE_LOGGING_COLOR", {"auto": None, "1": True, "0": False})
+    return stream.isatty() and not os.environ.get("NO_COLOR") if wanted is None else wanted
+
+
+def _choice(variable: str, values: Mapping[str, Choice]) -> Choice:
+    """What a variable stands for; the first value if it is not set."""
+    given = os.environ.get(variable) or next(iter(values))
+    if given not in values:
+        raise ConfigError(f"{variable} = {given!r}: must be one of {', '.join(values)}")
+    return values[given]
+
+
 def _configure_from_file(path: Path) -> None:
     try:
         logging.config.dictConfig(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"HEADRACE_LOGGING_CONFIG_PATH = {str(path)!r}: {error}") from error
+        raise ConfigError(f"logging configuration {str(path)!r}: {error}") from error

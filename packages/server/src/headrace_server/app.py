@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -17,10 +17,14 @@ from starlette.responses import Response
 from headrace_core import plugins
 from headrace_core.engine import EngineClient
 from headrace_core.errors import ConfigError
-from headrace_server import errors
-from headrace_server.auth import KeyGate, load_keys
+from headrace_server import errors, openapi, profiles
+from headrace_server.auth import KeyGate
+from headrace_server.browser import BrowserGate
+from headrace_server.cache_scope import scoped
 from headrace_server.errors import Answer
-from headrace_server.metrics import Metrics
+from headrace_server.http import Connections
+from headrace_server.keys import KeyRing, admin_keys, public_keys
+from headrace_server.metrics import Metrics, UnfinishedRequests
 from headrace_server.middleware import (
     DrainGate,
     HttpMetrics,
@@ -29,14 +33,20 @@ from headrace_server.middleware import (
     RequestIds,
     RootPath,
 )
+from headrace_server.orca import LoadReports
 from headrace_server.parsers import load_parsers
-from headrace_server.paths import OPEN_PATHS
+from headrace_server.paths import CONTROL_PATHS, OPEN_PATHS
+from headrace_server.request_log import OutputLog, ResponseLog
+from headrace_server.routes import control, invocations
 from headrace_server.routes.health import installed_version
 from headrace_server.settings import ServerSettings, read_chat_template
 from headrace_server.state import ServerState
+from headrace_server.tracing import TraceHeaders, Tracing
+from headrace_server.watching import WatchedEngine, Watcher
 
 logger = logging.getLogger(__name__)
 
+INVOCATIONS = "/invocations"
 INFERENCE_ROUTES: Mapping[str, str] = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat completions (it needs a model with a chat template)",
@@ -79,18 +89,78 @@ def create_app(engine: EngineClient, settings: ServerSettings) -> FastAPI:
         redoc_url="/redoc" if docs else None,
         redirect_slashes=False,
     )
+    gates = Gates(public_keys(settings), admin_keys(settings))
+    profiles.check_listening(settings, len(gates.public))
+    tracing = _tracing(engine, settings)
+    metrics = Metrics(settings.metrics_prefix, engine.model)
     state = ServerState(
-        engine=engine,
+        engine=_watched(engine, settings, metrics, tracing),
         settings=settings,
-        metrics=Metrics(settings.metrics_prefix, engine.model),
+        metrics=metrics,
         chat_template=read_chat_template(settings),
         parsers=load_parsers(settings),
+        tracing=tracing,
+        connections=Connections(
+            settings.max_connections, settings.max_connections_per_peer, settings.header_timeout
+        ),
     )
     app.state.headrace = state
-    errors.install(app)
+    errors.install(app, stacks=bool(settings.log_error_stack))
     _add_routers(app, state)
-    _add_middleware(app, state)
+    _add_control(app, state, gates)
+    _add_gauges(state)
+    _add_middleware(app, state, gates)
+    openapi.install(
+        app,
+        has_keys=bool(gates.public),
+        narrow=settings.api_key_scope == "v1",
+        metrics_open=not settings.protect_metrics,
+    )
+    _log_what_is_open(state, gates)
     return app
+
+
+class Gates(NamedTuple):
+    """Who may enter."""
+
+    public: KeyRing
+    control: KeyRing
+    """Of control routes; empty: those of ``public``."""
+
+
+def _tracing(engine: EngineClient, settings: ServerSettings) -> Tracing | None:
+    endpoint = settings.otlp_traces_endpoint
+    return None if endpoint is None else Tracing(engine.model, endpoint)
+
+
+def _watched(
+    engine: EngineClient, settings: ServerSettings, metrics: Metrics, tracing: Tracing | None
+) -> EngineClient:
+    """The engine as all routes see it."""
+    watchers: list[Watcher] = [] if tracing is None else [tracing]
+    if not settings.disable_log_stats:
+        watchers.append(UnfinishedRequests(metrics))
+    if settings.enable_log_outputs:
+        watchers.append(OutputLog(settings.max_log_len))
+    if settings.prefix_cache_scope == "key":
+        return WatchedEngine(engine, watchers, scoped)
+    return WatchedEngine(engine, watchers) if watchers else engine
+
+
+def _add_gauges(state: ServerState) -> None:
+    """Metrics of what the application itself knows."""
+    metrics, lifecycle, connections = state.metrics, state.lifecycle, state.connections
+    metrics.add_gauge("http_requests_in_flight", "Inference requests being answered.",
+                      lambda: lifecycle.num_in_flight)  # fmt: skip
+    metrics.add_gauge("http_connections_open", "Open connections of the public port.",
+                      lambda: connections.num_open)  # fmt: skip
+    if state.tracing is not None:
+        counts = state.tracing.counts
+        metrics.add_counter("trace_spans_ended", "Spans made.", lambda: counts.ended)
+        metrics.add_counter("trace_spans_exported", "Spans that a collector took.",
+                            lambda: counts.exported)  # fmt: skip
+        metrics.add_counter("trace_spans_failed", "Spans that no collector took.",
+                            lambda: counts.failed)  # fmt: skip
 
 
 def _add_routers(app: FastAPI, state: ServerState) -> None:
@@ -102,11 +172,17 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         if router.tasks and not set(router.tasks) & tasks:
             logger.info("router %s left out: it serves %s", name, ", ".join(router.tasks))
             continue
+        if name == "metrics" and state.settings.disable_log_stats:
+            continue
         built: APIRouter = router.build(state.engine, state.settings)
+        if state.settings.tokens_only:
+            built.routes[:] = [r for r in built.routes if _is_tokens_only(getattr(r, "path", ""))]
         state.paths.update(route.path for route in built.routes if isinstance(route, APIRoute))
         app.include_router(built)
     if state.settings.tokens_only:
         return
+    app.include_router(invocations.build(lambda: state.paths, app.router))
+    state.paths.add(INVOCATIONS)
     for path in INFERENCE_ROUTES.keys() - state.paths:
         app.add_api_route(
             path,
@@ -117,6 +193,67 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         )
 
 
+def _is_tokens_only(path: str) -> bool:
+    kept = OPEN_PATHS | {"/load", "/metrics"}
+    return path in kept or path.startswith(("/v1/models", "/inference/"))
+
+
+def _add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
+    """Control routes, here or on the admin port; none unless they were asked for."""
+    settings = state.settings
+    routers = control.build(state.engine, settings)
+    if not routers:
+        return
+    if not gates.public and not gates.control and not _may_be_keyless(settings):
+        if settings.enable_control_routes:
+            raise ConfigError(
+                "enable_control_routes (or admin_port): needs a key; set HEADRACE_ADMIN_API_KEY, "
+                "--admin-api-key-file or a key for all routes",
+                field="enable_control_routes",
+            )
+        logger.warning(
+            "control routes are not served: they need a key (HEADRACE_API_KEY, or "
+            "HEADRACE_ADMIN_API_KEY), or --dev-mode on loopback"
+        )
+        return
+    paths = {r.path for router in routers for r in router.routes if isinstance(r, APIRoute)}
+    assert paths <= CONTROL_PATHS, "a control route that no gate knows"
+    if settings.admin_port is None:
+        for router in routers:
+            app.include_router(router)
+        state.paths |= paths
+    else:
+        state.admin = _admin_app(state, routers, gates)
+
+
+def _may_be_keyless(settings: ServerSettings) -> bool:
+    """On a developer's own machine; browsers are kept out by :class:`BrowserGate`."""
+    admin_is_local = settings.admin_port is None or profiles.is_local(settings.admin_host, None)
+    return settings.dev_mode and profiles.is_local(settings.host, settings.uds) and admin_is_local
+
+
+def _admin_app(state: ServerState, routers: Sequence[APIRouter], gates: Gates) -> FastAPI:
+    """What the admin port serves: control routes and nothing else."""
+    settings = state.settings
+    admin = FastAPI(title="headrace control", version=installed_version(), openapi_url=None,
+                    docs_url=None, redoc_url=None, redirect_slashes=False)  # fmt: skip
+    admin.state.headrace = state
+    errors.install(admin, stacks=bool(settings.log_error_stack))
+    for router in routers:
+        admin.include_router(router)
+    _add_limits(admin, settings)
+    if gates.control or gates.public:
+        admin.add_middleware(
+            KeyGate, keys=gates.control or gates.public, scope="all", open_paths=()
+        )
+    admin.add_middleware(
+        BrowserGate, check_hosts=True, check_origin=True, host=settings.admin_host,
+        hosts=settings.allowed_hosts,
+    )  # fmt: skip
+    admin.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
+    return admin
+
+
 def _refusing(title: str) -> Any:
     async def refuse(request: Request) -> Response:
         return Answer(400, f"the model, as served here, does not support {title}").response()
@@ -124,26 +261,27 @@ def _refusing(title: str) -> Any:
     return refuse
 
 
-def _add_middleware(app: FastAPI, state: ServerState) -> None:
+def _add_middleware(app: FastAPI, state: ServerState, gates: Gates) -> None:
     """Innermost first: each call of ``add_middleware`` wraps what is there."""
     settings = state.settings
     if settings.enable_server_load_tracking:
-        app.add_middleware(LoadCounter, state=state, paths=INFERENCE_ROUTES.keys())
+        app.add_middleware(LoadCounter, state=state, paths={*INFERENCE_ROUTES, INVOCATIONS})
     for path in settings.middleware:
         _add_foreign(app, path)
+    app.add_middleware(LoadReports, engine=state.engine)
+    app.add_middleware(TraceHeaders, enabled=state.tracing is not None)
     app.add_middleware(DrainGate, lifecycle=state.lifecycle)
-    app.add_middleware(
-        Limits, max_headers=settings.h11_max_header_count, max_body=settings.max_body_bytes
-    )
-    keys = load_keys(settings)
-    if keys:
-        _add_gate(app, state, keys)
-    elif settings.uds is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning(
-            "listening on %s without a key: anybody who reaches this port can use the model and "
-            "read /metrics; set HEADRACE_API_KEY or --api-key-file",
-            settings.host or "all interfaces",
-        )
+    _add_limits(app, settings)
+    if gates.public or (gates.control and state.admin is None):
+        _add_gate(app, state, gates)
+    keyless_control = bool(state.paths & CONTROL_PATHS) and not (gates.public or gates.control)
+    if settings.check_hosts or settings.check_origin or keyless_control:
+        app.add_middleware(
+            BrowserGate, check_hosts=settings.check_hosts or keyless_control,
+            check_origin=settings.check_origin or keyless_control, host=settings.host,
+            hosts=settings.allowed_hosts, origins=settings.allowed_origins,
+            by_name=settings.uds is None,
+        )  # fmt: skip
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -152,22 +290,53 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
-    app.add_middleware(HttpMetrics, metrics=state.metrics, direct=not settings.middleware)
+    if settings.log_responses:
+        app.add_middleware(ResponseLog, limit=settings.max_log_len)
+    direct = not settings.middleware and not settings.log_responses
+    app.add_middleware(HttpMetrics, metrics=state.metrics, direct=direct)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
 
 
-def _add_gate(app: FastAPI, state: ServerState, keys: tuple[str, ...]) -> None:
+def _add_limits(app: FastAPI, settings: ServerSettings) -> None:
+    app.add_middleware(
+        Limits,
+        max_headers=settings.h11_max_header_count,
+        max_body=settings.max_body_bytes,
+        body_timeout=settings.body_timeout,
+        min_rate=settings.min_body_rate,
+    )
+
+
+def _open_paths(settings: ServerSettings) -> frozenset[str]:
+    return OPEN_PATHS if settings.protect_metrics else OPEN_PATHS | {"/metrics"}
+
+
+def _add_gate(app: FastAPI, state: ServerState, gates: Gates) -> None:
     settings = state.settings
-    opened = OPEN_PATHS if settings.protect_metrics else OPEN_PATHS | {"/metrics"}
-    narrow = settings.api_key_scope == "v1"
-    if narrow:
+    app.add_middleware(
+        KeyGate,
+        keys=gates.public,
+        scope=settings.api_key_scope,
+        open_paths=_open_paths(settings),
+        control_paths=CONTROL_PATHS,
+        control_keys=gates.control,
+    )
+
+
+def _log_what_is_open(state: ServerState, gates: Gates) -> None:
+    """The routes that need no key, and one block of warnings: what an operator should know."""
+    settings = state.settings
+    if gates.public and settings.api_key_scope == "all":
+        logger.info("these routes need no key: %s", ", ".join(sorted(_open_paths(settings))))
+    elif gates.public:
         outside = sorted(path for path in state.paths if not path.startswith("/v1"))
-        logger.warning("api_key_scope v1: these need no key: %s", ", ".join(outside))
-    else:
-        logger.info("these routes need no key: %s", ", ".join(sorted(opened)))
-    app.add_middleware(KeyGate, keys=keys, scope=settings.api_key_scope, open_paths=opened)
+        logger.info("these routes need no key: %s", ", ".join(outside))
+    lines = profiles.warnings(settings, len(gates.public))
+    if lines:
+        hint = "" if settings.hardened else "\n(--hardened has strict values; docs: security)"
+        logger.warning("open settings:\n%s%s", "\n".join(f"- {line}" for line in lines), hint)
 
 
 def _add_foreign(app: FastAPI, path: str) -> None:

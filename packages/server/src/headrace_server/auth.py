@@ -7,99 +7,89 @@ so that no other spelling of an open path opens a closed one.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import logging
-import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
+from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_core.errors import ConfigError
-from headrace_server.paths import below_root, route_path
-from headrace_server.settings import ServerSettings
+from headrace_server.keys import Key, KeyRing
+from headrace_server.paths import raw_route_path, route_path
 
-logger = logging.getLogger(__name__)
-
-KEY_VARIABLE = "HEADRACE_API_KEY"
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
+KEY_IN_SCOPE = "headrace_key"
+"""Where the gate leaves the :class:`~headrace_server.keys.Key` that a request carried."""
 
-def load_keys(settings: ServerSettings, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """All keys of the settings, the key file and the environment; empty = no gate.
-
-    Raises:
-        ConfigError: the key file cannot be read or holds no key.
-    """
-    keys = list(settings.api_key)
-    if environ.get(KEY_VARIABLE):
-        keys.append(environ[KEY_VARIABLE])
-    if settings.api_key_file is not None:
-        keys += _read_key_file(settings.api_key_file)
-    return tuple(keys)
-
-
-def _read_key_file(path: str) -> list[str]:
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"api_key_file = {path!r}: could not be read ({type(error).__name__})",
-            field="api_key_file",
-        ) from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"api_key_file = {path!r}: holds no key", field="api_key_file")
-    return keys
+current_key: ContextVar[Key | None] = ContextVar("headrace_key", default=None)
+"""The same for code that sees no request (an engine client): the key of the running request."""
 
 
 class KeyGate:
     """ASGI middleware: 401 unless the request is open or carries one of the keys.
 
     Args:
-        keys: accepted keys; only their digests are kept.
+        keys: accepted on public routes.
         scope: ``all`` or ``v1``, see :class:`ServerSettings`.
         open_paths: paths that need no key (scope ``all``).
+        control_paths: these need one of ``control_keys``, whatever the scope.
+        control_keys: None or empty: ``keys``.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], scope: str, open_paths: Iterable[str]
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        scope: str,
+        open_paths: Iterable[str],
+        control_paths: Iterable[str] = (),
+        control_keys: KeyRing | None = None,
     ) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
         self._narrow = scope == "v1"
         self._open = frozenset(open_paths)
+        self._control = frozenset(control_paths)
+        self._control_keys = control_keys if control_keys else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        closed = scope["type"] != "lifespan" and self._needs_key(scope)
-        if closed and not self._has_key(scope):
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        ring = self._control_keys if self._is_control(scope) else self._keys
+        key = ring.find(_given(scope)) if ring else None
+        if key is None and self._needs_key(scope):
             await _refuse(scope, send)
             return
-        await self._app(scope, receive, send)
+        scope[KEY_IN_SCOPE] = key
+        token = current_key.set(key)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            current_key.reset(token)
+
+    def _is_control(self, scope: Scope) -> bool:
+        return route_path(scope) in self._control or raw_route_path(scope) in self._control
 
     def _needs_key(self, scope: Scope) -> bool:
-        path = route_path(scope)
-        raw = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
-        raw = below_root(raw, scope.get("root_path", ""))
+        if self._is_control(scope):
+            return bool(self._control_keys)
+        if not self._keys:
+            return False
+        path, raw = route_path(scope), raw_route_path(scope)
         if self._narrow:
             if scope.get("method") == "OPTIONS":
                 return False
             return path.startswith("/v1") or raw.startswith("/v1")
         return not (path in self._open and raw == path)
 
-    def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest = _digest(key.strip() if kind.lower() == b"bearer" else b"")
-        found = False
-        for accepted in self._digests:  # all of them, whichever matches: constant time
-            found |= hmac.compare_digest(accepted, digest)
-        return found
 
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _given(scope: Scope) -> bytes:
+    """The request's key; b"" for none, and for two."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+    if kind.lower() == b"bearer":
+        return bytes(key.strip())
+    return b""
 
 
 async def _refuse(scope: Scope, send: Send) -> None:

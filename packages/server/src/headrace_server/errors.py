@@ -31,12 +31,17 @@ logger = logging.getLogger(__name__)
 
 TYPES: Mapping[int, str] = {
     400: "BadRequestError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "BadRequestError",
+    409: "ConflictError",
     413: "BadRequestError",
+    415: "BadRequestError",
     429: "RateLimitError",
     431: "BadRequestError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
 }
 _MAX_MESSAGE = 2000
 
@@ -130,11 +135,19 @@ def report(error: BaseException, request_id: str = "") -> Answer:
     return told
 
 
-def install(app: FastAPI) -> None:
-    """Register the handlers."""
+def install(app: FastAPI, *, stacks: bool = False) -> None:
+    """Register the handlers.
+
+    Args:
+        stacks: log the stack of every error answer, not only of unexpected ones.
+    """
 
     async def handle(request: Request, error: Exception) -> Response:
-        return report(error, request.scope.get("headrace_request_id", "")).response()
+        request_id = request.scope.get("headrace_request_id", "")
+        told = report(error, request_id)
+        if stacks and not isinstance(error, RequestValidationError):
+            logger.info("request %s: answer %d", request_id, told.status, exc_info=error)
+        return told.response()
 
     for kind in (
         RequestError,

@@ -9,10 +9,13 @@ happens (head, end, errors, a client that does not read) goes the usual way.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -38,11 +41,79 @@ def replace_direct_write(scope: Scope, write: DirectWrite | None) -> None:
         extensions[DIRECT] = write
 
 
+class Connections:
+    """All open connections of one server, and how many there may be.
+
+    Args:
+        most: in all; beyond it a request is answered 503 and its connection closed.
+        most_per_peer: of one address; beyond it a connection is closed unread. 0: no limit.
+        header_timeout: seconds for a request's head; from the connection's beginning, or from the
+            first byte of a further request.
+    """
+
+    def __init__(
+        self, most: int = 4096, most_per_peer: int = 0, header_timeout: float = 10.0
+    ) -> None:
+        self.most = most
+        self.most_per_peer = most_per_peer
+        self.header_timeout = header_timeout
+        self.num_open = 0
+        self.by_peer: Counter[str] = Counter()
+
+    def enter(self, peer: str | None) -> bool:
+        """Count a new connection; False: its peer has too many."""
+        self.num_open += 1
+        if peer is None:
+            return True
+        self.by_peer[peer] += 1
+        return not self.most_per_peer or self.by_peer[peer] <= self.most_per_peer
+
+    def leave(self, peer: str | None) -> None:
+        """A connection has ended."""
+        self.num_open -= 1
+        if peer is not None:
+            self.by_peer[peer] -= 1
+            if self.by_peer[peer] <= 0:
+                del self.by_peer[peer]
+
+
+def _whole_answer(status: bytes, kind: bytes, message: bytes) -> bytes:
+    """An answer from before there is an application to give one."""
+    body = b'{"error":{"message":"%b","type":"%b","param":null,"code":%b}}' % (
+        message, kind, status[:3],
+    )  # fmt: skip
+    head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
+        status, len(body),
+    )  # fmt: skip
+    return head + b"connection: close\r\n\r\n" + body
+
+
+_TOO_MANY = _whole_answer(
+    b"503 Service Unavailable", b"ServiceUnavailableError", b"too many open connections"
+)
+_TOO_SLOW = _whole_answer(
+    b"408 Request Timeout", b"BadRequestError", b"the request's head did not come in time"
+)
+
+
+def protocol(connections: Connections) -> type[asyncio.Protocol]:
+    """The protocol class for one server, whose connections share these limits."""
+
+    class Limited(Protocol):
+        limits = connections
+
+    return Limited
+
+
 class Protocol(H11Protocol):
     """One connection; see the module's docstring."""
 
+    limits = Connections()
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._peer: str | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
         app: ASGIApp = self.app
 
         async def offering(scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +123,47 @@ class Protocol(H11Protocol):
             await app(scope, receive, send)
 
         self.app = offering
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._peer = self.client[0] if self.client else None
+        if not self.limits.enter(self._peer):
+            transport.abort()
+        elif self.limits.num_open > self.limits.most:
+            transport.write(_TOO_MANY)
+            transport.close()
+        else:
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.limits.leave(self._peer)
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        # IDLE: what has come is not a whole head yet, or this is the end of the request before.
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._head_timer is None and self.conn.trailing_data[0]:
+            self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_timer = self.loop.call_later(self.limits.header_timeout, self._give_up)
+
+    def _give_up(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            if self.conn.trailing_data[0]:
+                self.transport.write(_TOO_SLOW)
+            self.transport.close()
+
+    def _stop_timer(self) -> None:
+        timer, self._head_timer = self._head_timer, None
+        if timer is not None:
+            timer.cancel()
 
     def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         """Frame and write. The response's head must have gone out without a content-length."""

@@ -6,17 +6,20 @@ and length histograms are filled from each request's last output.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from headrace_core.engine import EngineClient, EngineStats, ServedModel
-from headrace_core.output import RequestOutput
+from headrace_core.errors import EngineDead, QueueFull, RequestError
+from headrace_core.output import FINISH_REASONS, RequestOutput
+from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
 ENGINE_INDEX = "0"
@@ -29,6 +32,8 @@ _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _BYTES = tuple(float(10**e) for e in range(2, 9))
 MAX_KEPT_LATENCIES = 4096
 """Latencies between tokens that are kept for a scrape that does not come."""
+STATS_TIMEOUT = 2.0
+"""Longest wait for the engine's numbers, in seconds: a scrape must not hang with a stuck engine."""
 _LABELS = ("model_name", "engine")
 
 
@@ -39,6 +44,8 @@ class _EngineCollector(Collector):
         self._prefix = prefix
         self._values = (model.name, ENGINE_INDEX)
         self.stats = EngineStats()
+        self.healthy = True
+        self.paused = False
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
@@ -47,6 +54,9 @@ class _EngineCollector(Collector):
             ("num_requests_waiting", "Requests that wait for the engine.",
              stats.num_requests_waiting),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage),
+            ("engine_healthy", "1 while the engine makes progress, as GET /health says.",
+             self.healthy),
+            ("engine_paused", "1 between POST /pause and POST /resume.", self.paused),
         )  # fmt: skip
         counters = (
             ("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens),
@@ -95,6 +105,7 @@ class Metrics:
         self._labels = (model.name, ENGINE_INDEX)
         self._engine = _EngineCollector(prefix, model)
         self.registry.register(self._engine)
+        ProcessCollector(registry=self.registry)
         seconds = self._seconds_histograms()
         (self._ttft, self._itl, self._per_token, self._e2e, self._queue, self._prefill,
          self._decode, self._inference) = seconds  # fmt: skip
@@ -121,6 +132,8 @@ class Metrics:
             (*_LABELS, "finished_reason"),
             registry=self.registry,
         )
+        for reason in FINISH_REASONS:  # so that a rate is right from the first on
+            self._success.labels(*self._labels, reason)
         self.unknown_fields = Counter(
             prefix + "unknown_request_fields",
             "Request fields that no schema knows.",
@@ -221,7 +234,7 @@ class Metrics:
         if times is None or not times.first_token_ts:
             return
         start = times.queued_ts or timer.start
-        self._ttft.observe(max(0.0, times.first_token_ts - start))
+        self._ttft.observe(max(0.0, times.first_token_ts - timer.start))
         self._queue.observe(max(0.0, times.scheduled_ts - start))
         self._prefill.observe(max(0.0, times.first_token_ts - times.scheduled_ts))
         self._inference.observe(max(0.0, times.last_token_ts - times.scheduled_ts))
@@ -232,12 +245,85 @@ class Metrics:
             if not timer.last:
                 self._itl.observe(decode / (longest - 1))
 
+    def unfinished(self, reason: str, num_completions: int) -> None:
+        """Completions ended without a last output: their client left, or they failed."""
+        self._success.labels(*self._labels, reason).inc(num_completions)
+
     async def expose(self, engine: EngineClient) -> bytes:
-        """The registry in Prometheus' text format, with a fresh snapshot of the engine."""
+        """The registry in Prometheus' text format, with a fresh snapshot of the engine; the last
+        one if the engine gives none in time."""
+        self._engine.healthy = await is_healthy(engine)
         if engine.dead_error is None:
-            stats = await engine.stats(drain=True)
-            for tokens in stats.step_tokens:
-                self._step.observe(tokens)
-            self._engine.stats = stats
+            stats = await fresh_stats(engine, drain=True)
+            if stats is not None:
+                for tokens in stats.step_tokens:
+                    self._step.observe(tokens)
+                self._engine.stats = stats
+            self._engine.paused = await engine.is_paused()
         self._observe_latencies()
         return generate_latest(self.registry)
+
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A gauge without labels, read when it is scraped."""
+        Gauge(self._prefix + name, text, registry=self.registry).set_function(read)
+
+    def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A counter without labels, read when it is scraped; must not fall."""
+        self.registry.register(_ReadCounter(self._prefix + name, text, read))
+
+
+class UnfinishedRequests:
+    """A :class:`~headrace_server.watching.Watcher` that counts what no route hears the end of."""
+
+    every_output = False
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def begin(self, prompt: Prompt, params: SamplingParams, request_id: str) -> _Unfinished:
+        return _Unfinished(self._metrics, params.n)
+
+
+class _Unfinished:
+    """One request."""
+
+    def __init__(self, metrics: Metrics, num_completions: int) -> None:
+        self._metrics = metrics
+        self._left = num_completions
+
+    def saw(self, output: RequestOutput) -> None:
+        if output.finished:
+            self._left = 0
+
+    def ended(self, error: BaseException | None) -> None:
+        if self._left and not isinstance(error, (RequestError, QueueFull)):
+            is_ours = error is not None and not isinstance(error, asyncio.CancelledError)
+            self._metrics.unfinished("error" if is_ours else "abort", self._left)
+
+
+class _ReadCounter(Collector):
+    """A counter that somebody else counts."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], float]) -> None:
+        self._name, self._text, self._read = name, text, read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._text, value=self._read())
+
+
+async def fresh_stats(engine: EngineClient, *, drain: bool = False) -> EngineStats | None:
+    """A snapshot; None if the engine is dead, or busy with one step for too long."""
+    try:
+        async with asyncio.timeout(STATS_TIMEOUT):
+            return await engine.stats(drain=drain)
+    except (TimeoutError, EngineDead):
+        return None
+
+
+async def is_healthy(engine: EngineClient) -> bool:
+    """What ``GET /health`` says of the engine."""
+    try:
+        await engine.check_health()
+    except EngineDead:
+        return False
+    return True

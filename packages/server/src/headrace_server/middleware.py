@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Collection
@@ -66,12 +67,29 @@ class RequestIds:
 
 
 class Limits:
-    """Refuse heads with too many lines (431) and bodies with too many bytes (413)."""
+    """Refuse heads with too many lines (431), and bodies that are compressed (415), have too many
+    bytes (413) or come too slowly (408).
 
-    def __init__(self, app: ASGIApp, max_headers: int, max_body: int) -> None:
+    Args:
+        max_headers: lines.
+        max_body: bytes.
+        body_timeout: seconds for a whole body.
+        min_rate: bytes a second, after a second's grace; 0: none.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_headers: int,
+        max_body: int,
+        body_timeout: float = 60.0,
+        min_rate: int = 0,
+    ) -> None:
         self._app = app
         self._max_headers = max_headers
         self._max_body = max_body
+        self._body_timeout = body_timeout
+        self._min_rate = min_rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,6 +97,11 @@ class Limits:
             return
         if len(scope["headers"]) > self._max_headers:
             told = Answer(431, f"more than {self._max_headers} header lines")
+            await told.response()(scope, receive, send)
+            return
+        coding = next((v for k, v in scope["headers"] if k == b"content-encoding"), b"")
+        if coding.strip().lower() not in (b"", b"identity"):
+            told = Answer(415, "compressed bodies are not read; send it without Content-Encoding")
             await told.response()(scope, receive, send)
             return
         declared = next((v for k, v in scope["headers"] if k == b"content-length"), b"0")
@@ -90,7 +113,8 @@ class Limits:
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, too_large: Answer) -> None:
         seen = 0
-        started = False
+        started = whole = False
+        begin = time.monotonic()
 
         async def count(message: Message) -> None:
             nonlocal started
@@ -98,22 +122,40 @@ class Limits:
             await send(message)
 
         async def take() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, whole
+            if whole:  # what comes now is the end of the connection, whenever that is
+                return await receive()
+            message = await self._in_time(receive, seen, begin)
             seen += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
             if seen > self._max_body:
-                raise _TooLarge
+                raise _Refused(too_large)
             return message
 
         try:
             await self._app(scope, take, count)
-        except _TooLarge:
+        except _Refused as refused:
             if not started:
-                await too_large.response()(scope, receive, send)
+                await refused.told.response()(scope, receive, send)
+
+    async def _in_time(self, receive: Receive, seen: int, begin: float) -> Message:
+        """The next piece of a body, of which so many bytes have come."""
+        allowed = self._body_timeout
+        if self._min_rate:
+            allowed = min(allowed, 1.0 + (seen + 1) / self._min_rate)
+        left = begin + allowed - time.monotonic()
+        try:
+            async with asyncio.timeout(max(left, 0.0)):
+                return await receive()
+        except TimeoutError:
+            raise _Refused(Answer(408, "the body did not come in time")) from None
 
 
-class _TooLarge(BaseException):
+class _Refused(BaseException):
     """Passes the handlers for ``Exception`` on its way out; never leaves :class:`Limits`."""
+
+    def __init__(self, told: Answer) -> None:
+        self.told = told
 
 
 class DrainGate:

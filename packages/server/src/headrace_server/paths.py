@@ -7,6 +7,14 @@ from starlette.types import Scope
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/version"})
 """Health checks: no key needed, answered while draining."""
 
+CONTROL_PATHS = frozenset({
+    "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile",
+    "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/scale_elastic_ep",
+    "/is_scaling_elastic_ep", "/collective_rpc", "/server_info", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+})  # fmt: skip
+"""Routes that change or show the engine itself; always behind a key (ADR 0028)."""
+
 
 def below_root(path: str, root: str) -> str:
     """``path`` without the prefix ``root``, if it has it as a whole first part."""
@@ -18,3 +26,9 @@ def below_root(path: str, root: str) -> str:
 def route_path(scope: Scope) -> str:
     """The decoded path that routes are matched against."""
     return below_root(scope["path"], scope.get("root_path", ""))
+
+
+def raw_route_path(scope: Scope) -> str:
+    """The same as it stood on the wire."""
+    raw = scope.get("raw_path", b"").decode("latin-1") or scope["path"]
+    return below_root(raw, scope.get("root_path", ""))

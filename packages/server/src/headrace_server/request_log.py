@@ -1,4 +1,4 @@
-"""Log lines of requests (``--enable-log-requests``)."""
+"""Log lines of requests and outputs (``--enable-log-requests``, ``--enable-log-outputs``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_server.settings import ServerSettings
+from headrace_server.sse import EventDecoder
 
 logger = logging.getLogger(__name__)
+
+_EVENTS = b"text/event-stream"
+_MAX_RESPONSE = 1 << 16
 
 
 def log_request(
@@ -19,9 +26,105 @@ def log_request(
     """Id and parameters at INFO, the prompt at DEBUG, cut to ``max_log_len``."""
     if not settings.enable_log_requests:
         return
-    logger.info("request %s: %s", request_id, params)
+    extra = {"request_id": request_id}
+    logger.info("request %s: %s", request_id, params, extra=extra)
     if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("request %s: prompt %r", request_id, _shown(prompt, settings.max_log_len))
+        shown = _shown(prompt, settings.max_log_len)
+        logger.debug("request %s: prompt %r", request_id, shown, extra=extra)
+
+
+class OutputLog:
+    """A :class:`~headrace_server.watching.Watcher` that logs each output: of streams every delta
+    and the whole at the end, of other requests the whole.
+
+    Args:
+        limit: most characters and token ids shown; None: all.
+    """
+
+    every_output = True
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+
+    def begin(self, prompt: Prompt, params: SamplingParams, request_id: str) -> _LoggedRequest:
+        return _LoggedRequest(
+            request_id, self._limit, params.output_kind is RequestOutputKind.DELTA
+        )
+
+
+class _LoggedRequest:
+    """One request's outputs."""
+
+    def __init__(self, request_id: str, limit: int | None, streams: bool) -> None:
+        self._request_id = request_id
+        self._limit = limit
+        self._streams = streams
+        self._whole: dict[int, tuple[str, list[int]]] = {}
+
+    def saw(self, output: RequestOutput) -> None:
+        for part in output.outputs:
+            text, ids = part.text, part.token_ids
+            if self._streams:
+                self._line("delta", part, text, ids)
+                before_text, before_ids = self._whole.get(part.index, ("", []))
+                text, ids = self._cut(before_text + text), self._cut([*before_ids, *ids])
+                self._whole[part.index] = (text, ids)
+            if part.finish_reason is not None:
+                self._line("complete", part, text, ids)
+
+    def ended(self, error: BaseException | None) -> None:
+        """What went wrong is in the log already."""
+
+    def _line(self, tag: str, part: CompletionOutput, text: str, ids: list[int]) -> None:
+        logger.info(
+            "output %s[%d] (%s): text %r, token ids %s, finish reason %s",
+            self._request_id, part.index, tag, self._cut(text), self._cut(ids),
+            part.finish_reason, extra={"request_id": self._request_id},
+        )  # fmt: skip
+
+    def _cut(self, given: Any) -> Any:
+        return given if self._limit is None else given[: self._limit]
+
+
+class ResponseLog:
+    """ASGI middleware: the body of each answer as a log line; of an event stream its text.
+
+    Args:
+        limit: most characters shown; None: 64 KiB.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int | None) -> None:
+        self._app = app
+        self._limit = _MAX_RESPONSE if limit is None else limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = scope.get("headrace_request_id", "")
+        decoder: EventDecoder | None = None
+        body, status = b"", 0
+
+        async def look(message: Message) -> None:
+            nonlocal decoder, body, status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                kind = next((v for k, v in message["headers"] if k == b"content-type"), b"")
+                decoder = EventDecoder(self._limit) if kind.startswith(_EVENTS) else None
+            elif decoder is not None:
+                decoder.feed(message.get("body", b""))
+            else:
+                body += message.get("body", b"")[: max(0, 4 * self._limit - len(body))]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, look)
+        finally:
+            text = decoder.text if decoder is not None else body.decode("utf-8", "replace")
+            logger.info(
+                "response of %s: %d %r", request_id, status, text[: self._limit],
+                extra={"request_id": request_id},
+            )  # fmt: skip
 
 
 def _shown(prompt: Prompt, limit: int | None) -> Any:

@@ -10,17 +10,19 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from headrace_core.errors import ConfigError
-from headrace_server.http import Protocol
+from headrace_core.errors import AddressError, ConfigError
+from headrace_server.access_log import quiet_access_log
+from headrace_server.http import Connections, protocol
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
+from headrace_server.tls import CertificateRefresher
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +38,35 @@ def bind(settings: ServerSettings) -> socket.socket:
     """Take the address, before an engine is loaded: a clash fails at once.
 
     Raises:
-        ConfigError: the address is taken, or cannot be had.
+        AddressError: the address is taken, or cannot be had.
     """
     if settings.uds is not None:
         return _bind_unix(settings.uds)
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    return _bind_tcp(settings.host, settings.port, "port")
+
+
+def bind_admin(settings: ServerSettings) -> socket.socket | None:
+    """:func:`bind` for the admin port; None if there is none."""
+    if settings.admin_port is None:
+        return None
+    return _bind_tcp(settings.admin_host, settings.admin_port, "admin_port")
+
+
+def _bind_tcp(host: str, port: int, field: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Connections inherit it. Without it a token waits for the acknowledgement of the one before,
     # which clients delay by some 40 ms.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
-        sock.bind((settings.host, settings.port))
+        sock.bind((host, port))
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"port = {settings.port}: {_url(settings.host, settings.port)} could not be taken: "
-            f"{error.strerror}",
-            field="port",
+        raise AddressError(
+            f"{field} = {port}: {_url(host, port)} could not be taken: {error.strerror}",
+            field=field,
         ) from error
     return sock
 
@@ -67,7 +79,7 @@ def _bind_unix(path: str) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ConfigError(
+        raise AddressError(
             f"uds = {path!r}: could not be taken: {error.strerror or error}", field="uds"
         ) from error
     return sock
@@ -87,12 +99,22 @@ def _remove_stale(path: str) -> None:
             Path(path).unlink()
 
 
-def run(app: FastAPI, sock: socket.socket, settings: ServerSettings) -> int:
+def run(
+    app: FastAPI,
+    sock: socket.socket,
+    settings: ServerSettings,
+    admin_sock: socket.socket | None = None,
+) -> int:
     """:func:`serve` in a new event loop. For engines that are not bound to one."""
-    return asyncio.run(serve(app, sock, settings))
+    return asyncio.run(serve(app, sock, settings, admin_sock))
 
 
-async def serve(app: FastAPI, sock: socket.socket, settings: ServerSettings) -> int:
+async def serve(
+    app: FastAPI,
+    sock: socket.socket,
+    settings: ServerSettings,
+    admin_sock: socket.socket | None = None,
+) -> int:
     """Serve until a signal or the engine's death; shuts the engine down; returns the exit status.
 
     SIGTERM or SIGINT: not ready at once, new work is refused, running requests get
@@ -101,18 +123,59 @@ async def serve(app: FastAPI, sock: socket.socket, settings: ServerSettings) -> 
     handlers are installed in the main thread only and put back afterwards.
     """
     state: ServerState = app.state.headrace
-    server = _Server(_config(app, settings))
+    config = _config(app, settings, state.connections)
+    config.load()
+    server = _Server(config)
     watch = asyncio.create_task(_watch(state, server))
+    refresher = None
+    if settings.enable_ssl_refresh and config.ssl is not None:
+        refresher = CertificateRefresher(config.ssl, settings)
+        refresher.start()
+    logger.info("routes: %s", ", ".join(sorted(state.paths)))
     logger.info("serving at %s", address(sock, settings))
     try:
-        await server.serve(sockets=[sock])
+        with quiet_access_log(settings.quiet_paths):
+            async with _serving_admin(state, settings, admin_sock):
+                await server.serve(sockets=[sock])
     finally:
+        if refresher is not None:
+            refresher.stop()
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await state.engine.shutdown()
+        if state.tracing is not None:
+            await asyncio.to_thread(state.tracing.shutdown)
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
     return 1 if state.lifecycle.engine_died.is_set() else 0
+
+
+@contextlib.asynccontextmanager
+async def _serving_admin(
+    state: ServerState, settings: ServerSettings, sock: socket.socket | None
+) -> AsyncIterator[None]:
+    """The admin port's server, as long as the public one's."""
+    if state.admin is None:
+        yield
+        return
+    sock = sock or bind_admin(settings)
+    assert sock is not None, "an admin application without an admin port"
+    server = _SideServer(
+        _config(state.admin, settings, Connections(header_timeout=settings.header_timeout))
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    host, port = sock.getsockname()[:2]
+    logger.info("control routes at %s", _url(host, port, _scheme(settings)))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        sock.close()
+
+
+def _scheme(settings: ServerSettings) -> str:
+    return "https" if settings.ssl_certfile else "http"
 
 
 def address(sock: socket.socket, settings: ServerSettings) -> str:
@@ -120,17 +183,17 @@ def address(sock: socket.socket, settings: ServerSettings) -> str:
     if settings.uds is not None:
         return f"unix:{settings.uds}"
     host, port = sock.getsockname()[:2]
-    return _url(host, port, "https" if settings.ssl_certfile else "http") + settings.root_path
+    return _url(host, port, _scheme(settings)) + settings.root_path
 
 
 def _url(host: str, port: int, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+def _config(app: FastAPI, settings: ServerSettings, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=Protocol,
+        http=protocol(connections),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -155,6 +218,14 @@ def _keep_alive(environ: Mapping[str, str]) -> int:
             field=KEEP_ALIVE_VARIABLE,
         )
     return int(given)
+
+
+class _SideServer(uvicorn.Server):
+    """A server beside the main one, which takes the signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Server(uvicorn.Server):

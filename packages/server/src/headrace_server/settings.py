@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from headrace_core.config import option
 from headrace_core.errors import ConfigError
+from headrace_server import profiles
 
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 _JINJA_MARKS = ("{{", "{%", "{#")
@@ -35,13 +36,45 @@ class ServerSettings:
     ssl_cert_reqs: int = option(
         int(ssl.CERT_NONE), "Client certificates: 0 none, 1 optional, 2 required."
     )
+    enable_ssl_refresh: bool = option(
+        False, "Reload certificate chain, key and CA file when they change on disk."
+    )
+    hardened: bool = option(
+        False, "Strict values for every setting that a network should not find open (docs: "
+        "security); also HEADRACE_HARDENED=1.",
+    )  # fmt: skip
     h11_max_incomplete_event_size: int = option(
-        4 * 1024 * 1024, "Most bytes of an incomplete request head.", human_int=True
+        None, "Most bytes of an incomplete request head. Default: 4 MiB; hardened: 64 KiB.",
+        human_int=True,
+    )  # fmt: skip
+    h11_max_header_count: int = option(
+        None, "Most header lines of a request; more is a 431. Default: 256; hardened: 100."
     )
-    h11_max_header_count: int = option(256, "Most header lines of a request; more is a 431.")
     max_body_bytes: int = option(
-        64 * 1024 * 1024, "Most bytes of a request body; more is a 413.", human_int=True
+        None, "Most bytes of a request body; more is a 413. Default: 64 MiB; hardened: 16 MiB.",
+        human_int=True,
+    )  # fmt: skip
+    header_timeout: float = option(
+        10.0, "Seconds that a client may take to send a request's head; then it is cut."
     )
+    body_timeout: float = option(
+        60.0, "Seconds that a client may take to send a request's body; more is a 408."
+    )
+    min_body_rate: int = option(
+        None, "Bytes a second that a body must come at, after a second's grace; slower is a 408. "
+        "Default: 0 (none); hardened: 1024.",
+    )  # fmt: skip
+    max_connections: int = option(
+        None, "Most open connections; more are a 503. Default: 4096; hardened: 2048."
+    )
+    max_connections_per_peer: int = option(
+        None, "Most open connections of one address; more are closed. 0: no limit. Default: 0; "
+        "hardened: 256.",
+    )  # fmt: skip
+    api_server_count: int = option(
+        1, "HTTP processes that share the port. Only 1: several belong to data parallelism, which "
+        "is not served yet.",
+    )  # fmt: skip
     drain_timeout: float = option(
         15.0, "Seconds that running requests get to finish after SIGTERM or SIGINT."
     )
@@ -49,18 +82,59 @@ class ServerSettings:
         (), "Key that clients must send as 'Authorization: Bearer KEY'; may be repeated. Prefer "
         "--api-key-file or HEADRACE_API_KEY: a command line is visible to other users.",
     )  # fmt: skip
-    api_key_file: str | None = option(None, "File with one key a line.")
+    api_key_file: str | None = option(
+        None, "File with one key a line, or name and key; read again when it changes."
+    )
     api_key_scope: Literal["all", "v1"] = option(
         "all", "Routes that need a key: all (but /health, /livez, /readyz, /ping, /version, "
         "/metrics), or v1 (only paths below /v1).",
     )  # fmt: skip
     protect_metrics: bool = option(False, "/metrics needs a key, too.")
     allowed_origins: tuple[str, ...] = option(
-        (), "Web origins that may call this server from a browser (CORS). Default: none."
+        (), "Web origins that may call this server from a browser (CORS); words, or a JSON list. "
+        "Default: none.", json_list=True,
+    )  # fmt: skip
+    allowed_methods: tuple[str, ...] = option(
+        ("*",), "Methods allowed to those origins.", json_list=True
     )
-    allowed_methods: tuple[str, ...] = option(("*",), "Methods allowed to those origins.")
-    allowed_headers: tuple[str, ...] = option(("*",), "Headers allowed to those origins.")
+    allowed_headers: tuple[str, ...] = option(
+        ("*",), "Headers allowed to those origins.", json_list=True
+    )
     allow_credentials: bool = option(False, "Let those origins send credentials.")
+    check_hosts: bool = option(
+        None, "Refuse requests whose Host is none of allowed_hosts, the address listened on, or "
+        "loopback. Default: off; on if hardened.",
+    )  # fmt: skip
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Host names under which this server is reached, without port; switches check_hosts on.",
+        json_list=True,
+    )  # fmt: skip
+    check_origin: bool = option(
+        None, "Refuse requests of web pages whose origin is neither this server nor one of "
+        "allowed_origins. Default: off; on if hardened.",
+    )  # fmt: skip
+    prefix_cache_scope: Literal["shared", "key"] = option(
+        None, "Who may reuse a cached prefix: shared, everybody; key, only requests with the same "
+        "key. Default: shared; hardened: key.",
+    )  # fmt: skip
+    enable_control_routes: bool = option(
+        False, "Serve /pause, /resume, /reset_prefix_cache and the like; needs a key."
+    )
+    dev_mode: bool = option(
+        False, "Serve control routes and those for development (/collective_rpc, /server_info), on "
+        "loopback also without a key; also HEADRACE_SERVER_DEV_MODE=1. Not for users.",
+    )  # fmt: skip
+    admin_host: str = option("127.0.0.1", "Address of the admin port.")
+    admin_port: int | None = option(
+        None, "Serve control routes on this port and not on the public one."
+    )
+    admin_api_key: tuple[str, ...] = option(
+        (), "Key of control routes, instead of api_key; prefer --admin-api-key-file or "
+        "HEADRACE_ADMIN_API_KEY.",
+    )  # fmt: skip
+    admin_api_key_file: str | None = option(
+        None, "File with keys of control routes, as api_key_file."
+    )
     middleware: tuple[str, ...] = option(
         (), "Import path of an ASGI middleware class or an HTTP middleware function; repeatable."
     )
@@ -68,9 +142,13 @@ class ServerSettings:
         False, "Answer with X-Request-Id: the request's own, or a random one."
     )
     disable_fastapi_docs: bool = option(False, "No OpenAPI document, Swagger page or ReDoc page.")
-    strict_requests: bool = option(
-        False, "Unknown fields of a request body are a 400 that names the nearest known field."
+    tokens_only: bool = option(
+        False, "Serve only tokens in, tokens out (/inference/v1/generate), models and health."
     )
+    strict_requests: bool = option(
+        None, "Unknown fields of a request body are a 400 that names the nearest known field. "
+        "Default: off; on if hardened.",
+    )  # fmt: skip
     response_role: str = option("assistant", "Role of answers to a chat.")
     chat_template: str | None = option(
         None, "File with a chat template, or the template itself; replaces the model's."
@@ -78,7 +156,9 @@ class ServerSettings:
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
         "auto", "What the template expects as content: a string, a list of parts, or detect."
     )
-    trust_request_chat_template: bool = option(False, "Let requests bring their own chat_template.")
+    trust_request_chat_template: bool = option(
+        None, "Let requests bring their own chat_template. Default: off; refused if hardened."
+    )
     default_chat_template_kwargs: Mapping[str, Any] = option(
         {}, "JSON object of template variables for requests that do not set them."
     )
@@ -124,24 +204,69 @@ class ServerSettings:
     )
     enable_server_load_tracking: bool = option(False, "Count requests in flight for GET /load.")
     metrics_prefix: str = option("headrace:", "Beginning of all metric names.")
+    disable_log_stats: bool = option(False, "No /metrics, and no log lines about throughput.")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL of an OpenTelemetry collector (http/protobuf), such as "
+        "http://localhost:4318/v1/traces; one span a request goes there.",
+    )  # fmt: skip
+    collect_detailed_traces: tuple[str, ...] = option(
+        (), "Refused: the time that one request spends in the model's forward pass is not measured."
+    )
     enable_log_requests: bool = option(
         False, "Log each request: id and parameters at INFO, prompt at DEBUG."
     )
-    max_log_len: int | None = option(
-        None, "Most prompt characters or token ids in a log line. Default: no limit."
+    enable_log_outputs: bool = option(
+        False, "Log each output: id, text, token ids, finish reason; needs enable_log_requests."
     )
+    max_log_len: int | None = option(
+        None,
+        "Most characters or token ids of prompts and outputs in a log line. Default: no limit.",
+    )
+    log_responses: bool = option(
+        False, "Log the body of every answer, of streams their text; also "
+        "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE=1.",
+        cost="streams take the slow way through all middleware",
+    )  # fmt: skip
+    log_error_stack: bool | None = option(
+        None, "Log the stack of every error answer. Default: only of unexpected ones; all in "
+        "dev_mode.",
+    )  # fmt: skip
+    log_format: Literal["text", "json"] = option(
+        "text", "Form of log lines: text, or one JSON object a line; also HEADRACE_LOGGING_FORMAT."
+    )
+    log_config_file: str | None = option(
+        None, "JSON file in the form of logging.config.dictConfig, for everything that is logged; "
+        "also HEADRACE_LOGGING_CONFIG_PATH.",
+    )  # fmt: skip
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
         "info", "Log level of the HTTP layer."
     )
     disable_uvicorn_access_log: bool = option(False, "No log line per HTTP request.")
+    disable_access_log_for_endpoints: tuple[str, ...] = option(
+        (), "Paths that get no log line per HTTP request, such as /health /metrics."
+    )
 
     def __post_init__(self) -> None:
+        for name, value in profiles.resolve(self):
+            object.__setattr__(self, name, value)
+        if self.allowed_hosts:
+            object.__setattr__(self, "check_hosts", True)
+        if self.admin_port is not None:
+            object.__setattr__(self, "enable_control_routes", True)
+        if self.log_error_stack is None:
+            object.__setattr__(self, "log_error_stack", self.dev_mode)
+        profiles.check(self)
+        self._check_operations()
         for name in (
             "api_key",
             "allowed_origins",
             "allowed_methods",
             "allowed_headers",
             "middleware",
+            "allowed_hosts",
+            "admin_api_key",
+            "collect_detailed_traces",
+            "disable_access_log_for_endpoints",
         ):
             _check(not isinstance(getattr(self, name), str), name, getattr(self, name), "a list")
         _check(0 <= self.port <= 65535, "port", self.port, "in 0..65535")
@@ -171,6 +296,62 @@ class ServerSettings:
         _check(bool(self.response_role), "response_role", self.response_role, "a non-empty string")
         _check(_is_metric_prefix(self.metrics_prefix), "metrics_prefix", self.metrics_prefix,
                "empty, or letters, digits, '_' and ':', not beginning with a digit")  # fmt: skip
+
+    def _check_operations(self) -> None:
+        _check(self.api_server_count == 1, "api_server_count", self.api_server_count,
+               "1: several HTTP processes are not served yet")  # fmt: skip
+        for name in ("header_timeout", "body_timeout"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        for name in ("min_body_rate", "max_connections_per_peer"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        _check(self.max_connections >= 1, "max_connections", self.max_connections, "at least 1")
+        _check(self.admin_port is None or 0 <= self.admin_port <= 65535, "admin_port",
+               self.admin_port, "in 0..65535")  # fmt: skip
+        _check(self.admin_port in (None, 0) or self.admin_port != self.port, "admin_port",
+               self.admin_port, "another port than port")  # fmt: skip
+        _check(all(self.admin_api_key), "admin_api_key", "", "non-empty strings")
+        _check_choice("prefix_cache_scope", self.prefix_cache_scope, ("shared", "key"))
+        _check_choice("log_format", self.log_format, ("text", "json"))
+        _check(not self.enable_log_outputs or self.enable_log_requests, "enable_log_outputs",
+               self.enable_log_outputs, "given along with enable_log_requests")  # fmt: skip
+        _check(not self.enable_ssl_refresh or self.ssl_certfile is not None, "enable_ssl_refresh",
+               self.enable_ssl_refresh, "given along with ssl_certfile")  # fmt: skip
+        _check(not self.collect_detailed_traces, "collect_detailed_traces",
+               self.collect_detailed_traces,
+               "left out: forward times are not measured per request")  # fmt: skip
+        endpoint = self.otlp_traces_endpoint
+        _check(endpoint is None or endpoint.startswith(("http://", "https://")),
+               "otlp_traces_endpoint", endpoint, "a URL that begins with http:// or https://")  # fmt: skip
+
+    @property
+    def quiet_paths(self) -> frozenset[str]:
+        """:attr:`disable_access_log_for_endpoints`, whose words may hold commas."""
+        words = (w for text in self.disable_access_log_for_endpoints for w in text.split(","))
+        return frozenset(word.strip() for word in words if word.strip())
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    profiles.HARDENED_VARIABLE: "hardened",
+    "HEADRACE_SERVER_DEV_MODE": "dev_mode",
+    "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "log_responses",
+}
+"""Variable -> boolean setting that it switches on."""
+
+
+def from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings that the environment switches on.
+
+    Raises:
+        ConfigError: a variable is neither 0 nor 1.
+    """
+    found = {}
+    for variable, name in ENVIRONMENT.items():
+        given = environ.get(variable, "")
+        if given not in ("", "0", "1", "true", "false"):
+            raise ConfigError(f"{variable} = {given!r}: must be 0 or 1", field=variable)
+        if given in ("1", "true"):
+            found[name] = True
+    return found
 
 
 def read_chat_template(settings: ServerSettings) -> str | None:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 
 from headrace_core.engine import EngineClient
+from headrace_server.http import Connections
 from headrace_server.metrics import Metrics
 from headrace_server.parsers import Parsers
 from headrace_server.settings import ServerSettings
+from headrace_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,11 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     load: int = 0
     """Inference requests in flight, for ``GET /load``."""
+    admin: FastAPI | None = None
+    """The application of the admin port, if there is one."""
+    tracing: Tracing | None = None
+    connections: Connections = field(default_factory=Connections)
+    """Open connections of the public port, and their limits."""
 
 
 def state_of(request: Request) -> ServerState:

@@ -20,6 +20,7 @@ from headrace_core.errors import (
     PromptTooLong,
     QueueFull,
     RequestError,
+    UnsupportedFeature,
 )
 from headrace_core.output import (
     CompletionOutput,
@@ -140,10 +141,14 @@ class FakeEngine:
         self.finished: list[str] = []
         """Ids that ran to their end."""
         self.num_cache_resets = 0
+        self.profiles: list[str] | None = None
+        """``start`` and ``stop`` as they were asked for; None: no profiler is configured."""
         self.shut_down = False
         self._model = model or fake_served_model()
         self._running: dict[str, asyncio.Event] = {}
         self._dead: BaseException | None = None
+        self._open = asyncio.Event()
+        self._open.set()
         self._outputs = 0
         self._stats = EngineStats(num_blocks=100, num_free_blocks=100, block_size=16)
 
@@ -163,6 +168,7 @@ class FakeEngine:
     def kill(self, reason: str = "the fake engine was killed") -> None:
         """Die: running and later requests raise EngineDead."""
         self._dead = EngineDead(reason)
+        self._open.set()
         for stop in self._running.values():
             stop.set()
 
@@ -187,6 +193,8 @@ class FakeEngine:
         add_special_tokens: bool | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         text, token_ids = self._take_in(prompt, params, request_id, add_special_tokens)
+        await self._open.wait()
+        self._raise_if_dead()
         self.requests.append(
             RecordedRequest(prompt, text, params, request_id, priority, add_special_tokens)
         )
@@ -228,9 +236,53 @@ class FakeEngine:
     async def check_health(self) -> None:
         self._raise_if_dead()
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        if self._running and not reset_running_requests:
+            return False
         self.num_cache_resets += 1
-        return not self._running
+        return True
+
+    async def pause_generation(
+        self, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        self._raise_if_dead()
+        self._open.clear()
+        if not wait_for_inflight_requests:
+            await self.abort(list(self._running))
+        while self._running and not self._open.is_set():
+            await asyncio.sleep(0.005)
+        if clear_cache and not self._open.is_set():
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        self._open.set()
+
+    async def is_paused(self) -> bool:
+        return not self._open.is_set()
+
+    async def start_profile(self) -> None:
+        self._profile("start")
+
+    async def stop_profile(self) -> None:
+        self._profile("stop")
+
+    def _profile(self, what: str) -> None:
+        if self.profiles is None:
+            raise UnsupportedFeature("no profiler is configured")
+        self.profiles.append(what)
+
+    async def collective_rpc(
+        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+    ) -> list[Any]:
+        self._raise_if_dead()
+        if method != "report" or args:
+            raise RequestError(f"method = {method!r}: must be one of report", param="method")
+        return [{"rank": 0}]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        configured = {} if self.profiles is None else {"profiler": "torch"}
+        return {"profiler_config": configured}
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         self.shut_down = True

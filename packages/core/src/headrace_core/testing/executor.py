@@ -72,6 +72,16 @@ class EchoWorker:
     def when_launching(self, call: Callable[[], None]) -> None:
         self.launching = call
 
+    def report(self) -> dict[str, Any]:
+        self._note("report")
+        return {"rank": 0}
+
+    def start_profile(self) -> None:
+        self._note("start_profile")
+
+    def stop_profile(self) -> None:
+        self._note("stop_profile")
+
     def close(self) -> None:
         self._note("close")
         self.closed += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from headrace_core.engine import EngineStats
 from headrace_core.request import CoreRequest
@@ -56,6 +57,11 @@ class CoreClient(ABC):
     @abstractmethod
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         """Forget cached blocks; resolves to False while requests hold some and may not be reset."""
+
+    @abstractmethod
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        """Run a method of :data:`~headrace_engine.core.WORKER_CALLS` on every worker; results are
+        plain data, by rank."""
 
     @property
     @abstractmethod

@@ -22,9 +22,12 @@ import msgspec
 import zmq
 
 from headrace_core.engine import EngineStats
+from headrace_core.log_lines import JsonLines
 from headrace_engine.clients.wire import (
     Abort,
     Add,
+    CallReply,
+    CallWorkers,
     Command,
     Died,
     ErrorReply,
@@ -113,6 +116,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hello = msgspec.json.decode(_read_line(), type=Hello)
     logging.basicConfig(level=hello.log_level, format="%(levelname)s %(asctime)s %(message)s")
+    if hello.log_json:
+        logging.getLogger().handlers[0].setFormatter(JsonLines())
     threading.Thread(
         target=_end_with_parent, args=(hello,), name="headrace-parent-watch", daemon=True
     ).start()
@@ -170,6 +175,8 @@ def _take_commands(loop: EngineLoop, sender: Sender, commands: zmq.Socket[bytes]
             elif isinstance(command, ResetPrefixCache):
                 done = loop.reset_prefix_cache(command.reset_running_requests)
                 _answer(done, command.call_id, sender)
+            elif isinstance(command, CallWorkers):
+                _answer(loop.call_workers(command.method, command.args), command.call_id, sender)
             else:
                 return
         else:
@@ -185,6 +192,8 @@ def _answer(future: Future[Any], call_id: int, sender: Sender) -> None:
             sender.send(ErrorReply(call_id, as_data(error)))
         elif isinstance(result := done.result(), EngineStats):
             sender.send(StatsReply(call_id, result))
+        elif isinstance(result, list):
+            sender.send(CallReply(call_id, result))
         else:
             sender.send(ResetReply(call_id, result))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
@@ -57,6 +58,9 @@ class InprocClient(CoreClient):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         return self._running().reset_prefix_cache(reset_running_requests)
+
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        return self._running().call_workers(method, args)
 
     @property
     def heartbeat_age(self) -> float:

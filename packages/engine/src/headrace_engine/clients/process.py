@@ -27,12 +27,15 @@ import zmq
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
+from headrace_core.log_lines import writes_json
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.clients.child import HEARTBEAT_SECONDS, HIGH_WATER_MARK
 from headrace_engine.clients.wire import (
     Abort,
     Add,
+    CallReply,
+    CallWorkers,
     Command,
     Died,
     ErrorReply,
@@ -130,6 +133,9 @@ class ProcessClient(CoreClient):
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
         return self._call(lambda call_id: ResetPrefixCache(call_id, reset_running_requests))
 
+    def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        return self._call(lambda call_id: CallWorkers(call_id, method, list(args)))
+
     @property
     def heartbeat_age(self) -> float:
         age, received = self._heartbeat
@@ -164,6 +170,7 @@ class ProcessClient(CoreClient):
             config=self._config,
             folder=str(self._folder),
             log_level=logger.getEffectiveLevel(),
+            log_json=writes_json(__name__),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_engine.clients.child"],
@@ -259,6 +266,8 @@ class ProcessClient(CoreClient):
             self._settle(report.call_id, result=report.stats)
         elif isinstance(report, ResetReply):
             self._settle(report.call_id, result=report.done)
+        elif isinstance(report, CallReply):
+            self._settle(report.call_id, result=report.results)
         elif isinstance(report, ErrorReply):
             self._settle(report.call_id, error=as_exception(report.error))
         elif isinstance(report, Died):

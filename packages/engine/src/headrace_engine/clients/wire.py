@@ -28,6 +28,8 @@ class Hello(msgspec.Struct, frozen=True):
     folder: str
     """Private folder with the two sockets: ``commands`` to the core, ``reports`` from it."""
     log_level: int
+    log_json: bool = False
+    """Log lines as JSON, as this process writes them."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -48,11 +50,19 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset"):
     reset_running_requests: bool
 
 
+class CallWorkers(msgspec.Struct, frozen=True, tag="call"):
+    """The method is looked up in a list of what may be called, in the core's process."""
+
+    call_id: int
+    method: str
+    args: list[Any]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-Command = Add | Abort | GetStats | ResetPrefixCache | Stop
+Command = Add | Abort | GetStats | ResetPrefixCache | CallWorkers | Stop
 
 
 class StartPhase(msgspec.Struct, frozen=True):
@@ -98,6 +108,11 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset-reply"):
     done: bool
 
 
+class CallReply(msgspec.Struct, frozen=True, tag="call-reply"):
+    call_id: int
+    results: list[Any]
+
+
 class ErrorReply(msgspec.Struct, frozen=True, tag="error-reply"):
     call_id: int
     error: RemoteError
@@ -112,7 +127,9 @@ class Died(msgspec.Struct, frozen=True, tag="died"):
     error: RemoteError
 
 
-Report = Ready | Failed | Outputs | StatsReply | ResetReply | ErrorReply | Heartbeat | Died
+Report = (
+    Ready | Failed | Outputs | StatsReply | ResetReply | CallReply | ErrorReply | Heartbeat | Died
+)
 
 
 class BadFrame(EngineError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
+from headrace_core.config import ProfilerConfig
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
@@ -24,6 +27,7 @@ from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.populate import CachePopulator
+from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
@@ -63,6 +67,7 @@ class ModelWorker:
         grammars: of structured output; None: a request that needs one fails.
         make_processors: makes users' logits processors for the device; None: there are none.
         prompt_embeds: whether prompts may be embeddings, which the model must support then.
+        profiler: what :meth:`start_profile` records; None: nothing.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class ModelWorker:
         grammars: GrammarStore | None = None,
         make_processors: Callable[[torch.device], Sequence[LogitsProcessor]] | None = None,
         prompt_embeds: bool = False,
+        profiler: ProfilerConfig | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -105,6 +111,7 @@ class ModelWorker:
         self._make_processors = make_processors
         self._prompt_embeds = prompt_embeds
         self._processors: ProcessorStage | None = None
+        self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
         self._meter: MemoryMeter = memory_meter(self._device)
         self._launching: Callable[[], None] = lambda: None
         self._available = 0
@@ -257,13 +264,35 @@ class ModelWorker:
 
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step."""
-        return self._ready().execute(step)
+        with self._profiler.step():
+            return self._ready().execute(step)
 
     def when_launching(self, call: Callable[[], None]) -> None:
         """Call this in every step just before the model runs."""
         self._launching = call
         if self._runner is not None:
             self._runner.launching = call
+
+    def report(self) -> dict[str, Any]:
+        """Facts about this worker, as plain data."""
+        return {
+            "rank": 0,
+            "pid": os.getpid(),
+            "device": str(self._device),
+            "dtype": self._dtype,
+            "num_threads": torch.get_num_threads(),
+            "weights_bytes": self._weights,
+            "cache_bytes": sum(b.numel() * b.element_size() for b in self._buffers),
+            "torch": str(torch.__version__),
+        }
+
+    def start_profile(self) -> None:
+        """Record the coming steps; see :meth:`StepProfiler.start`."""
+        self._profiler.start()
+
+    def stop_profile(self) -> None:
+        """Write what was recorded; see :meth:`StepProfiler.stop`."""
+        self._profiler.stop()
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""

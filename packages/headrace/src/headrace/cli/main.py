@@ -26,9 +26,11 @@ COMMANDS = {
 
 EXIT_STATUS = {
     "ConfigError": 2, "RequestError": 2, "ModelError": 3, "CapacityError": 4, "PluginError": 7,
-    "MissingDependency": 7,
+    "MissingDependency": 7, "AddressError": 8,
 }  # fmt: skip
 """Exit status by class of error (its bases included); 1 for others that headrace raises."""
+EXIT_BUG = 70
+"""Exit status of an error that nobody raised on purpose."""
 
 
 class Command(Protocol):
@@ -74,6 +76,16 @@ def run(name: str, words: Sequence[str]) -> int:
         # The reader of our output has gone (`headrace ... | head`): nothing is wrong here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        # Last, and in one line, what happened: nobody looks for it above a stack.
+        print(
+            f"headrace {name}: this is a bug in headrace: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
+        return EXIT_BUG
 
 
 def status_of(error: BaseException) -> int:

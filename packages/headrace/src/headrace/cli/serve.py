@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ logger = logging.getLogger("headrace")
 
 def main(words: Sequence[str]) -> int:
     args = make_parser().parse_args(words)
-    configure()
-    settings = settings_from(args)
+    settings = settings_from(args, os.environ)
+    configure(log_format=settings.log_format, config_file=settings.log_config_file)
     if args.model_tag is not None:
         args.model = args.model_tag
     if settings.reasoning_parser:  # constraints begin where the reasoning ends
@@ -31,6 +32,8 @@ def main(words: Sequence[str]) -> int:
         args.structured_outputs_config = {
             "reasoning_parser": settings.reasoning_parser, **structured,
         }  # fmt: skip
+    if settings.disable_log_stats:
+        args.log_stats = False
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     if engine_args.settings:
@@ -42,9 +45,12 @@ def main(words: Sequence[str]) -> int:
         with starting(whole_process=True) as timeline:
             with timeline.phase("import server"):
                 from headrace_server.app import create_app
-                from headrace_server.run import bind, run
+                from headrace_server.run import bind, bind_admin, run
             # Bound before anything is loaded: a port in use fails now, not after a minute.
             listening = stack.enter_context(contextlib.closing(bind(settings)))
+            admin = bind_admin(settings)
+            if admin is not None:
+                stack.enter_context(contextlib.closing(admin))
             templates = TemplateSettings(
                 template_text(settings.chat_template),
                 settings.chat_template_content_format,
@@ -56,7 +62,7 @@ def main(words: Sequence[str]) -> int:
         if config.engine_process:  # the plan was made, and logged, in the other process
             logger.info("memory plan:\n%s", engine.client.memory_plan)
         logger.info("start-up took:\n%s", timeline.describe())
-        return run(app, listening, settings)
+        return run(app, listening, settings, admin)
 
 
 def make_parser() -> Parser:
@@ -84,15 +90,15 @@ def make_parser() -> Parser:
     return EngineArgs.add_cli_args(parser)
 
 
-def settings_from(args: Namespace) -> ServerSettings:
-    """The server's settings from a parsed command line."""
-    from headrace_server.settings import ServerSettings
+def settings_from(args: Namespace, environ: Mapping[str, str] | None = None) -> ServerSettings:
+    """The server's settings from a parsed command line, and what the environment switches on."""
+    from headrace_server.settings import ServerSettings, from_environment
 
     values: dict[str, Any] = {}
     for option in options_of(ServerSettings):
         value = getattr(args, flag_name(option))
         values[option.name] = tuple(value) if isinstance(value, list) else value
-    return ServerSettings(**values)
+    return ServerSettings(**{**values, **from_environment(environ or {})})
 
 
 def template_text(value: str | None) -> str | None:

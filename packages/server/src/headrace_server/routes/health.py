@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from headrace_core.engine import EngineClient
-from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_core.errors import UnsupportedFeature
+from headrace_server.errors import ErrorResponse
+from headrace_server.metrics import is_healthy
 from headrace_server.settings import ServerSettings
-from headrace_server.state import state_of
+from headrace_server.state import ServerState, state_of
+
+_EMPTY: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Yes.", "content": {}},
+    503: {"description": "No.", "content": {}},
+}
 
 
 class Version(BaseModel):
@@ -26,8 +34,19 @@ class Load(BaseModel):
     server_load: int
 
 
+class NotReady(BaseModel):
+    """Why ``GET /readyz`` is a 503."""
+
+    reasons: list[str]
+
+
 class HealthRouter:
-    """Always on; needs no key (but ``/load`` does)."""
+    """Always on; needs no key (but ``/load`` does).
+
+    - ``/health``, ``/ping``: 503 while draining, and if the engine is dead or makes no progress.
+    - ``/livez``: 503 if the engine is dead or makes no progress: restart the process.
+    - ``/readyz``: 503 also while paused; the body of a 503 has the reasons.
+    """
 
     name = "health"
     tasks: Sequence[str] = ()
@@ -35,36 +54,39 @@ class HealthRouter:
     def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
         router = APIRouter(tags=["health"])
 
-        async def healthy() -> bool:
-            try:
-                await engine.check_health()
-            except EngineDead:
-                return False
-            return True
-
-        async def ready(request: Request) -> Response:
-            """200 if new requests are taken; 503 while draining or with a dead engine."""
+        async def healthy(request: Request) -> Response:
+            """200 if requests are served; 503 while draining, or with a dead or stuck engine."""
             draining = state_of(request).lifecycle.draining
-            return Response(status_code=200 if not draining and await healthy() else 503)
+            return Response(status_code=200 if not draining and await is_healthy(engine) else 503)
 
         async def live() -> Response:
             """200 while the engine works, draining or not; 503 says: restart me."""
-            return Response(status_code=200 if await healthy() else 503)
+            return Response(status_code=200 if await is_healthy(engine) else 503)
 
-        for path in ("/health", "/readyz"):
-            router.add_api_route(path, ready, methods=["GET"], response_class=Response,
-                                 responses={503: {}})  # fmt: skip
-        router.add_api_route("/livez", live, methods=["GET"], response_class=Response,
-                             responses={503: {}})  # fmt: skip
-        for method in ("GET", "POST"):
-            router.add_api_route("/ping", ready, methods=[method], response_class=Response,
-                                 responses={503: {}})  # fmt: skip
+        async def ready(request: Request) -> Response:
+            """200 if a new request would be started now; else 503 and why not."""
+            reasons = await reasons_not_ready(state_of(request))
+            if not reasons:
+                return Response()
+            body = NotReady(reasons=reasons).model_dump_json()
+            return Response(body, 503, media_type="application/json")
+
+        for path, method, handler in (
+            ("/health", "GET", healthy), ("/ping", "GET", healthy), ("/ping", "POST", healthy),
+            ("/livez", "GET", live),
+        ):  # fmt: skip
+            router.add_api_route(path, handler, methods=[method], response_class=Response,
+                                 responses=_EMPTY)  # fmt: skip
+        router.add_api_route(
+            "/readyz", ready, methods=["GET"], response_class=Response,
+            responses={200: _EMPTY[200], 503: {"model": NotReady, "description": "No, because."}},
+        )  # fmt: skip
 
         @router.get("/version")
         async def show_version() -> Version:
             return Version(version=installed_version())
 
-        @router.get("/load")
+        @router.get("/load", responses={400: {"model": ErrorResponse}})
         async def load(request: Request) -> Load:
             if not settings.enable_server_load_tracking:
                 raise UnsupportedFeature(
@@ -73,6 +95,20 @@ class HealthRouter:
             return Load(server_load=state_of(request).load)
 
         return router
+
+
+async def reasons_not_ready(state: ServerState) -> list[str]:
+    """Why a new request would not be started now; [] if it would."""
+    reasons = []
+    if state.lifecycle.draining:
+        reasons.append("draining: the server is shutting down")
+    if state.engine.dead_error is not None:
+        reasons.append("engine dead: the engine has stopped")
+    elif not await is_healthy(state.engine):
+        reasons.append("engine stuck: no progress within the heartbeat limit")
+    elif await state.engine.is_paused():
+        reasons.append("paused: POST /resume starts what waits")
+    return reasons
 
 
 def installed_version() -> str:

@@ -1,0 +1,112 @@
+"""What log lines look like, and what sets them up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import pytest
+
+from headrace import logs
+from headrace.cli import main
+from headrace_core.errors import AddressError, ConfigError
+from headrace_core.log_lines import JsonLines, writes_json
+
+pytestmark = pytest.mark.spec("OBS-LOG")
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch):
+    """Loggers are the process's: put them back."""
+    for name in ("CONFIGURE_LOGGING", "LOGGING_FORMAT", "LOGGING_STREAM", "LOGGING_CONFIG_PATH"):
+        monkeypatch.delenv(f"HEADRACE_{name}", raising=False)
+    found = [logging.getLogger(name) for name in logs.ROOTS]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
+    yield
+    for logger, (handlers, propagate, level) in zip(found, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+def test_json_lines(capsys):
+    logs.configure(log_format="json")
+    logger = logging.getLogger("headrace_engine.somewhere")
+    logger.info("two\nlines of %s", "Grüße", extra={"request_id": "r1"})
+    try:
+        raise ValueError("what went wrong")
+    except ValueError:
+        logger.exception("failed")
+    first, second = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert first["message"] == "two\nlines of Grüße"
+    assert first["request_id"] == "r1"
+    assert (first["level"], first["logger"]) == ("INFO", "headrace_engine.somewhere")
+    assert first["time"].endswith("Z")
+    assert "ValueError: what went wrong" in second["error"]
+    assert "request_id" not in second
+    assert writes_json("headrace_engine.clients.process")
+
+
+def test_the_environment_chooses(monkeypatch, capsys):
+    monkeypatch.setenv("HEADRACE_LOGGING_FORMAT", "json")
+    monkeypatch.setenv("HEADRACE_LOGGING_STREAM", "stdout")
+    logs.configure()
+    logging.getLogger("headrace").info("here")
+    assert json.loads(capsys.readouterr().out)["message"] == "here"
+    monkeypatch.setenv("HEADRACE_LOGGING_STREAM", "file")
+    with pytest.raises(ConfigError, match="HEADRACE_LOGGING_STREAM"):
+        logs.configure()
+
+
+def test_text_is_the_default(capsys):
+    logs.configure()
+    logging.getLogger("headrace").warning("here")
+    assert capsys.readouterr().err.startswith("WARNING ")
+    assert not writes_json("headrace")
+
+
+def test_colours(monkeypatch, capsys):
+    for wanted, shown in (("1", True), ("0", False), ("auto", False)):
+        monkeypatch.setenv("HEADRACE_LOGGING_COLOR", wanted)
+        logs.configure()
+        logging.getLogger("headrace").warning("two\nlines")
+        text = capsys.readouterr().err
+        assert text.count("\x1b[33mWARNING\x1b[0m") == (2 if shown else 0)
+
+
+def test_a_configuration_file(tmp_path, capsys):
+    file = tmp_path / "logging.json"
+    config = {
+        "version": 1, "disable_existing_loggers": False,
+        "formatters": {"j": {"()": "headrace_core.log_lines.JsonLines"}},
+        "handlers": {"h": {"class": "logging.StreamHandler", "formatter": "j"}},
+        "loggers": {"headrace": {"handlers": ["h"], "level": "INFO", "propagate": False}},
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    logs.configure(config_file=str(file))
+    logging.getLogger("headrace").info("here")
+    assert json.loads(capsys.readouterr().err)["message"] == "here"
+    file.write_text("{")
+    with pytest.raises(ConfigError, match="logging configuration"):
+        logs.configure(config_file=str(file))
+
+
+def test_what_json_cannot_hold_is_shown_as_text():
+    record = logging.LogRecord("n", logging.INFO, __file__, 1, "x", (), None)
+    record.request_id = {1, 2}
+    assert json.loads(JsonLines().format(record))["request_id"] == "{1, 2}"
+
+
+@pytest.mark.req("REL-11")
+def test_exit_statuses(monkeypatch, capsys):
+    assert main.status_of(AddressError("taken")) == 8
+    assert main.status_of(ConfigError("wrong")) == 2
+
+    class Broken:
+        @staticmethod
+        def main(words):
+            raise KeyError("a bug")
+
+    monkeypatch.setitem(sys.modules, "headrace.cli.plugins", Broken)
+    assert main.run("plugins", []) == main.EXIT_BUG
+    assert capsys.readouterr().err.splitlines()[-1].startswith("headrace plugins: this is a bug")

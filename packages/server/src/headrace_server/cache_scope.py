@@ -1,0 +1,35 @@
+"""Cached prefixes that only requests with the same key share (``prefix_cache_scope = "key"``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+from headrace_core.request import ChatPrompt, Prompt
+from headrace_server.auth import current_key
+
+
+def scoped(prompt: Prompt) -> Prompt:
+    """The prompt with a cache salt that belongs to the running request's key.
+
+    A client's own salt still separates its requests from each other, and cannot be chosen so that it
+    meets another owner's.
+    """
+    key = current_key.get()
+    owner = key.name if key is not None else ""
+    if isinstance(prompt, ChatPrompt):
+        return dataclasses.replace(prompt, cache_salt=_salt(owner, prompt.cache_salt))
+    if isinstance(prompt, Mapping):
+        salt = _salt(owner, prompt.get("cache_salt"))
+        return cast(Prompt, {**prompt, "cache_salt": salt})
+    whole: dict[str, Any] = (
+        {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    )
+    return cast(Prompt, {**whole, "cache_salt": _salt(owner, None)})
+
+
+def _salt(owner: str, given: str | None) -> str:
+    # A name holds no NUL, so no two pairs run together.
+    return hashlib.sha256(f"{owner}\0{given or ''}".encode()).hexdigest()

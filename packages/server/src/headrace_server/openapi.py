@@ -1,0 +1,92 @@
+"""The OpenAPI document: what FastAPI makes of the routes, corrected by what middleware does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from headrace_server.errors import ErrorResponse
+from headrace_server.paths import OPEN_PATHS
+
+_ERROR = {
+    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+}
+_UNAUTHORIZED = {
+    "description": "No key, or a wrong one.",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "properties": {"error": {"const": "Unauthorized"}},
+                "required": ["error"],
+            }
+        }
+    },
+}
+_BODY_ERRORS = {
+    "408": "The body did not come in time.",
+    "413": "The body is too large.",
+    "415": "The body is compressed.",
+}
+_ALWAYS = {"431": "Too many header lines.", "503": "The server is shutting down."}
+
+
+def install(app: FastAPI, *, has_keys: bool, narrow: bool, metrics_open: bool) -> None:
+    """Make ``app.openapi`` tell the truth about errors and keys.
+
+    Args:
+        has_keys: whether any key is configured.
+        narrow: only paths below ``/v1`` need one.
+        metrics_open: ``/metrics`` needs none.
+    """
+    opened = OPEN_PATHS | ({"/metrics"} if metrics_open else set())
+
+    def needs_key(path: str) -> bool:
+        return has_keys and (path.startswith("/v1") if narrow else path not in opened)
+
+    def make() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(
+                title=app.title,
+                version=app.version,
+                routes=app.routes,
+                servers=app.servers or None,
+            )
+            app.openapi_schema = _corrected(document, needs_key)
+        return app.openapi_schema
+
+    app.openapi = make  # type: ignore[method-assign]
+
+
+def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    # The handlers answer 400 with our own body where FastAPI would answer 422 with its own.
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    _add_schema(schemas)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in document.get("paths", {}).items():
+        for operation in methods.values():
+            responses = operation["responses"]
+            if responses.pop("422", None) is not None:
+                responses.setdefault("400", {"description": "The request is wrong.", **_ERROR})
+            texts = {**_ALWAYS, **(_BODY_ERRORS if "requestBody" in operation else {})}
+            if path not in OPEN_PATHS:
+                for status, text in texts.items():
+                    responses.setdefault(status, {"description": text, **_ERROR})
+            if needs_key(path):
+                responses["401"] = _UNAUTHORIZED
+                operation["security"] = [{"key": []}]
+    if not any("security" in o for m in document.get("paths", {}).values() for o in m.values()):
+        del components["securitySchemes"]
+    return document
+
+
+def _add_schema(schemas: dict[str, Any]) -> None:
+    made = ErrorResponse.model_json_schema(ref_template="#/components/schemas/{model}")
+    for name, schema in made.pop("$defs", {}).items():
+        schemas.setdefault(name, schema)
+    schemas.setdefault("ErrorResponse", made)

@@ -1,0 +1,219 @@
+"""Control of the running engine: pause, cache reset, profile; and routes for development.
+
+Not a plug-in: these are added by the application where the operator switched them on, on the public
+port or on the admin port, and always behind the key (:mod:`headrace_server.auth`, ADR 0028).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pprint
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse, Response
+
+from headrace_core.engine import EngineClient
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.errors import Answer, ErrorResponse
+from headrace_server.routing import ERROR_RESPONSES, json_router
+from headrace_server.settings import ServerSettings
+from headrace_server.state import state_of
+from headrace_server.stream import wait_watching
+
+NOT_SERVED: Mapping[str, tuple[str, str]] = {
+    "/sleep": ("POST", "sleep mode is not served by this version"),
+    "/wake_up": ("POST", "sleep mode is not served by this version"),
+    "/is_sleeping": ("GET", "sleep mode is not served by this version"),
+    "/v1/load_lora_adapter": ("POST", "LoRA adapters are not served by this version"),
+    "/v1/unload_lora_adapter": ("POST", "LoRA adapters are not served by this version"),
+    "/scale_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
+    "/is_scaling_elastic_ep": ("POST", "elastic expert parallelism is not served by this version"),
+    "/reset_mm_cache": ("POST", "this engine has no cache of media"),
+}
+"""Routes that clients know and nothing here can serve: they say so by name."""
+RPC_TIMEOUT = 600.0
+"""Longest ``timeout`` of a remote call, in seconds."""
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_EMPTY: dict[int | str, dict[str, Any]] = {**ERROR_RESPONSES, 200: {"content": {}}}
+
+
+class Paused(BaseModel):
+    """Answer of ``GET /is_paused``."""
+
+    is_paused: bool
+
+
+class WorkerCall(BaseModel):
+    """Body of ``POST /collective_rpc``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: Annotated[str, Field(max_length=64)]
+    args: Annotated[list[Any], Field(max_length=16)] = []
+    kwargs: dict[str, Any] = {}
+    timeout: Annotated[float | None, Field(gt=0, le=RPC_TIMEOUT)] = None
+
+
+class WorkerResults(BaseModel):
+    """Answer of ``POST /collective_rpc``: one result a worker, by rank."""
+
+    results: list[Any]
+
+
+def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
+    """Routers of the control routes that the settings switch on; [] if there are none."""
+    router = APIRouter(tags=["control"])
+    if settings.enable_control_routes or settings.dev_mode:
+        _add_pause(router, engine)
+        _add_cache(router, engine)
+        _add_refusals(router)
+    if has_profiler(engine) or settings.enable_control_routes or settings.dev_mode:
+        _add_profile(router, engine)
+    routers = [router] if router.routes else []
+    if settings.dev_mode:
+        routers.append(_dev_routes(engine, settings))
+    return routers
+
+
+def has_profiler(engine: EngineClient) -> bool:
+    """Whether the engine was started with something that records."""
+    return bool(engine.settings.get("profiler_config", {}).get("profiler"))
+
+
+def _add_pause(router: APIRouter, engine: EngineClient) -> None:
+    @router.post("/pause", response_class=Response, responses=_EMPTY)
+    async def pause(
+        request: Request,
+        wait_for_inflight_requests: Annotated[bool, Query()] = False,
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> Response:
+        """Start no further request; answered once nothing runs any more."""
+        work = engine.pause_generation(
+            wait_for_inflight_requests=wait_for_inflight_requests, clear_cache=clear_cache
+        )
+        await request.body()  # waiting for the client's end relies on it
+        name = request.scope["headrace_request_id"]
+        await wait_watching(work, request, state_of(request).lifecycle, name)
+        return Response()
+
+    @router.post("/resume", response_class=Response, responses=_EMPTY)
+    async def resume() -> Response:
+        """Start what waited."""
+        await engine.resume_generation()
+        return Response()
+
+    @router.get("/is_paused")
+    async def is_paused() -> Paused:
+        return Paused(is_paused=await engine.is_paused())
+
+
+def _add_cache(router: APIRouter, engine: EngineClient) -> None:
+    conflict = {"model": ErrorResponse, "description": "Requests hold cached blocks."}
+
+    @router.post("/reset_prefix_cache", response_class=Response,
+                 responses={**_EMPTY, 409: conflict})  # fmt: skip
+    async def reset_prefix_cache(
+        reset_running_requests: Annotated[bool, Query()] = False,
+        reset_external: Annotated[bool, Query()] = False,
+    ) -> Response:
+        """Forget all cached prefixes."""
+        if reset_external:
+            raise UnsupportedFeature(
+                "reset_external: no KV connector holds a cache here", param="reset_external"
+            )
+        if not await engine.reset_prefix_cache(reset_running_requests):
+            return Answer(
+                409, "requests hold cached blocks; reset_running_requests=true preempts them"
+            ).response()
+        return Response()
+
+
+def _add_profile(router: APIRouter, engine: EngineClient) -> None:
+    @router.post("/start_profile", response_class=Response, responses=_EMPTY)
+    async def start_profile() -> Response:
+        """Record the coming steps."""
+        await engine.start_profile()
+        return Response()
+
+    @router.post("/stop_profile", response_class=Response, responses=_EMPTY)
+    async def stop_profile() -> Response:
+        """Write what was recorded."""
+        await engine.stop_profile()
+        return Response()
+
+
+def _add_refusals(router: APIRouter) -> None:
+    for path, (method, reason) in NOT_SERVED.items():
+        router.add_api_route(
+            path, _refusing(reason), methods=[method], include_in_schema=False, response_model=None
+        )
+
+
+def _refusing(reason: str) -> Any:
+    async def refuse() -> Response:
+        raise UnsupportedFeature(reason)
+
+    return refuse
+
+
+def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
+    router = json_router()
+
+    @router.post("/collective_rpc", responses={504: {"model": ErrorResponse}})
+    async def collective_rpc(body: WorkerCall) -> WorkerResults:
+        """Call a listed method of every worker."""
+        if body.kwargs:
+            raise RequestError("kwargs: worker methods take none here", param="kwargs")
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT):
+                results = await engine.collective_rpc(
+                    body.method, args=body.args, timeout=body.timeout
+                )
+        except TimeoutError:
+            return Answer(504, "the workers gave no answer in time").response()  # type: ignore[return-value]
+        return WorkerResults(results=results)
+
+    @router.get(
+        "/server_info",
+        response_model=None,
+        responses={200: {"content": {"text/plain": {}, "application/json": {}}}},
+    )
+    async def server_info(
+        config_format: Annotated[Literal["text", "json"], Query()] = "text",
+    ) -> Response:
+        """The configuration; secrets are left out."""
+        info = describe(engine, settings, os.environ)
+        if config_format == "text":
+            return PlainTextResponse(pprint.pformat(info, width=100))
+        return Response(msgspec.json.encode(info), media_type="application/json")
+
+    return router
+
+
+def describe(
+    engine: EngineClient, settings: ServerSettings, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Engine and server settings and headrace's environment variables, without secrets."""
+    server = {
+        field.name: _public(field.name, getattr(settings, field.name))
+        for field in dataclasses.fields(settings)
+    }
+    variables = {
+        name: _public(name, value)
+        for name, value in sorted(environ.items())
+        if name.startswith("HEADRACE_")
+    }
+    return {"engine": dict(engine.settings), "server": server, "environment": variables}
+
+
+def _public(name: str, value: Any) -> Any:
+    is_secret = any(word in name.upper() for word in _SECRET) and not isinstance(value, bool)
+    if is_secret and not name.lower().endswith(("_file", "keyfile", "token_ids")):
+        return "(hidden)" if value else value
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,0 +1,198 @@
+"""Operations of a real server with the demo model, in both process modes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from servers import serving, wait_for
+
+ROOT = Path(__file__).parents[1]
+LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=["one-process", "engine-process"])
+def server(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("traces")
+    words = ["--engine-process"] if request.param == "engine-process" else []
+    with serving(
+        "--dev-mode", "--profiler-config.profiler", "torch", "--log-format", "json",
+        "--profiler-config.torch_profiler_dir", str(folder),
+        "--profiler-config.torch_profiler_with_stack", "false",
+        "--profiler-config.delay_iterations", "1", "--profiler-config.max_iterations", "3",
+        "--enable-prompt-tokens-details", "--admin-port", "0", *words,
+    ) as running:  # fmt: skip
+        line = next(line for line in running.log if "control routes at" in line)
+        running.control = "http://" + line.split("control routes at http://")[1].split('"')[0]
+        running.traces = folder
+        yield running
+
+
+def post(url: str, body: object = None, timeout: float = 60) -> tuple[int, str]:
+    data = b"" if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class Asking(threading.Thread):
+    """A completion that somebody waits for."""
+
+    def __init__(self, server, body) -> None:
+        super().__init__(daemon=True)
+        self.server, self.body, self.answer = server, body, None
+        self.start()
+
+    def run(self) -> None:
+        status, text = post(self.server.api + "/completions", self.body)
+        self.answer = (status, json.loads(text))
+
+    @property
+    def reason(self) -> str:
+        self.join(60)
+        return self.answer[1]["choices"][0]["finish_reason"]
+
+
+def running(server) -> float:
+    return server.metric("num_requests_running")
+
+
+@pytest.mark.spec("API-PAUSE")
+def test_pause_aborts_and_holds(server):
+    first = Asking(server, LONG)
+    wait_for(lambda: running(server) == 1)
+    assert post(server.control + "/pause")[0] == 200
+    assert first.reason == "abort"
+    assert running(server) == 0
+    assert server.status("/health") == 200
+    assert server.status("/readyz") == 503
+    held = Asking(server, {"prompt": "Once", "max_tokens": 3})
+    wait_for(lambda: server.metric("num_requests_waiting") == 1)
+    time.sleep(0.3)
+    assert held.answer is None
+    assert server.metric("engine_paused") == 1
+    assert post(server.api + "/completions", {"prompt": "a", "temperature": -1})[0] == 400
+    assert post(server.control + "/resume")[0] == 200
+    assert held.reason == "length"
+    assert server.status("/readyz") == 200
+
+
+@pytest.mark.spec("API-PAUSE")
+def test_pause_waits(server):
+    first = Asking(server, {**LONG, "max_tokens": 200})
+    wait_for(lambda: running(server) == 1)
+    assert post(server.control + "/pause?wait_for_inflight_requests=true")[0] == 200
+    assert first.reason == "length"
+    assert post(server.control + "/resume")[0] == 200
+
+
+@pytest.mark.spec("API-CACHE-RESET")
+def test_a_repeated_prompt_is_computed_again(server):
+    body = {"prompt": "word " * 60, "max_tokens": 1}
+
+    def cached() -> int:
+        usage = json.loads(post(server.api + "/completions", body)[1])["usage"]
+        return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+    cached()
+    assert cached() > 0
+    assert post(server.control + "/reset_prefix_cache")[0] == 200
+    assert cached() == 0
+    long = Asking(server, LONG)
+    wait_for(lambda: running(server) == 1)
+    assert post(server.control + "/reset_prefix_cache")[0] == 409
+    assert post(server.control + "/reset_prefix_cache?reset_running_requests=true")[0] == 200
+    assert long.reason == "length"
+    assert server.metric("num_preemptions_total") >= 1
+
+
+@pytest.mark.spec("API-PROFILE")
+@pytest.mark.spec("CFG-PROF")
+def test_a_profile_holds_the_steps_asked_for(server):
+    assert post(server.control + "/start_profile")[0] == 200
+    assert post(server.control + "/start_profile")[0] == 400
+    post(server.api + "/completions", {"prompt": "a", "max_tokens": 12, "ignore_eos": True})
+    assert post(server.control + "/stop_profile")[0] == 200
+    (trace,) = server.traces.glob("*.json.gz")
+    with gzip.open(trace, "rt") as opened:
+        events = json.load(opened)["traceEvents"]
+    steps = [
+        e for e in events
+        if e.get("name") == "headrace.step" and e.get("cat") == "user_annotation"
+    ]  # fmt: skip
+    assert len(steps) == 3
+    assert list(server.traces.glob("*.txt"))
+
+
+@pytest.mark.spec("API-DEV")
+def test_workers_and_settings_can_be_asked(server):
+    status, text = post(server.control + "/collective_rpc", {"method": "report"})
+    [report] = json.loads(text)["results"]
+    assert status == 200
+    assert report["device"] == "cpu"
+    assert report["weights_bytes"] > 0
+    assert post(server.control + "/collective_rpc", {"method": "close"})[0] == 400
+    with urllib.request.urlopen(server.control + "/server_info?config_format=json") as answer:
+        info = json.load(answer)
+    assert info["engine"]["profiler_config"]["max_iterations"] == 3
+    assert info["server"]["dev_mode"] is True
+    for path in ("/pause", "/collective_rpc", "/server_info"):
+        assert post(server.url + path)[0] == 404
+
+
+@pytest.mark.spec("OBS-LOG")
+def test_log_lines_are_json(server):
+    lines = [json.loads(line) for line in server.log if line.startswith("{")]
+    assert len(lines) > 10
+    assert len(lines) >= len(server.log) - 2, [x for x in server.log if not x.startswith("{")]
+    assert {"time", "level", "logger", "message"} <= set(lines[0])
+    assert any("memory plan" in line["message"] for line in lines)
+
+
+@pytest.mark.req("REL-11")
+def test_a_port_in_use_has_its_own_status(server):
+    port = server.url.rpartition(":")[2]
+    words = [sys.executable, "-m", "headrace", "serve", "--port", port]
+    begin = time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 8
+    assert f"port = {port}" in done.stderr.strip().splitlines()[-1]
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.spec("API-DEMO")
+def test_the_minimal_server():
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "examples/minimal_server.py"), "--port", "18100"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    url = "http://127.0.0.1:18100/generate"
+    try:
+
+        def answers() -> bool:
+            assert process.poll() is None, process.stderr.read()
+            try:
+                return post(url, {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True})[0] == 200
+            except OSError:
+                return False
+
+        wait_for(answers, 60, "it did not answer")
+        _, whole = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0})
+        _, lines = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "stream": True})
+        assert json.loads(lines.splitlines()[-1]) == json.loads(whole)
+        assert post(url, {"prompt": "Hello", "temprature": 0})[0] == 400
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
