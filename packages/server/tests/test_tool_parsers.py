@@ -258,6 +258,10 @@ class TestLlama3Json(Objects):
             assert self.read([text]) == (text, [])
             self.split_everywhere(text)
 
+    def test_json_that_is_an_answer_is_not_held_back(self) -> None:
+        parser = self.make()
+        assert parser.feed('{"answer": [1, 2, ').content == '{"answer": [1, 2,'
+
 
 class TestXlam(Lists):
     parser = tagged.XlamToolParser
