@@ -132,7 +132,7 @@ class KimiK2ToolParser(FramesParser):
 
     def open_call(self, name: str) -> None:
         super().open_call(name)
-        self._ids.append(self._written)
+        self._ids.append("" if self._written in self._ids else self._written)
 
     def name_of(self, text: str) -> str:
         self._written = text

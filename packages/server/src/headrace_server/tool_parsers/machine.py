@@ -25,8 +25,11 @@ from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
 from headrace_server.source import Broken, Source, Steps
 from headrace_server.tool_parsers.json_text import json_value
 
+MAX_NAME = 256
+"""Characters of a function's name; more is no call."""
 _CHUNK = 4096
 """Characters that are looked at together: bounds what a search for a mark can cost."""
+_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
 
 
 class Machine(ToolCallParser):
@@ -209,10 +212,6 @@ class Machine(ToolCallParser):
             self._after_call = False
         if len(said) < len(text):
             self._space.append(text[len(said) :])
-
-
-MAX_NAME = 256
-_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
 
 
 def is_name(text: str) -> bool:
