@@ -62,15 +62,15 @@ class TestJsonScanner:
     @settings(max_examples=500, deadline=None)
     @given(BROKEN_JSON)
     def test_it_takes_what_json_takes(self, text: str) -> None:
+        read, rest, done = scan(text)
         try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip(" \n"))
+            value = json.loads(text, strict=False)
         except ValueError:
-            assert not scan(text)[2] or scan(text)[1]
+            assert not done or rest.strip()
             return
-        read, _, done = scan(text)
         assert done
+        assert not rest.strip()
         assert json.loads(read) == value
-        assert len(read.lstrip()) >= end
 
     @settings(max_examples=300, deadline=None)
     @given(BROKEN_JSON)
@@ -84,7 +84,7 @@ class TestJsonScanner:
     def test_events_agree_with_another_incremental_reader(self, value: dict[str, Any]) -> None:
         text = json.dumps(value)
         assert scan(text)[2]
-        events = list(ijson.basic_parse(text.encode(), use_float=True))
+        events = list(ijson.get_backend("python").basic_parse(text.encode()))
         assert events[0][0] == "start_map"
         assert events[-1][0] == "end_map"
 

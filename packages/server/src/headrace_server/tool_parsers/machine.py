@@ -91,9 +91,9 @@ class Machine(ToolCallParser):
         """What is read from here on belongs to a call that may still turn out to be none."""
         self.source.held = []
 
-    def say(self) -> None:
-        """What was held so far is content after all; what follows is held anew."""
-        self.tell("".join(self.source.held or ()))
+    def say(self, *, but: str = "") -> None:
+        """What was held so far is content after all, but for its end; what follows is held anew."""
+        self.tell("".join(self.source.held or ()).removesuffix(but))
         self.source.held = []
 
     def open_call(self, name: str) -> None:
@@ -122,6 +122,7 @@ class Machine(ToolCallParser):
 
     def name(self) -> Steps[str]:
         """Read the characters that a name may have, as far as they go. Raises Broken if none."""
+        yield from self.source.space(" ")
         read: list[str] = []
         while len(read) < MAX_NAME and is_name((yield from self.source.peek())):
             read.append(self.source.take(1))

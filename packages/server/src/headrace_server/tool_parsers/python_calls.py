@@ -94,7 +94,8 @@ class Olmo3ToolParser(PythonicToolParser):
         while True:
             yield from self.python_call()
             yield from source.space()
-            if (yield from source.accept(*self.closes)):
+            if (yield from source.peek()) == "<":
+                yield from source.expect(*self.closes)
                 return
             self.next_call()
 

@@ -127,7 +127,8 @@ class XlamToolParser(ObjectsParser):
     format = ObjectFormat(array=True, arguments_optional=True, others=("type", "id"))
 
     def begin(self) -> Steps[None]:
-        yield from self.objects()
+        yield from self.source.space()
+        yield from self.calls((yield from self.source.accept(*self.opens)))
 
     def calls(self, mark: str) -> Steps[None]:
         if mark == "</think>":
