@@ -9,7 +9,7 @@ import pkgutil
 import time
 from typing import Any
 
-import ijson
+import ijson  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -227,12 +227,14 @@ class TestSource:
     def test_the_leftmost_mark_is_found_however_it_is_cut(self) -> None:
         text, marks = "aab<x<xyz>b", ("<xyz>", "<xq", "b<xb")
         for at in range(len(text)):
-            source, said = Source(), []
+            source = Source()
+            said: list[str] = []
             found = self.run(source.until(marks, said.append), source, [text[:at], text[at:]])
             assert (found, "".join(said)) == ("<xyz>", "aab<x")
 
     def test_an_end_inside_a_mark_is_text(self) -> None:
-        source, said = Source(), []
+        source = Source()
+        said: list[str] = []
         assert self.run(source.until(("<xyz>",), said.append), source, ["a<x", "y"]) == ""
         assert "".join(said) == "a<xy"
 

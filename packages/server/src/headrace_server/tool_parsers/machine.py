@@ -68,8 +68,7 @@ class Machine(ToolCallParser):
 
     def begin(self) -> Steps[None]:
         """Read calls that begin the answer without any mark; nothing by default."""
-        return
-        yield
+        yield from ()
 
     def feed(self, text: str) -> ParsedDelta:
         for at in range(0, len(text), _CHUNK):

@@ -85,8 +85,7 @@ class Olmo3ToolParser(PythonicToolParser):
     closes = ("</function_calls>",)
 
     def begin(self) -> Steps[None]:
-        return
-        yield
+        yield from ()
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source
