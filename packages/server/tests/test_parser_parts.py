@@ -9,7 +9,7 @@ import pkgutil
 import time
 from typing import Any
 
-import ijson
+import ijson  # type: ignore[import-untyped]
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,15 +62,15 @@ class TestJsonScanner:
     @settings(max_examples=500, deadline=None)
     @given(BROKEN_JSON)
     def test_it_takes_what_json_takes(self, text: str) -> None:
+        read, rest, done = scan(text)
         try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip(" \n"))
+            value = json.loads(text, strict=False)
         except ValueError:
-            assert not scan(text)[2] or scan(text)[1]
+            assert not done or rest.strip()
             return
-        read, _, done = scan(text)
         assert done
+        assert not rest.strip()
         assert json.loads(read) == value
-        assert len(read.lstrip()) >= end
 
     @settings(max_examples=300, deadline=None)
     @given(BROKEN_JSON)
@@ -84,7 +84,7 @@ class TestJsonScanner:
     def test_events_agree_with_another_incremental_reader(self, value: dict[str, Any]) -> None:
         text = json.dumps(value)
         assert scan(text)[2]
-        events = list(ijson.basic_parse(text.encode(), use_float=True))
+        events = list(ijson.get_backend("python").basic_parse(text.encode()))
         assert events[0][0] == "start_map"
         assert events[-1][0] == "end_map"
 
@@ -227,12 +227,14 @@ class TestSource:
     def test_the_leftmost_mark_is_found_however_it_is_cut(self) -> None:
         text, marks = "aab<x<xyz>b", ("<xyz>", "<xq", "b<xb")
         for at in range(len(text)):
-            source, said = Source(), []
+            source = Source()
+            said: list[str] = []
             found = self.run(source.until(marks, said.append), source, [text[:at], text[at:]])
             assert (found, "".join(said)) == ("<xyz>", "aab<x")
 
     def test_an_end_inside_a_mark_is_text(self) -> None:
-        source, said = Source(), []
+        source = Source()
+        said: list[str] = []
         assert self.run(source.until(("<xyz>",), said.append), source, ["a<x", "y"]) == ""
         assert "".join(said) == "a<xy"
 

@@ -293,6 +293,12 @@ class ServerSettings:
                "given along with tool_call_parser")  # fmt: skip
         _check(self.tool_call_parser is None or self.enable_auto_tool_choice, "tool_call_parser",
                self.tool_call_parser, "given along with enable_auto_tool_choice")  # fmt: skip
+        _check(self.tool_parser_plugin is None or self.tool_call_parser is not None,
+               "tool_parser_plugin", self.tool_parser_plugin,
+               "given along with tool_call_parser")  # fmt: skip
+        _check(self.reasoning_parser_plugin is None or self.reasoning_parser is not None,
+               "reasoning_parser_plugin", self.reasoning_parser_plugin,
+               "given along with reasoning_parser")  # fmt: skip
         _check(bool(self.response_role), "response_role", self.response_role, "a non-empty string")
         _check(_is_metric_prefix(self.metrics_prefix), "metrics_prefix", self.metrics_prefix,
                "empty, or letters, digits, '_' and ':', not beginning with a digit")  # fmt: skip

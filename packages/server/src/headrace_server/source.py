@@ -90,11 +90,14 @@ class Source:
             yield
 
     def expect(self, *literals: str) -> Steps[str]:
-        """As :meth:`accept`. Raises Broken if none comes."""
+        """As :meth:`accept`. Raises Broken if none comes; what begins one at the end is read."""
         found = yield from self.accept(*literals)
-        if not found:
-            raise Broken
-        return found
+        if found:
+            return found
+        rest = self._text[self._at :]
+        if self._ended and any(literal.startswith(rest) for literal in literals):
+            self.take(len(rest))
+        raise Broken
 
     def until(self, marks: tuple[str, ...], put: Callable[[str], object]) -> Steps[str]:
         """Give ``put`` the text before the first mark, as it comes, and read the mark.

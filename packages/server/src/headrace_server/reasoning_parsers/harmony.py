@@ -6,9 +6,18 @@ them. See :mod:`headrace_server.tool_parsers.harmony` for the form of messages.
 
 from __future__ import annotations
 
+import contextlib
+
 from headrace_server.reasoning_parsers.machine import ReasoningMachine
 from headrace_server.source import Broken, Steps
-from headrace_server.tool_parsers.harmony import ENDS, MAX_HEADER, MESSAGE, OPENS, read_header
+from headrace_server.tool_parsers.harmony import (
+    ENDS,
+    MAX_HEADER,
+    MESSAGE,
+    OPENS,
+    START,
+    read_header,
+)
 
 
 class GptOssReasoningParser(ReasoningMachine):
@@ -29,19 +38,20 @@ class GptOssReasoningParser(ReasoningMachine):
         """Read a message behind its opening mark. Returns the mark that opens the next."""
         source = self.source
         source.held = [mark]
-        try:
-            text, _ = yield from source.before((MESSAGE,), limit=MAX_HEADER)
-        except Broken:
-            text = ""
+        text = found = ""
+        with contextlib.suppress(Broken):
+            text, found = yield from source.before((MESSAGE, START, *ENDS), limit=MAX_HEADER)
         held, source.held = "".join(source.held), None
+        if found != MESSAGE:  # no message, so it is text
+            self.tell(held.removesuffix(START) if found == START else held)
+            return found if found == START else ""
         header = read_header(mark, text)
         if header.is_reasoning:
             end = yield from source.until(OPENS + ENDS, self.think)
         else:
-            verbatim = bool(header.recipient) or not held.endswith(MESSAGE)
-            if verbatim:
+            if header.recipient:
                 self.tell(held)
             end = yield from source.until(OPENS + ENDS, self.tell)
-            if verbatim and end in ENDS:
+            if header.recipient and end in ENDS:
                 self.tell(end)
         return end if end in OPENS else ""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from headrace_core.text import CallFrame
 from headrace_server.source import Steps
-from headrace_server.tool_parsers.machine import MAX_NAME, Machine
+from headrace_server.tool_parsers.machine import Machine
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
 
@@ -54,11 +54,13 @@ class FramesParser(Machine):
         form, source = self.format, self.source
         if form.kind:
             yield from source.expect(form.kind)
-        name, _ = yield from source.before((form.name_end,), limit=MAX_NAME)
+        name = yield from self.name()
+        yield from source.space(" ")
+        yield from source.expect(form.name_end)
         yield from source.space()
         fenced = form.fence and (yield from source.accept(form.fence[0]))
         yield from source.space()
-        yield from self.object_arguments(self.name_of(name.strip()))
+        yield from self.object_arguments(self.name_of(name))
         yield from source.space()
         if fenced and form.fence:
             yield from source.expect(form.fence[1])
@@ -132,7 +134,7 @@ class KimiK2ToolParser(FramesParser):
 
     def open_call(self, name: str) -> None:
         super().open_call(name)
-        self._ids.append(self._written)
+        self._ids.append("" if self._written in self._ids else self._written)
 
     def name_of(self, text: str) -> str:
         self._written = text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace_core.text import ParsedDelta
-from headrace_server.source import Steps
+from headrace_server.source import Broken, Steps
 from headrace_server.tool_parsers.machine import Machine, drop
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -83,7 +83,12 @@ class OpenAIToolParser(Machine):
     def _message(self, mark: str) -> Steps[str]:
         """Read a message behind its opening mark. Returns the mark that ended it."""
         source = self.source
-        text, _ = yield from source.before((MESSAGE,), limit=MAX_HEADER)
+        text, found = yield from source.before((MESSAGE, START, *ENDS), limit=MAX_HEADER)
+        if found in ENDS:
+            raise Broken
+        if found == START:  # what came before it is no message
+            self.say(but=START)
+            return found
         header = read_header(mark, text)
         put = self.tell
         if header.is_reasoning:
@@ -93,7 +98,10 @@ class OpenAIToolParser(Machine):
             if end := (yield from source.accept(*ENDS)):
                 self.whole_call(header.function, "{}")
                 return end
-            if (yield from source.peek()) == "{":
+            beginning = yield from source.peek()
+            if not beginning:
+                raise Broken
+            if beginning == "{":
                 yield from self.object_arguments(header.function)
                 put = drop
         source.held = None

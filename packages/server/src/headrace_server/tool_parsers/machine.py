@@ -25,8 +25,11 @@ from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
 from headrace_server.source import Broken, Source, Steps
 from headrace_server.tool_parsers.json_text import json_value
 
+MAX_NAME = 256
+"""Characters of a function's name; more is no call."""
 _CHUNK = 4096
 """Characters that are looked at together: bounds what a search for a mark can cost."""
+_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
 
 
 class Machine(ToolCallParser):
@@ -65,8 +68,7 @@ class Machine(ToolCallParser):
 
     def begin(self) -> Steps[None]:
         """Read calls that begin the answer without any mark; nothing by default."""
-        return
-        yield
+        yield from ()
 
     def feed(self, text: str) -> ParsedDelta:
         for at in range(0, len(text), _CHUNK):
@@ -88,9 +90,9 @@ class Machine(ToolCallParser):
         """What is read from here on belongs to a call that may still turn out to be none."""
         self.source.held = []
 
-    def say(self) -> None:
-        """What was held so far is content after all; what follows is held anew."""
-        self.tell("".join(self.source.held or ()))
+    def say(self, *, but: str = "") -> None:
+        """What was held so far is content after all, but for its end; what follows is held anew."""
+        self.tell("".join(self.source.held or ()).removesuffix(but))
         self.source.held = []
 
     def open_call(self, name: str) -> None:
@@ -119,6 +121,7 @@ class Machine(ToolCallParser):
 
     def name(self) -> Steps[str]:
         """Read the characters that a name may have, as far as they go. Raises Broken if none."""
+        yield from self.source.space(" ")
         read: list[str] = []
         while len(read) < MAX_NAME and is_name((yield from self.source.peek())):
             read.append(self.source.take(1))
@@ -209,10 +212,6 @@ class Machine(ToolCallParser):
             self._after_call = False
         if len(said) < len(text):
             self._space.append(text[len(said) :])
-
-
-MAX_NAME = 256
-_NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
 
 
 def is_name(text: str) -> bool:

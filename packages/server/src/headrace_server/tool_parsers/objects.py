@@ -23,8 +23,6 @@ class ObjectFormat:
 
     array: bool = False
     """A JSON list of objects."""
-    also_array: bool = False
-    """One object, or a list of objects."""
     separator: str | None = None
     """What stands between several objects outside of a list; "" for white space only; None: a
     section has one object."""
@@ -34,6 +32,9 @@ class ObjectFormat:
     """Members that hold the arguments."""
     arguments_optional: bool = False
     """An object without them is a call without arguments."""
+    others: tuple[str, ...] | None = None
+    """Other members that an object may have; None: any. Where no mark says that calls follow, this
+    keeps JSON that is an answer from being held until its end."""
 
 
 class ObjectsParser(Machine):
@@ -56,26 +57,15 @@ class ObjectsParser(Machine):
 
     def objects(self) -> Steps[None]:
         """The objects of a section, and its closing mark."""
-        form = self.format
         yield from self.source.space()
-        bracket = yield from self.source.peek()
-        if bracket == "[" and (form.array or form.also_array):
-            yield from self._list()
-        elif form.array:
-            raise Broken
+        if self.format.array:
+            yield from self.source.expect("[")
+            yield from self.object_list()
         else:
             yield from self._sequence()
-        yield from self.end_section()
-
-    def end_section(self) -> Steps[None]:
-        """White space and the closing mark, if it comes."""
         if self.format.close:
             yield from self.source.space()
             yield from self.source.expect(*self.format.close)
-
-    def _list(self) -> Steps[None]:
-        yield from self.source.expect("[")
-        yield from self.object_list()
 
     def object_list(self) -> Steps[None]:
         """Behind the opening bracket: objects and the closing bracket."""
@@ -103,7 +93,8 @@ class ObjectsParser(Machine):
     def object_call(self) -> Steps[None]:
         """One object."""
         source = self.source
-        name, held, given = "", None, False
+        name, given = "", False
+        held: list[str] | None = None
         yield from source.expect("{")
         separator = "{"
         while separator != "}":
@@ -128,8 +119,10 @@ class ObjectsParser(Machine):
                 else:
                     held = []
                     yield from json_object(source, held.append)
-            else:
+            elif self.format.others is None or key in self.format.others:
                 yield from json_value(source, drop)
+            else:
+                raise Broken
             yield from source.space()
             separator = yield from source.expect(",", "}")
         if not given:

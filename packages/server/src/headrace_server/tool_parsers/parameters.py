@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace_server.source import Broken, Steps
-from headrace_server.tool_parsers.machine import MAX_NAME, Machine, is_name
+from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import SchemaValues, spell, spell_string
 
 
@@ -55,8 +55,7 @@ class ParametersParser(Machine):
             if not form.section:
                 return
             yield from source.space()
-            if not (yield from source.accept(form.call[0])):
-                yield from source.expect(form.section_end)
+            if (yield from source.expect(form.call[0], form.section_end)) == form.section_end:
                 return
             self.next_call()
             yield from self._marks(form.call[1:])
@@ -68,11 +67,9 @@ class ParametersParser(Machine):
 
     def _call(self) -> Steps[None]:
         form, source = self.format, self.source
-        name, mark = yield from source.before(form.name_end, limit=MAX_NAME)
-        name = name.strip()
+        name = yield from self.name()
+        mark = yield from source.expect(*form.name_end)
         end, separator = form.call_end[0], "{"
-        if not is_name(name):
-            raise Broken
         if mark not in (form.key, end):
             yield from source.space()
             mark = yield from source.expect(form.key, end)

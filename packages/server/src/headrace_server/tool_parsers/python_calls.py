@@ -85,8 +85,7 @@ class Olmo3ToolParser(PythonicToolParser):
     closes = ("</function_calls>",)
 
     def begin(self) -> Steps[None]:
-        return
-        yield
+        yield from ()
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source
@@ -94,7 +93,8 @@ class Olmo3ToolParser(PythonicToolParser):
         while True:
             yield from self.python_call()
             yield from source.space()
-            if (yield from source.accept(*self.closes)):
+            if (yield from source.peek()) == "<":
+                yield from source.expect(*self.closes)
                 return
             self.next_call()
 

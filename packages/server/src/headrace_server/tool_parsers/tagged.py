@@ -107,7 +107,9 @@ class Llama3JsonToolParser(ObjectsParser):
 
     needs_special_tokens = True
     opens = ("<|python_tag|>",)
-    format = ObjectFormat(separator=";", arguments=("parameters", "arguments"))
+    format = ObjectFormat(
+        separator=";", arguments=("parameters", "arguments"), others=("type", "id")
+    )
 
     def begin(self) -> Steps[None]:
         yield from self.objects()
@@ -122,10 +124,11 @@ class XlamToolParser(ObjectsParser):
     needs_special_tokens = True
     opens = ("[TOOL_CALLS]", "<tool_call>", "```", "</think>")
     closes = ("</tool_call>",)
-    format = ObjectFormat(array=True, arguments_optional=True)
+    format = ObjectFormat(array=True, arguments_optional=True, others=("type", "id"))
 
     def begin(self) -> Steps[None]:
-        yield from self.objects()
+        yield from self.source.space()
+        yield from self.calls((yield from self.source.accept(*self.opens)))
 
     def calls(self, mark: str) -> Steps[None]:
         if mark == "</think>":
