@@ -163,8 +163,8 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
             found = parameters.pop(keyword, None)
             if not isinstance(found, dict):
                 continue
-            for name, schema in found.items():
-                definitions[f"{kind}{index}_{name}"] = _rewritten(schema, move)
+            for name, definition in found.items():
+                definitions[f"{kind}{index}_{name}"] = _rewritten(definition, move)
         calls.append(
             {
                 "type": "object",
