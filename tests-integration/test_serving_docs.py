@@ -28,7 +28,7 @@ def test_examples(name, tmp_path):
         url = ADDRESS
         for kind, text in blocks:
             if kind == "python":
-                exec(compile(text.replace(ADDRESS, url), f"{name}", "exec"), names)
+                exec(compile(text.replace(ADDRESS, url), name, "exec", dont_inherit=True), names)
                 continue
             for command in re.findall(r"^\$ (.*)$", text, re.MULTILINE):
                 words = command.split()

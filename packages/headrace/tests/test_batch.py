@@ -140,7 +140,10 @@ async def test_bodies_get_the_verdicts_of_the_http_route(tmp_path: Path, strict:
     app = create_app(FakeEngine("x"), ServerSettings(strict_requests=strict))
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
-        verdicts = [await http.post(CHAT, json=body) for body in BODIES]
+        json_type = {"content-type": "application/json"}
+        verdicts = [
+            await http.post(CHAT, content=json.dumps(body), headers=json_type) for body in BODIES
+        ]
     source = write(tmp_path / "in", [{**line(i), "body": b} for i, b in enumerate(BODIES)])
     with Journal(tmp_path / "j", scan(source), "m") as journal:
         await run(

@@ -358,6 +358,6 @@ async def test_embeddings_that_are_refused(connect: Any, monkeypatch: pytest.Mon
     for field, value in (("echo", True), ("prompt_logprobs", 1), ("use_beam_search", True)):
         assert (await refused(client, prompt_embeds="AAEC", **{field: value}))["param"] == field
     monkeypatch.setattr("headrace_server.embeds.MAX_BYTES", 8)
-    assert "8 bytes" in (await refused(client, prompt_embeds=["AAECAAEC", "AAECAAEC"]))["message"]
+    assert "8 bytes" in (await refused(client, prompt_embeds=["AAEC" * 4, "AAEC" * 4]))["message"]
     assert engine.requests == []
     assert (await refused(connect()))["param"] == "prompt"

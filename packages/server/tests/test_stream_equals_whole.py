@@ -119,7 +119,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXTS, BODIES, st.integers(0, 10**6), st.booleans(), st.booleans())
 async def test_chats(text: str, body: Any, seed: int, parsed: bool, pours: bool) -> None:
     on = {"reasoning_parser": "qwen3"} if parsed else {}
@@ -152,7 +152,7 @@ COMPLETION_BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(TEXTS, COMPLETION_BODIES, st.integers(0, 10**6), st.booleans())
 async def test_completions(text: str, body: Any, seed: int, pours: bool) -> None:
     engine = FakeEngine(
@@ -170,7 +170,7 @@ async def test_completions(text: str, body: Any, seed: int, pours: bool) -> None
             assert [v for c in mine for v in (c["logprobs"] or {}).get(key, [])] == values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(TEXTS, st.integers(1, 2), st.integers(0, 10**6))
 async def test_tokens(text: str, n: int, seed: int) -> None:
     engine = FakeEngine(text + ".", tokens_per_output=cuts(seed))

@@ -326,12 +326,13 @@ def hidden_size(info: ModelInfo) -> int:
 
 
 def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
-    """The checkpoint's tokenizer_config.json, {} if it has none."""
+    """The checkpoint's tokenizer_config.json; the class is there even if the file is not."""
+    found = {"tokenizer_class": "PreTrainedTokenizerFast"}
     path = info.path / "tokenizer_config.json"
     if not path.is_file():
-        return {}
+        return found
     content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}
+    return {**found, **content} if isinstance(content, dict) else found
 
 
 def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any, NamedTuple
 
 from headrace_core.engine import EngineClient
-from headrace_core.errors import MissingDependency, PromptTooLong, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import Prompt
 from headrace_core.sampling import BeamSearchParams
@@ -19,7 +19,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0, None), "repetition_penalty": (1.0, None), "top_p": (1.0, None),
     "top_k": (0, -1, None), "min_p": (0.0, None), "logprobs": (None, False),
     "prompt_logprobs": (None,), "truncate_prompt_tokens": (None,),
-    "response_format": (None, ResponseFormat(type="text")),
+    "response_format": (None, ResponseFormat.model_validate({"type": "text"})),
     "structured_outputs": (None,), "thinking_token_budget": (None,), "headrace_xargs": (None, {}),
     "vllm_xargs": (None, {}),
 }  # fmt: skip
@@ -84,12 +84,8 @@ async def beam_outputs(
 
     Raises: as :meth:`~headrace_core.engine.EngineClient.generate`.
     """
-    try:
-        from headrace_core.beam import beam_search
-    except ImportError as error:
-        raise MissingDependency(
-            "headrace_core.beam", needed_for="use_beam_search", install="pip install headrace-core"
-        ) from error
+    from headrace_core.beam import beam_search  # here: few requests need it
+
     max_tokens = beams.max_tokens
     if max_tokens is None:
         max_tokens = await _room(engine, prompt, add_special_tokens)

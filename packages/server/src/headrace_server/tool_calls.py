@@ -153,29 +153,12 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
     definitions: dict[str, Any] = {}
     calls = []
     for index, tool in enumerate(tools):
-        where = "#/items" + (f"/anyOf/{index}" if len(tools) > 1 else "") + "/properties/parameters"
         parameters = parameters_of(tool)
         check_schema(f"tools[{index}].function.parameters", parameters)
-        parameters.pop("$schema", None)
-        parameters.pop("$id", None)
+        where = "#/items" + (f"/anyOf/{index}" if len(tools) > 1 else "") + "/properties/parameters"
         move = partial(_moved, index=index, home=where)
-        for keyword, kind in _DEFINITIONS.items():
-            found = parameters.pop(keyword, None)
-            if not isinstance(found, dict):
-                continue
-            for name, schema in found.items():
-                definitions[f"{kind}{index}_{name}"] = _rewritten(schema, move)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"type": "string", "enum": [tool["function"]["name"]]},
-                    "parameters": _rewritten(parameters, move),
-                },
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+        definitions |= _taken_definitions(parameters, index, move)
+        calls.append(_call_schema(tool["function"]["name"], _rewritten(parameters, move)))
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
@@ -186,6 +169,30 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
     if definitions:
         schema["$defs"] = definitions
     return schema
+
+
+def _call_schema(name: str, parameters: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _taken_definitions(
+    parameters: dict[str, Any], index: int, move: Callable[[str], str]
+) -> dict[str, Any]:
+    """Takes the definitions out of a tool's schema, and what names the schema itself."""
+    parameters.pop("$schema", None)
+    parameters.pop("$id", None)
+    taken: dict[str, Any] = {}
+    for keyword, kind in _DEFINITIONS.items():
+        found = parameters.pop(keyword, None)
+        if isinstance(found, dict):
+            for name, definition in found.items():
+                taken[f"{kind}{index}_{name}"] = _rewritten(definition, move)
+    return taken
 
 
 def _moved(reference: str, *, index: int, home: str) -> str:

@@ -43,6 +43,9 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
 }
 
 
+Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
+
+
 class StreamOptions(BaseModel):
     """What a stream reports besides its text."""
 
@@ -50,7 +53,12 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-XargItem = Text | bool | int | float
+XargItem = (
+    Text
+    | bool
+    | Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+    | Annotated[float, Field(ge=-1e308, le=1e308)]
+)
 XargValue = XargItem | Annotated[list[XargItem], Field(max_length=65536)]
 Xargs = Annotated[dict[ShortText, XargValue], Field(max_length=256)]
 """Arguments for plug-ins: names to texts, numbers, or lists of them."""
@@ -67,7 +75,7 @@ class SamplingFields(RequestBody):
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = Field(
+    logit_bias: Annotated[dict[ShortText, Bias], Field(max_length=1024)] | None = Field(
         None, description="Token id (as text) -> added to its logit; clamped to -100..100."
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None

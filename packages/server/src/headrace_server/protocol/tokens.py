@@ -48,7 +48,7 @@ class GenerateRequest(RequestBody):
     }
 
     token_ids: TokenIds
-    sampling_params: TokenSampling = Field(default_factory=TokenSampling)
+    sampling_params: TokenSampling = Field(default_factory=lambda: TokenSampling.model_validate({}))
     model: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="A served name; null: the first."
     )
