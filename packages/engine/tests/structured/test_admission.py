@@ -134,7 +134,7 @@ def test_hostile_constraints_end_in_time_and_nothing_breaks():
     jobs = [{"regex": p} for p in patterns] + [{"json": s} for s in schemas]
     jobs += [{"grammar": g} for g in grammars]
     assert len(jobs) >= 200
-    answers = {"admitted": 0, "refused": 0}
+    answers, said = {"admitted": 0, "refused": 0}, []
     try:
         for job in jobs:
             begin = time.monotonic()
@@ -143,13 +143,13 @@ def test_hostile_constraints_end_in_time_and_nothing_breaks():
                 answers["admitted"] += 1
             except RequestError as error:
                 answers["refused"] += 1
-                assert len(str(error)) < 700, str(error)[:200]
-                assert "panic" not in str(error)
+                said.append(str(error))
             assert time.monotonic() - begin < 10.0, str(job)[:200]
         assert admission.admit(StructuredOutputsParams(regex="still [a-z]+"))
     finally:
         admission.close()
     assert answers["refused"] > 50
+    assert not [text for text in said if len(text) > 700 or "panic" in text]
 
 
 @pytest.mark.req("SEC-14")
