@@ -51,7 +51,7 @@ def test_a_constraint_is_admitted_once(admission):
     [
         ({"properties": {"a": {"uniqueItems": True}}}, "uniqueItems", "#/properties/a"),
         ({"properties": {"a": {"pattern": "a(?=b)"}}}, "pattern", "#/properties/a"),
-        ({"items": {"type": "integer", "minimum": 5, "maximum": 3}, "minItems": 1},
+        ({"type": "array", "items": {"type": "integer", "minimum": 5, "maximum": 3}, "minItems": 1},
          "minimum", "#/items"),
         ({"anyOf": [{"oneOf": [{"type": "number"}, {"type": "integer"}]}]}, "oneOf", "#/anyOf/0"),
         ({"$ref": "http://example.com/schema"}, "$ref", "#"),

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
 from headrace_core.testing.grammar import BYTES, bits
@@ -141,19 +140,14 @@ class Unmarked:
         ("plain text", False, "</think>"),
     ],
 )
-def test_where_the_prompt_has_ended_the_reasoning(monkeypatch, tail, begins_answer, expected):
-    monkeypatch.setattr(reasoning.plugins, "load", lambda group, name: Marked)
-    config = StructuredOutputsConfig(reasoning_parser="x")
-    assert reasoning.start_after(config, tail, begins_answer=begins_answer) == expected
-    constrained = StructuredOutputsConfig(reasoning_parser="x", enable_in_reasoning=True)
-    assert reasoning.start_after(constrained, tail, begins_answer=begins_answer) == ""
+def test_where_the_prompt_has_ended_the_reasoning(tail, begins_answer, expected):
+    assert reasoning.start_after(Marked, tail, begins_answer=begins_answer) == expected
+    assert reasoning.start_after(None, tail, begins_answer=begins_answer) == ""
 
 
-def test_a_format_without_an_end_is_refused(monkeypatch):
-    monkeypatch.setattr(reasoning.plugins, "load", lambda group, name: Unmarked)
+def test_a_format_without_an_end_is_refused():
     with pytest.raises(UnsupportedFeature, match="does not mark"):
-        reasoning.start_after(StructuredOutputsConfig(reasoning_parser="x"), "", begins_answer=True)
-    assert reasoning.start_after(StructuredOutputsConfig(), "", begins_answer=True) == ""
+        reasoning.start_after(Unmarked, "", begins_answer=True)
 
 
 def test_grammars_are_kept_up_to_their_bytes():

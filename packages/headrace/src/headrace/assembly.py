@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace import demo
 from headrace_core import plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
-from headrace_core.config import CacheConfig, EngineConfig, resolve
+from headrace_core.config import CacheConfig, EngineConfig, StructuredOutputsConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency, UnsupportedFeature
@@ -32,7 +32,7 @@ from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
 
 if TYPE_CHECKING:
     from headrace_core.grammar import Vocabulary
-    from headrace_core.text import Tokenizer, TokenizerFactory
+    from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
     from headrace_engine.engine import Engine
@@ -192,9 +192,32 @@ def front_end(
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
         structured_outputs=config.structured_outputs,
+        reasoning_parser=reasoning_parser(config.structured_outputs),
     )
     check_backend(config.structured_outputs)
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
+
+
+def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] | None:
+    """The class behind whose end of reasoning constraints begin to hold.
+
+    Raises:
+        PluginError: there is no such parser.
+        MissingDependency: it is in a file, which the server's package reads.
+    """
+    name, file = config.reasoning_parser, config.reasoning_parser_plugin
+    if not name or config.enable_in_reasoning:
+        return None
+    if not file:
+        found: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
+        return found
+    try:
+        from headrace_server.parsers import load_parsers
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise _missing(error) from error
+    named: dict[str, Any] = {"reasoning_parser": name, "reasoning_parser_plugin": file}
+    return load_parsers(ServerSettings(**named)).reasoning
 
 
 def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:

@@ -20,7 +20,7 @@ from headrace_core.errors import ConfigError, PromptTooLong, RequestError, Unsup
 from headrace_core.grammar import Constraint, Vocabulary
 from headrace_core.request import ChatPrompt, CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
-from headrace_core.text import Tokenizer
+from headrace_core.text import ReasoningParser, Tokenizer
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
 from headrace_engine.structured.admission import Admission, Admitted
@@ -46,6 +46,7 @@ class Intake:
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
         structured_outputs: backend and limits of constraints on outputs.
+        reasoning_parser: where its reasoning ends, constraints begin; None: with the first token.
         clock: wall-clock seconds.
     """
 
@@ -58,12 +59,14 @@ class Intake:
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
         structured_outputs: StructuredOutputsConfig | None = None,
+        reasoning_parser: type[ReasoningParser] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
+        self._reasoning_parser = reasoning_parser
         self._admission = Admission(
             structured_outputs or StructuredOutputsConfig(), self._vocabulary
         )
@@ -196,7 +199,7 @@ class Intake:
             return None
         begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
         tail = self._need_tokenizer("structured_outputs").decode(ids[-PROMPT_TAIL:])
-        start = start_after(self._admission.config, tail, begins_answer=begins_answer)
+        start = start_after(self._reasoning_parser, tail, begins_answer=begins_answer)
         ends = self._end_token_ids(params)
         return Constraint(admitted.grammar, ends, start, admitted.size_bytes)
 
