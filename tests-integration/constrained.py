@@ -52,13 +52,16 @@ def save(folder: Path) -> None:
 
 
 def closing_bias(llm, strength: float = 4.0) -> dict[int, float]:
-    """Makes marks that end something likelier, so that random texts do end."""
+    """Makes marks that end something likelier and white space less so, so that random texts end."""
     tokenizer = llm.get_tokenizer()
-    marks = {EOS}
-    for token_id in range(tokenizer.vocab_size):
-        if tokenizer.decode([token_id]) in ('"', "}", "]", '"}', "e", ")", " "):
-            marks.add(token_id)
-    return dict.fromkeys(marks, strength)
+    bias = {EOS: strength}
+    for token_id in range(3, tokenizer.vocab_size):
+        text = tokenizer.decode([token_id])
+        if text in ('"', "}", "]", '"}', ")", "e"):
+            bias[token_id] = strength
+        elif not text.strip():
+            bias[token_id] = -strength
+    return bias
 
 
 def params(seed: int = 0, *, bias=None, **values: Any) -> SamplingParams:

@@ -2,7 +2,8 @@
 
 Source: https://github.com/dottxt-ai/outlines-core. The index takes time and memory with the size
 of vocabulary and regex; a step is a look-up. From a text that is
-complete its index (0.2.14) never goes on to one that is not: ``yes(, but)?`` gives ``yes`` only. Its schemas pass over keywords that they do not know;
+complete its index (0.2.14) never goes on to one that is not: ``yes(, but)?`` gives ``yes`` only.
+Its schemas pass over keywords that they do not know;
 :data:`KEYWORDS` holds those that they were seen to enforce.
 """
 
@@ -120,12 +121,7 @@ def _peculiar(schema: Any) -> list[str]:
         if isinstance(found, bool) or not found:
             reasons.append(Refusal.of("true", pointer, "only schemas that say something"))
             continue
-        named, required = found.get("properties", {}), found.get("required", [])
-        missing = [name for name in required if name not in named]
-        if missing:
-            reasons.append(
-                Refusal.of("required", pointer, f"{missing[0]!r:.80} is not in 'properties'")
-            )
+        named = found.get("properties", {})
         odd = [name for name in named if json.dumps(name, ensure_ascii=False) != f'"{name}"']
         if odd:
             reasons.append(
