@@ -170,6 +170,9 @@ class ReasoningParser(ABC):
 
     needs_special_tokens: ClassVar[bool] = False
     """As for tool-call parsers."""
+    start_marker: ClassVar[str] = ""
+    """The text with which reasoning begins, in the output or already in the prompt; "": none, the
+    output begins with reasoning."""
     end_marker: ClassVar[str] = ""
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""

@@ -11,6 +11,7 @@ from make_tokenizers import folder
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import SamplingParams
+from headrace_core.text import ParsedDelta, ReasoningParser
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.tokenizer import load_tokenizer
 
@@ -300,14 +301,23 @@ def test_processors_check_requests_as_they_are_taken_in() -> None:
     assert "secret" not in str(failed.value)
 
 
+class _Thinks(ReasoningParser):
+    start_marker, end_marker = "<think>", "</think>"
+
+    def feed(self, text: str) -> ParsedDelta:
+        raise AssertionError("only its marks matter here")
+
+    def finish(self) -> ParsedDelta:
+        raise AssertionError("only its marks matter here")
+
+
 @pytest.mark.spec("REASON-API")
 def test_a_thinking_budget_needs_to_know_how_thinking_ends() -> None:
     with pytest.raises(UnsupportedFeature, match="--reasoning-parser"):
         prepare(thinking_token_budget=3)
     with pytest.raises(RequestError, match="thinking_token_budget"):
         prepare(thinking_token_budget=-1)
-    marks = ("<think>", "</think>")
-    intake = Intake(CharTokenizer(), served_model(), reasoning_marks=marks)
+    intake = Intake(CharTokenizer(), served_model(), reasoning_parser=_Thinks)
     assert prepare(intake=intake).core_requests[0].thinking is None
     [core] = prepare(intake=intake, thinking_token_budget=0).core_requests
     assert core.thinking.max_tokens == 0

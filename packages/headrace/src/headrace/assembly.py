@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace import demo
 from headrace_core import plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
-from headrace_core.config import CacheConfig, EngineConfig, resolve
+from headrace_core.config import CacheConfig, EngineConfig, StructuredOutputsConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency, UnsupportedFeature
@@ -211,7 +211,7 @@ def front_end(
         trust_request_chat_template=templates.trust_request_chat_template,
         structured_outputs=config.structured_outputs,
         processors=logits_processors(config, timeline),
-        reasoning_marks=reasoning_marks(config),
+        reasoning_parser=reasoning_parser(config.structured_outputs),
     )
     check_backend(config.structured_outputs)
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
@@ -228,6 +228,28 @@ def logits_processors(
         return load_processors(wanted)
 
 
+def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] | None:
+    """The class that knows where the model's reasoning begins and ends; None: no reasoning.
+
+    Raises:
+        PluginError: there is no such parser.
+        MissingDependency: it is in a file, which the server's package reads.
+    """
+    name, file = config.reasoning_parser, config.reasoning_parser_plugin
+    if not name:
+        return None
+    if not file:
+        found: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
+        return found
+    try:
+        from headrace_server.parsers import load_parsers
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise _missing(error) from error
+    named: dict[str, Any] = {"reasoning_parser": name, "reasoning_parser_plugin": file}
+    return load_parsers(ServerSettings(**named)).reasoning
+
+
 def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:
     """The way to a core: a thread of this process, or a process of its own."""
     if config.engine_process:
@@ -237,18 +259,6 @@ def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimel
     from headrace_engine.clients.inproc import InprocClient
 
     return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
-
-
-def reasoning_marks(config: EngineConfig) -> tuple[str, str]:
-    """The texts with which the model's reasoning starts and ends; "" for what is not known."""
-    name = config.structured_outputs.reasoning_parser
-    if not name:
-        return "", ""
-    parser: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
-    end = parser.end_marker
-    # Formats name the end only; the starts of those that have one are spelled alike.
-    start = end.replace("/", "", 1).replace("END", "START", 1)
-    return ("" if start == end else start), end
 
 
 def _portable(config: EngineConfig) -> EngineConfig:

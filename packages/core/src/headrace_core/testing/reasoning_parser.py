@@ -74,6 +74,16 @@ class ReasoningParserConformance:
             if reasoning and answer and text.count(marker) == 1:
                 assert self.read([text.partition(marker)[0] + marker]) == (reasoning, "")
 
+    def test_the_start_marker_begins_reasoning(self) -> None:
+        """An answer that the format reads as reasoning is so from its mark on, if it has one."""
+        marker = self.parser.start_marker
+        begun = [(t, r) for t, r, _ in self.golden if r and marker and t.startswith(marker)]
+        if not begun:
+            pytest.skip("no answer begins with a mark")
+        for text, reasoning in begun:
+            cut = text[: text.index(reasoning) + len(reasoning)]
+            assert self.read([cut]) == (reasoning, "")
+
     def test_objects_are_independent(self) -> None:
         first = self.parser(self.context)
         first.feed(self.golden[0][0][:5])

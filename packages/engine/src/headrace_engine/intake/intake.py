@@ -28,7 +28,7 @@ from headrace_core.grammar import Constraint, Vocabulary
 from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.request import ChatPrompt, CoreRequest, Prompt, PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
-from headrace_core.text import Tokenizer
+from headrace_core.text import ReasoningParser, Tokenizer
 from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
@@ -63,8 +63,8 @@ class Intake:
         trust_request_chat_template: let prompts bring templates of their own.
         structured_outputs: backend and limits of constraints on outputs.
         processors: logits processors that the engine runs; they check requests.
-        reasoning_marks: texts around a model's reasoning. The first is "" if it has none: the
-            output begins with reasoning then; the second if nothing is known of reasoning.
+        reasoning_parser: knows where the model's reasoning begins and ends; where it ends,
+            constraints begin. None: the model does not reason.
         clock: wall-clock seconds.
     """
 
@@ -78,19 +78,19 @@ class Intake:
         trust_request_chat_template: bool = False,
         structured_outputs: StructuredOutputsConfig | None = None,
         processors: Sequence[type[LogitsProcessor]] = (),
-        reasoning_marks: tuple[str, str] = ("", ""),
+        reasoning_parser: type[ReasoningParser] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._processors = tuple(processors)
-        self._reasoning_marks = reasoning_marks
         self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
-        self._admission = Admission(
-            structured_outputs or StructuredOutputsConfig(), self._vocabulary
-        )
+        self._reasoning_parser = reasoning_parser
+        structured = structured_outputs or StructuredOutputsConfig()
+        self._constrains_reasoning = structured.enable_in_reasoning
+        self._admission = Admission(structured, self._vocabulary)
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
             self._renderer = ChatRenderer(
@@ -229,7 +229,8 @@ class Intake:
             return None
         begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
         tail = self._need_tokenizer("structured_outputs").decode(ids[-PROMPT_TAIL:])
-        start = start_after(self._admission.config, tail, begins_answer=begins_answer)
+        parser = None if self._constrains_reasoning else self._reasoning_parser
+        start = start_after(parser, tail, begins_answer=begins_answer)
         ends = self._end_token_ids(params)
         return Constraint(admitted.grammar, ends, start, admitted.size_bytes)
 
@@ -459,13 +460,14 @@ class Intake:
         budget = params.thinking_token_budget
         if budget is None:
             return None
-        start, end = self._reasoning_marks
-        if not end:
+        parser = self._reasoning_parser
+        if parser is None or not parser.end_marker:
             raise UnsupportedFeature(
                 f"thinking_token_budget = {budget}: must be absent unless the engine knows how the "
                 "model's reasoning ends (--reasoning-parser, of a format with an end marker)",
                 param="thinking_token_budget",
             )
+        start, end = parser.start_marker, parser.end_marker
         tokenizer = self._need_tokenizer("thinking_token_budget")
         tail = "" if embeds is not None else tokenizer.decode(ids[-_PROMPT_END:]).rstrip()
         if tail.endswith(end):

@@ -21,8 +21,8 @@ from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.counts import TokenCounts
 from headrace_engine.sampling.noise import request_key, uniforms
-from headrace_engine.structured.matching import RowConstraint, fill_masks
 from headrace_engine.sampling.thinking import ThinkingLimit
+from headrace_engine.structured.matching import RowConstraint, fill_masks
 
 if TYPE_CHECKING:
     from headrace_engine.execution.requests import RequestTable

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from headrace_core.config import StructuredOutputsConfig
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import MissingDependency, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, refuse
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_engine.structured.backend_loading import backend_class, backend_order
@@ -76,6 +76,10 @@ class Admission:
                 return self._admit(source, name, params)
             except UnsupportedFeature as error:  # another backend may have it
                 errors.append(error)
+            except (MissingDependency, PluginError) as error:
+                if name == self.config.backend:
+                    raise
+                logger.warning("grammar backend %s cannot be used: %s", name, error)
         raise _summary(source, errors)
 
     def close(self) -> None:

@@ -11,14 +11,23 @@ MOST_TRIES = 300
 """Schemas that are compiled alone in search of the culprit."""
 
 
-def blame(schema: Any, error_of: Callable[[Any], str], error: str) -> tuple[str, str]:
-    """(keyword, JSON pointer) of the innermost schema that alone gives the same error.
+def blame(schema: Any, error_of: Callable[[Any], str], error: str) -> tuple[str, str, str]:
+    """(keyword, JSON pointer, error) of the innermost schema that alone gives the same error; if
+    that is the whole, of the innermost one that gives any.
 
     Args:
         schema: parsed, with the error.
         error_of: compiles a schema; "" or what it says.
         error: what it says of the whole schema.
     """
+    pointer, culprit = _innermost(schema, lambda part: error_of(part) == error)
+    if not pointer:
+        pointer, culprit = _innermost(schema, lambda part: error_of(part) != "")
+        error = error_of(_alone(culprit, schema)) if pointer else error
+    return _keyword(culprit, schema, error_of, error), pointer, error
+
+
+def _innermost(schema: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
     pointer, culprit = "", schema
     tries = 0
     for at, found in subschemas(schema):
@@ -27,9 +36,9 @@ def blame(schema: Any, error_of: Callable[[Any], str], error: str) -> tuple[str,
         tries += 1
         if tries > MOST_TRIES:
             break
-        if error_of(_alone(found, schema)) == error:
+        if fails(_alone(found, schema)):
             pointer, culprit = at, found
-    return _keyword(culprit, schema, error_of, error), pointer
+    return pointer, culprit
 
 
 def _alone(found: Mapping[str, Any], root: Any) -> dict[str, Any]:

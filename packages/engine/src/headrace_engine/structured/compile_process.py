@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from headrace_core.errors import HeadraceError, RequestError, UnsupportedFeature
+from headrace_core.errors import HeadraceError, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, malformed
 from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve
 from headrace_engine.structured.backend_loading import Backends
@@ -170,7 +170,7 @@ def _as_error(answer: Mapping[str, Any]) -> HeadraceError:
     }
     kind = kinds.get(answer["kind"])
     if kind is None:
-        return HeadraceError(answer["error"])
+        return PluginError(answer["error"])  # a library that is absent, or broken
     return kind(answer["error"], param=answer.get("param"))
 
 

@@ -272,7 +272,8 @@ _BY_TYPE: Mapping[str, frozenset[str]] = {
 
 def entangled(schema: Any) -> list[str]:
     """What a compiler gets wrong that looks at one keyword after the other: alternatives that
-    stand beside other keywords, and keywords of a type that the schema does not state."""
+    stand beside other keywords, keywords of a type that the schema does not state, and required
+    properties that it does not describe."""
     reasons = []
     for pointer, found in subschemas(schema):
         if not isinstance(found, Mapping):
@@ -285,7 +286,18 @@ def entangled(schema: Any) -> list[str]:
             reasons.append(Refusal.of(whole[0], pointer, f"not enforced by it beside {beside}"))
         elif not whole:
             reasons += _untyped(found, asserted, pointer)
+        reasons += _unnamed(found, pointer)
     return reasons
+
+
+def _unnamed(schema: Schema, pointer: str) -> Iterator[str]:
+    """Required properties that the schema does not describe; references by name."""
+    missing = [n for n in schema.get("required", []) if n not in schema.get("properties", {})]
+    if missing:
+        yield Refusal.of("required", pointer, f"{missing[0]!r:.80} is not in 'properties'")
+    reference = schema.get("$ref", "#")
+    if reference != "#" and not reference.startswith("#/"):
+        yield Refusal.of("$ref", pointer, f"{reference!r:.80}: only '#' and '#/...'")
 
 
 def _values_fit(schema: Schema) -> bool:

@@ -28,10 +28,11 @@ def main(words: Sequence[str]) -> int:
     if args.model_tag is not None:
         args.model = args.model_tag
     if settings.reasoning_parser:  # constraints begin where the reasoning ends
-        structured = args.structured_outputs_config
         args.structured_outputs_config = {
-            "reasoning_parser": settings.reasoning_parser, **structured,
-        }  # fmt: skip
+            "reasoning_parser": settings.reasoning_parser,
+            "reasoning_parser_plugin": settings.reasoning_parser_plugin or "",
+            **args.structured_outputs_config,
+        }
     if settings.disable_log_stats:
         args.log_stats = False
     engine_args = EngineArgs.from_cli_args(args)

@@ -24,6 +24,7 @@ class GptOssReasoningParser(ReasoningMachine):
     """See the module."""
 
     needs_special_tokens = True
+    start_marker = "<|channel|>analysis<|message|>"
     end_marker = "<|channel|>final<|message|>"
 
     def read(self) -> Steps[None]:

@@ -46,6 +46,7 @@ class MarkedReasoningParser(ReasoningMachine):
     """A format given by a :class:`ReasoningFormat`."""
 
     format: ClassVar[ReasoningFormat] = ReasoningFormat()
+    start_marker: ClassVar[str] = "<think>"
     end_marker: ClassVar[str] = "</think>"
 
     def read(self) -> Steps[None]:
@@ -137,7 +138,7 @@ class Glm45ReasoningParser(MarkedReasoningParser):
 class GraniteReasoningParser(MarkedReasoningParser):
     """Granite 3.2: marks are sentences, so no constraint can begin behind them."""
 
-    end_marker = ""
+    start_marker = end_marker = ""
     format = ReasoningFormat(
         starts=("Here is my thought process:", "Here's my thought process:"),
         ends=("Here is my response:", "Here's my response:"),
@@ -165,6 +166,7 @@ class MiniMaxM2ReasoningParser(MarkedReasoningParser):
 class MiniMaxM2AppendThinkReasoningParser(ReasoningMachine):
     """MiniMax M2: nothing is split; the mark that the prompt held is put before the answer."""
 
+    start_marker = "<think>"
     end_marker = "</think>"
 
     def read(self) -> Steps[None]:
@@ -177,6 +179,7 @@ class MistralReasoningParser(MarkedReasoningParser):
     """Magistral: ``[THINK]`` and ``[/THINK]``."""
 
     needs_special_tokens = True
+    start_marker = "[THINK]"
     end_marker = "[/THINK]"
     format = ReasoningFormat(starts=("[THINK]",), ends=("[/THINK]",))
 
@@ -191,6 +194,7 @@ class SeedOssReasoningParser(MarkedReasoningParser):
     """Seed-OSS: marks of its own."""
 
     needs_special_tokens = True
+    start_marker = "<seed:think>"
     end_marker = "</seed:think>"
     format = ReasoningFormat(starts=("<seed:think>",), ends=("</seed:think>",), begun=True)
 

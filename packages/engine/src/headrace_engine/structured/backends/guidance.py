@@ -169,7 +169,7 @@ class GuidanceBackend(GrammarBackend):
                 plain(matcher.get_error()) or "it cannot be compiled" if matcher.is_error() else ""
             )
 
-        keyword, pointer = blame(schema, error_of, reason)
+        keyword, pointer, reason = blame(schema, error_of, reason)
         return refuse(spec, [Refusal.of(keyword, pointer, reason)])
 
 

@@ -14,8 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import MissingDependency
-from headrace_core.grammar import GrammarBackend, GrammarSpec, Refusal, Vocabulary, malformed
+from headrace_core.errors import MissingDependency, RequestError
+from headrace_core.grammar import (
+    GrammarBackend,
+    GrammarSpec,
+    Refusal,
+    Vocabulary,
+    malformed,
+    refuse,
+)
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 
 if TYPE_CHECKING:
@@ -44,6 +51,7 @@ class EnforcerBackend(GrammarBackend):
         texts = {i: _text(token) for i, token in enumerate(vocabulary.tokens)
                  if i not in vocabulary.special_token_ids}  # fmt: skip
         self.texts = {token_id: text for token_id, text in texts.items() if text}
+        self._characters = {text for text in self.texts.values() if len(text) == 1}
         self._make_tokens = TokenEnforcerTokenizerData
         self.tokens = self._tokens(self.texts)
         # Its JSON strings would hold any character that a token has.
@@ -80,7 +88,7 @@ class EnforcerBackend(GrammarBackend):
             return EnforcerGrammar(self, tokens, self._parsers(spec))
         except RecursionError:
             raise malformed(spec.kind, "nested too deep") from None
-        except MemoryError:
+        except (MemoryError, RequestError):
             raise
         except Exception:  # of interegular: classes that share no base
             raise malformed(spec.kind, "it cannot be compiled") from None
@@ -93,6 +101,9 @@ class EnforcerBackend(GrammarBackend):
             return lambda: library.JsonSchemaParser(schema)
         if spec.kind == "choice":
             texts = json.loads(spec.source)
+            unknown = set("".join(texts)) - self._characters
+            if unknown:
+                raise refuse(spec, [f"no token is the character {min(unknown)!r} alone"])
             return lambda: library.UnionParser([library.StringParser(text) for text in texts])
         context = library.RegexParser(spec.source).context
         return lambda: library.RegexParser(context)
@@ -112,6 +123,8 @@ def _plain_string(value: Any) -> bool:
 def _peculiar(schema: Any) -> list[str]:
     reasons = []
     for pointer, found in subschemas(schema):
+        if found is False and pointer.endswith("/additionalProperties"):
+            continue  # others than the named ones are never written
         if isinstance(found, bool):
             reasons.append(Refusal.of(str(found).lower(), pointer, "no schema of this kind"))
             continue

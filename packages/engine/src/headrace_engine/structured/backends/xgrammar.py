@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 KEYWORDS = frozenset(
     {
-        "$ref", "additionalProperties", "anyOf", "const", "enum", "items", "maxItems",
-        "maxLength", "minItems", "minLength", "prefixItems", "properties", "required", "type",
+        "$ref", "additionalProperties", "anyOf", "const", "enum", "items", "maxItems", "minItems",
+        "prefixItems", "properties", "required", "type",
     }
 )  # fmt: skip
+"""Not ``minLength`` and ``maxLength``: its strings of a length hold control characters."""
 FORMATS: frozenset[str] = frozenset()
 COMPILE_THREADS = 1
 END = b"<|end of the constraint|>"

@@ -1,0 +1,226 @@
+"""Constraints compile in processes that are killed: hostile ones end with a refusal."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from headrace_core.config import StructuredOutputsConfig
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.grammar import GrammarSpec
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_core.testing.grammar import word_vocabulary
+from headrace_engine.structured.admission import MAX_VERDICTS, Admission
+from headrace_engine.structured.compile_process import CompileProcesses
+
+
+@pytest.fixture(scope="module")
+def admission():
+    made = Admission(StructuredOutputsConfig(compile_processes=1), word_vocabulary)
+    yield made
+    made.close()
+
+
+def children(admission):
+    return [c.process._process for c in admission._processes._children if c.process.running]
+
+
+def refused(admission, **constraint):
+    with pytest.raises(RequestError) as caught:
+        admission.admit(StructuredOutputsParams(**constraint))
+    return caught.value
+
+
+@pytest.mark.spec("SO-API")
+def test_a_constraint_is_admitted_once(admission):
+    params = StructuredOutputsParams(json={"type": "object"})
+    first = admission.admit(params)
+    assert first.grammar.backend == "guidance"
+    assert first.size_bytes > 0
+    begin = time.perf_counter()
+    for _ in range(50):
+        assert admission.admit(params) == first
+    assert time.perf_counter() - begin < 0.5
+    assert len(children(admission)) == 1
+
+
+@pytest.mark.req("SEC-14")
+@pytest.mark.parametrize(
+    ("schema", "keyword", "pointer"),
+    [
+        ({"properties": {"a": {"uniqueItems": True}}}, "uniqueItems", "#/properties/a"),
+        ({"properties": {"a": {"pattern": "a(?=b)"}}}, "pattern", "#/properties/a"),
+        ({"type": "array", "items": {"type": "integer", "minimum": 5, "maximum": 3}, "minItems": 1},
+         "minimum", "#/items"),
+        ({"anyOf": [{"oneOf": [{"type": "number"}, {"type": "integer"}]}]}, "oneOf", "#/anyOf/0"),
+        ({"$ref": "http://example.com/schema"}, "$ref", "#"),
+    ],
+)  # fmt: skip
+def test_refusals_name_keyword_and_pointer(admission, schema, keyword, pointer):
+    error = refused(admission, json=schema)
+    assert isinstance(error, UnsupportedFeature)
+    assert f"{keyword!r} at {pointer!r}" in str(error)
+    assert error.param == "structured_outputs.json"
+
+
+def test_what_no_text_satisfies_is_refused(admission):
+    loop = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    assert "no text" in str(refused(admission, json=loop))
+    assert "no text" in str(refused(admission, grammar="start: a\na: start"))
+
+
+def test_a_pinned_backend_without_fallback_says_what_it_lacks():
+    pytest.importorskip("outlines_core")
+    config = StructuredOutputsConfig(backend="outlines", disable_fallback=True)
+    admission = Admission(config, word_vocabulary)
+    try:
+        schema = {"type": "integer", "minimum": 3}
+        assert "'minimum' at '#'" in str(refused(admission, json=schema))
+        config = StructuredOutputsConfig(backend="outlines")
+        other = Admission(config, word_vocabulary)
+        admitted = other.admit(StructuredOutputsParams(json=schema))
+        assert admitted.grammar.backend == "guidance"
+        strict = StructuredOutputsParams(json=schema, disable_fallback=True)
+        with pytest.raises(UnsupportedFeature, match="backend outlines"):
+            other.admit(strict)
+        other.close()
+    finally:
+        admission.close()
+
+
+HOSTILE = {
+    "repeated": [
+        "(a{1,1000}){1,1000}",
+        "((a{0,100}){0,100}){0,100}",
+        "((((a{20}){20}){20}){20}){20}",
+    ],
+    "nested": ["(" * 2000 + "a" + ")" * 2000, "(?:" * 1500 + "a" + ")*" * 1500],
+    "ambiguous": ["(a*)*b", "(.*a){30}x", "[ab]*a[ab]{40}", "(a|aa)+" * 300 + "b"],
+    "classes": ["\\p{L}{1,4000}", "[^\\x00-\\x7F]{0,5000}\\d{0,3000}", "(?i)" + "ß" * 4000],
+    "malformed": ["(", "[", "a{", "*", "\\", "(?P<", "a{2,1}", "[z-a]", "(?<=a)b", "\\1"],
+}
+
+
+@pytest.mark.req("SEC-14")
+def test_hostile_constraints_end_in_time_and_nothing_breaks():
+    """Two hundred of them: an answer or a refusal each, within the limit, and the next one works."""
+    config = StructuredOutputsConfig(compile_seconds=2.0, compile_processes=1)
+    admission = Admission(config, word_vocabulary)
+    patterns = [p for group in HOSTILE.values() for p in group]
+    schemas = [{"type": "string", "pattern": p} for p in patterns if len(p) <= 4000]
+    many = {f"p{i}": {"type": "string", "enum": [f"v{j}" for j in range(100)]} for i in range(300)}
+    schemas += [
+        {"properties": many},
+        {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "ab"]} for i in range(14)]},
+        {"type": "array", "minItems": 10**6, "items": {}},
+        {"type": "string", "minLength": 10**6},
+        {"type": "integer", "multipleOf": 10**30},
+        {"enum": list(range(20_000))},
+        {"$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{(i * 7 + k) % 90}"} for k in range(8)]}
+                   for i in range(90)}, "$ref": "#/$defs/d0"},
+        *({"type": "object", "required": [f"k{i}" for i in range(n)]} for n in range(50, 2000, 50)),
+        *({"type": "object", "minProperties": n} for n in range(1000, 40_000, 1000)),
+        *({"type": "string", "pattern": f"^({'|'.join('ab' * i for i in range(1, n))})*$"}
+          for n in range(10, 40)),
+    ]  # fmt: skip
+    grammars = [
+        "root ::= root", "root ::= root root | \"\"", 'root ::= "a" root "b" | root | ""',
+        "root ::= " + "(" * 3000, 'root ::= "a"{1,100000}', "start: " + "x " * 500,
+        "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)) + "\nr60 ::= \"a\"\nroot ::= r0",
+        *(f'root ::= ("a" | "b"){{{n}}}' for n in range(1000, 20_000, 1000)),
+        *("root ::= " + " | ".join(f'"{i}" x{i}' for i in range(n)) for n in range(2, 40)),
+    ]  # fmt: skip
+    jobs = [{"regex": p} for p in patterns] + [{"json": s} for s in schemas]
+    jobs += [{"grammar": g} for g in grammars]
+    assert len(jobs) >= 200
+    answers, said = {"admitted": 0, "refused": 0}, []
+    try:
+        for job in jobs:
+            begin = time.monotonic()
+            try:
+                admission.admit(StructuredOutputsParams(**job, disable_fallback=True))
+                answers["admitted"] += 1
+            except RequestError as error:
+                answers["refused"] += 1
+                said.append(str(error))
+            assert time.monotonic() - begin < 10.0, str(job)[:200]
+        assert admission.admit(StructuredOutputsParams(regex="still [a-z]+"))
+    finally:
+        admission.close()
+    assert answers["refused"] > 50
+    assert not [text for text in said if len(text) > 700 or "panic" in text]
+
+
+@pytest.mark.req("SEC-14")
+def test_a_compilation_that_takes_too_long_is_killed_and_the_next_one_works():
+    pytest.importorskip("outlines_core")
+    processes = CompileProcesses(word_vocabulary, count=1, seconds=0.5, memory_bytes=256 << 20)
+    try:
+        processes.compile(GrammarSpec("outlines", "regex", "ab"))
+        slow = GrammarSpec("outlines", "regex", "[ab]*a[ab]{22}")
+        begin = time.monotonic()
+        with pytest.raises(RequestError, match=r"within 0\.5 s|memory"):
+            processes.compile(slow)
+        assert time.monotonic() - begin < 5.0
+        processes.compile(GrammarSpec("outlines", "regex", "abc"))
+    finally:
+        processes.close()
+
+
+@pytest.mark.req("SEC-14")
+def test_a_compilation_that_takes_too_much_memory_ends():
+    pytest.importorskip("outlines_core")
+    processes = CompileProcesses(word_vocabulary, count=1, seconds=30, memory_bytes=16 << 20)
+    try:
+        with pytest.raises(RequestError, match="memory"):
+            processes.compile(GrammarSpec("outlines", "regex", "[ab]*a[ab]{18}"))
+        processes.compile(GrammarSpec("outlines", "regex", "abc"))
+    finally:
+        processes.close()
+
+
+@pytest.mark.req("SEC-14")
+@pytest.mark.req("SEC-16")
+def test_many_distinct_schemas_leave_memory_flat(admission):
+    def resident(pid):
+        with open(f"/proc/{pid}/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def admit(numbers):
+        for i in numbers:
+            schema = {"type": "object", "properties": {f"name{i}": {"type": "string"}}}
+            admission.admit(StructuredOutputsParams(json=schema))
+
+    admit(range(200))
+    (child,) = children(admission)
+    before = (resident(os.getpid()), resident(child.pid))
+    admit(range(200, 700))
+    after = (resident(os.getpid()), resident(child.pid))
+    assert all(a - b < 24 << 20 for a, b in zip(after, before))
+    assert len(admission._verdicts) <= MAX_VERDICTS
+
+
+def test_equal_constraints_at_once_compile_once(admission, monkeypatch):
+    calls, compile_ = [], admission._processes.compile
+    released = threading.Event()
+
+    def slow(spec):
+        calls.append(spec)
+        released.wait(5)
+        return compile_(spec)
+
+    monkeypatch.setattr(admission._processes, "compile", slow)
+    params = StructuredOutputsParams(regex="once [0-9]+")
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(admission.admit(params))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    released.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 6
+    assert len(calls) == 1

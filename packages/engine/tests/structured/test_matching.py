@@ -1,0 +1,185 @@
+"""A request's constraint in the worker: end tokens, replay, and the text that it waits for."""
+
+import numpy as np
+import pytest
+
+from headrace_core.errors import UnsupportedFeature
+from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
+from headrace_core.testing.grammar import BYTES, bits
+from headrace_engine.structured import reasoning
+from headrace_engine.structured.matching import ConstraintMaker, fill_masks
+from headrace_engine.structured.store import GrammarStore
+
+END, THINK_END = 256, 257
+TOKENS = [*BYTES, b"</s>", b"</think>", b">\n", b">{", b"x</think>a", b"</th", b"ink>", b"ab"]
+VOCABULARY = Vocabulary(TOKENS, frozenset({END, THINK_END}))
+
+
+@pytest.fixture(scope="module")
+def store():
+    made = GrammarStore(lambda: VOCABULARY, 1 << 26)
+    yield made
+    made.close()
+
+
+def make(store, regex, output=(), start_after=""):
+    spec = GrammarSpec("guidance", "regex", regex)
+    return ConstraintMaker(store).make(Constraint(spec, (END,), start_after), list(output))
+
+
+def mask(constraint):
+    fill_masks([constraint])
+    return None if constraint.words is None else bits(constraint.words)
+
+
+@pytest.mark.spec("SO-API")
+def test_end_tokens_are_possible_where_the_output_is_complete_and_only_there(store):
+    constraint = make(store, "ab?")
+    assert mask(constraint) == [ord("a"), TOKENS.index(b"ab")]
+    constraint.observe(ord("a"))
+    assert mask(constraint) == [ord("b"), END]
+    constraint.observe(ord("b"))
+    assert mask(constraint) == [END]
+    constraint.observe(END)
+    assert mask(constraint) is None, "a step may be under way already: anything goes"
+
+
+def test_several_end_tokens(store):
+    spec = GrammarSpec("guidance", "regex", "a")
+    constraint = ConstraintMaker(store).make(Constraint(spec, (END, 300, THINK_END)), [97])
+    assert mask(constraint) == [END, THINK_END]
+
+
+def test_a_resumed_request_continues_where_it_was(store):
+    fresh = make(store, "(ab|cd)+")
+    for token in b"abcda":
+        fresh.observe(token)
+    assert mask(make(store, "(ab|cd)+", b"abcda")) == mask(fresh) == [ord("b")]
+
+
+def test_a_token_that_the_mask_forbade_leaves_nothing(store, caplog):
+    constraint = make(store, "ab")
+    constraint.observe(ord("z"))
+    assert mask(constraint) == []
+    assert "which its mask allowed" in caplog.text
+
+
+def test_rows_of_one_step(store):
+    constraints = [make(store, regex) for regex in ("a", "b", "[cd]")] + [make(store, "a", b"a")]
+    fill_masks(constraints)
+    found = [bits(c.words) for c in constraints]
+    assert found == [[97], [98], [99, 100], [END]]
+
+
+@pytest.mark.spec("SO-REASONING")
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        [THINK_END],
+        list(b"</think>"),
+        [TOKENS.index(b"</th"), TOKENS.index(b"ink>")],
+        [*b"</thi</think>"],
+    ],
+)
+def test_the_constraint_begins_behind_the_marker(store, spelling):
+    constraint = make(store, "[0-9]{2}", start_after="</think>")
+    assert mask(constraint) is None or END in mask(constraint)
+    for token in [*b"any reasoning < / > ", *spelling]:
+        constraint.observe(token)
+    assert mask(constraint) == list(b"0123456789")
+    for token in b"42":
+        constraint.observe(token)
+    assert mask(constraint) == [END]
+
+
+@pytest.mark.spec("SO-REASONING")
+def test_text_behind_the_marker_in_the_same_token_counts(store):
+    constraint = make(store, "\\{[0-9]\\}", start_after="</think>")
+    for token in b"so </think":
+        constraint.observe(token)
+    allowed = mask(constraint)
+    assert TOKENS.index(b">{") in allowed
+    assert TOKENS.index(b">\n") not in allowed, "the grammar does not allow the line end"
+    assert ord(">") in allowed
+    constraint.observe(TOKENS.index(b">{"))
+    assert mask(constraint) == list(b"0123456789")
+
+
+@pytest.mark.spec("SO-REASONING")
+def test_a_token_that_holds_the_whole_marker(store):
+    assert TOKENS.index(b"x</think>a") not in mask(make(store, "[0-9]", start_after="</think>"))
+    constraint = make(store, "ab", start_after="</think>")
+    constraint.observe(TOKENS.index(b"x</think>a"))
+    assert mask(constraint) == [ord("b")]
+
+
+def test_an_end_token_in_the_reasoning_ends_it_all(store):
+    constraint = make(store, "[0-9]", start_after="</think>")
+    constraint.observe(END)
+    assert mask(constraint) is None
+
+
+class Marked:
+    start_marker = "<think>"
+    end_marker = "</think>"
+
+
+class Unmarked:
+    start_marker = ""
+    end_marker = ""
+
+
+@pytest.mark.spec("SO-REASONING")
+@pytest.mark.parametrize(
+    ("tail", "begins_answer", "expected"),
+    [
+        ("<|assistant|>", True, "</think>"),
+        ("<|assistant|><think>\n", True, "</think>"),
+        ("<|assistant|><think>\n\n</think>\n\n", True, ""),
+        ("<think>old</think>answer<|user|>more<|assistant|>", True, "</think>"),
+        ("<|assistant|><think>done</think>The ans", False, ""),
+        ("<|assistant|><think>done</think>The ans<think>", False, "</think>"),
+        ("plain text", False, "</think>"),
+    ],
+)
+def test_where_the_prompt_has_ended_the_reasoning(tail, begins_answer, expected):
+    assert reasoning.start_after(Marked, tail, begins_answer=begins_answer) == expected
+    assert reasoning.start_after(None, tail, begins_answer=begins_answer) == ""
+
+
+def test_a_format_without_an_end_is_refused():
+    with pytest.raises(UnsupportedFeature, match="does not mark"):
+        reasoning.start_after(Unmarked, "", begins_answer=True)
+
+
+def test_grammars_are_kept_up_to_their_bytes():
+    store = GrammarStore(lambda: VOCABULARY, 3000)
+    try:
+        for i in range(20):
+            spec = GrammarSpec("guidance", "regex", f"a{{{i}}}")
+            store.request(Constraint(spec, (END,), size_bytes=1000)).result(10)
+        assert store.size_bytes <= 3000
+        again = store.request(Constraint(spec, (END,), size_bytes=1000))
+        assert again.done()
+    finally:
+        store.close()
+
+
+def test_masks_are_applied_to_their_rows_only(store):
+    torch = pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    from headrace_engine.sampling.masks import apply_constraints
+
+    free, bound = make(store, "[ab]", b"a"), make(store, "b")
+    free.observe(END)
+    fill_masks([free, bound])
+    logits = torch.arange(3 * len(TOKENS), dtype=torch.float32).reshape(3, -1)
+    before = logits.clone()
+    rules = [
+        (0, SimpleNamespace(constraint=free), None),
+        (2, SimpleNamespace(constraint=bound), None),
+    ]
+    apply_constraints(logits, SimpleNamespace(rules=rules))
+    assert torch.equal(logits[:2], before[:2])
+    assert np.flatnonzero(np.isfinite(logits[2].numpy())).tolist() == [ord("b")]

@@ -1,0 +1,78 @@
+"""Limits that are checked before anything is compiled."""
+
+import time
+
+import pytest
+
+from headrace_core.config import StructuredOutputsConfig
+from headrace_core.errors import RequestError
+from headrace_core.sampling import StructuredOutputsParams
+from headrace_engine.structured.source import source_of
+
+CONFIG = StructuredOutputsConfig(max_source_bytes=10_000, max_depth=8, max_regex_length=50)
+
+
+def nested(levels, value=None):
+    found = {} if value is None else value
+    for _ in range(levels):
+        found = {"type": "array", "items": found}
+    return found
+
+
+@pytest.mark.req("SEC-14")
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"json": {"enum": ["x" * 11_000]}},
+        {"json": '"' + "x" * 11_000 + '"'},
+        {"json": nested(20)},
+        {"json": "[" * 5_000},
+        {"json": '{"a": ' * 1_500},
+        {"json": {"pattern": "a" * 51}},
+        {"json": {"patternProperties": {"a" * 51: {}}}},
+        {"json": {"properties": {"x": {"items": {"pattern": "a" * 51}}}}},
+        {"json": {"enum": [float("nan")]}},
+        {"json": {"enum": [{1, 2}]}},
+        {"json": "{"},
+        {"json": "nul"},
+        {"json": True, "whitespace_pattern": "a" * 51},
+        {"regex": "a" * 51},
+        {"regex": "\ud800"},
+        {"grammar": 'root ::= "' + "a" * 11_000 + '"'},
+        {"choice": ["a" * 11_000]},
+        {"choice": [str(i) for i in range(11_000)]},
+        {"structural_tag": {"format": nested(30)}},
+        {"structural_tag": {"structures": [{"begin": "a", "end": "b", "schema": {"type": 5}}],
+                            "triggers": ["a"]}},
+        {"structural_tag": "[]]"},
+    ],
+    ids=lambda given: next(iter(given)),
+)  # fmt: skip
+def test_too_large_too_deep_or_no_json(given):
+    begin = time.perf_counter()
+    with pytest.raises(RequestError) as caught:
+        source_of(StructuredOutputsParams(**given), CONFIG)
+    assert time.perf_counter() - begin < 1.0
+    assert caught.value.param.startswith("structured_outputs.")
+    assert len(str(caught.value)) < 500
+
+
+def test_the_same_schema_in_any_form_is_one_source():
+    as_text = StructuredOutputsParams(json='{"type" : "integer", "format":"int32"}')
+    as_object = StructuredOutputsParams(json={"type": "integer"})
+    assert source_of(as_text, CONFIG) == source_of(as_object, CONFIG)
+    assert (
+        source_of(as_text, CONFIG).spec("guidance").key
+        != source_of(as_text, CONFIG).spec("xgrammar").key
+    )
+
+
+def test_options_of_a_request_and_of_the_operator():
+    compact = StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True,
+                                      disable_additional_properties=True)  # fmt: skip
+    schema = {"properties": {"a": {}}}
+    source = source_of(StructuredOutputsParams(json=schema), compact)
+    assert not source.any_whitespace
+    assert '"additionalProperties": false' in source.text
+    with pytest.raises(RequestError, match="whitespace_pattern"):
+        source_of(StructuredOutputsParams(json=schema, whitespace_pattern="[ ]?"), compact)

@@ -1,0 +1,113 @@
+"""Structural tags as Lark: both forms, every type, special tokens as marks."""
+
+import json
+
+import pytest
+
+from headrace_core.errors import RequestError
+from headrace_core.grammar import GrammarSpec, Vocabulary
+from headrace_core.testing.grammar import BYTES, allowed
+from headrace_engine.structured.backends.guidance import GuidanceBackend
+
+TOKENS = [*BYTES, b"</s>", b"<call>", b"</call>"]
+VOCABULARY = Vocabulary(TOKENS, frozenset({256, 257, 258}))
+CONST = {"type": "const_string", "value": "A:"}
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 9}}
+TEXT = {"type": "any_text"}
+
+
+def tag(begin, content, end):
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return GuidanceBackend(VOCABULARY)
+
+
+def sentence(backend, form, tokens):
+    """None: not even a beginning of one; else whether it is complete."""
+    spec = GrammarSpec("guidance", "structural_tag", json.dumps({"format": form}))
+    assert backend.refuse(spec) == []
+    matcher = backend.compile(spec).matcher()
+    return matcher.complete if matcher.advance(list(tokens)) else None
+
+
+@pytest.mark.spec("API-STRUCT")
+@pytest.mark.parametrize(
+    ("form", "whole", "beginnings", "wrong"),
+    [
+        (CONST, ["A:"], ["A"], ["B", "A:x"]),
+        (NUMBER, ["7"], [""], ["x", "77"]),
+        ({"type": "regex", "pattern": "a/b\n[0-9]"}, ["a/b\n1"], ["a/"], ["a1"]),
+        ({"type": "grammar", "grammar": 'root ::= "(" root ")" | "x"'}, ["((x))"], ["(x"], [")"]),
+        (TEXT, ["", "anything <call"], [], []),
+        ({"type": "sequence", "elements": [CONST, NUMBER]}, ["A:3"], ["A:"], ["3"]),
+        ({"type": "sequence", "elements": [TEXT, CONST, NUMBER]}, ["so A:3"], ["so A:"], ["A:x"]),
+        ({"type": "or", "elements": [CONST, NUMBER]}, ["A:", "5"], ["A"], ["A:5"]),
+        (tag("<n>", NUMBER, "</n>"), ["<n>4</n>"], ["<n>4"], ["4", "<n>x"]),
+        (tag("<n>", NUMBER, ["!", "?"]), ["<n>4!", "<n>4?"], ["<n>4"], ["<n>4."]),
+        (tag("<t>", TEXT, "</t>"), ["<t>x < y</t>"], ["<t>x </"], ["<t></t>x"]),
+        (
+            {"type": "triggered_tags", "triggers": ["<f"],
+             "tags": [tag("<f1>", NUMBER, ";"), tag("<f2>", CONST, ";")]},
+            ["", "free", "a<f1>3;b<f2>A:;"], ["<f1>", "<f", "<f2>A"], ["<f3", "<f1>A", "<f1>3.", ],
+        ),
+        (
+            {"type": "triggered_tags", "triggers": ["<f"], "tags": [tag("<f1>", NUMBER, ";")],
+             "at_least_one": True, "stop_after_first": True},
+            ["so <f1>3;"], ["", "so"], ["<f1>3;x"],
+        ),
+        (
+            {"type": "tags_with_separator", "separator": ",", "tags": [tag("[", NUMBER, "]")],
+             "at_least_one": True},
+            ["[1]", "[1],[2]"], ["", "[1],"], ["[1][2]"],
+        ),
+    ],
+)  # fmt: skip
+def test_every_type(backend, form, whole, beginnings, wrong):
+    assert {text: sentence(backend, form, text.encode()) for text in whole} == dict.fromkeys(
+        whole, True
+    )
+    assert {t: sentence(backend, form, t.encode()) for t in beginnings} == dict.fromkeys(
+        beginnings, False
+    )
+    assert {t: sentence(backend, form, t.encode()) for t in wrong} == dict.fromkeys(wrong)
+
+
+def test_marks_that_are_special_tokens_are_matched_as_tokens(backend):
+    form = {"type": "triggered_tags", "triggers": ["<call>"],
+            "tags": [tag("<call>", NUMBER, "</call>")]}  # fmt: skip
+    assert sentence(backend, form, [*b"so ", 257, ord("3"), 258]) is True
+    assert sentence(backend, form, [*b"so ", 257, ord("x")]) is None
+    spec = GrammarSpec("guidance", "structural_tag", json.dumps({"format": form}))
+    matcher = backend.compile(spec).matcher()
+    assert {257} == {256, 257, 258} & set(allowed(matcher, VOCABULARY))
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ({"type": "tag", "begin": "a"}, "'content' at '#/format'"),
+        ({"type": "sequence", "elements": []}, "'elements' at '#/format'"),
+        ({"type": "sequence", "elements": [5]}, "'#/format/elements/0'"),
+        (tag(5, TEXT, ""), "'begin' at '#/format'"),
+        ({"type": "triggered_tags", "triggers": ["x"], "tags": [tag("a", TEXT, "")]}, "'begin'"),
+    ],
+)
+def test_malformed_tags_are_named_with_their_place(backend, form, place):
+    spec = GrammarSpec("guidance", "structural_tag", json.dumps({"format": form}))
+    with pytest.raises(RequestError, match=place):
+        backend.refuse(spec)
+
+
+def test_what_has_no_counterpart_is_refused(backend):
+    def reasons(form):
+        spec = GrammarSpec("guidance", "structural_tag", json.dumps({"format": form}))
+        return backend.refuse(spec)
+
+    assert "'token' at '#/format'" in reasons({"type": "token", "token": 5})[0]
+    assert "'max_tokens'" in reasons({"type": "any_text", "max_tokens": 5})[0]
+    assert "'style'" in reasons({**NUMBER, "style": "qwen_xml"})[0]
+    assert "any_text" in reasons({"type": "sequence", "elements": [TEXT, NUMBER]})[0]
+    assert "'not'" in reasons({"type": "json_schema", "json_schema": {"not": {}}})[0]
