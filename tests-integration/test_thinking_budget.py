@@ -52,7 +52,6 @@ def test_reasoning_ends_where_its_budget_does():
                 place = before + 1 + min(budget, length)
                 assert bound.token_ids.index(end) == place
                 assert bound.token_ids[:place] == free.token_ids[:place]
-                assert bound.token_ids.count(end) == 1
                 assert bound.text.partition("</think>")[2].strip(), "the answer follows"
             plain = await answer(engine, "p", think=False)
             again = await answer(engine, "p", think=False, thinking_token_budget=0)

@@ -342,7 +342,7 @@ def test_a_failing_update_reaches_the_other_processors(
         h.step({"a": 5}, [h.new("a", PROMPT, greedy(name="a"))])
     assert [name for name, _, _ in recorder.slots.values()] == ["a"]
     monkeypatch.setattr(Raises, "where", "nowhere")
-    monkeypatch.setattr(Raises, "apply", Recorder.apply)
+    monkeypatch.setattr(Raises, "apply", lambda self, logits: logits)
     h.step({"b": 5}, [h.new("b", PROMPT, greedy(name="b"))], gone=["a"])
     assert [name for name, _, _ in recorder.slots.values()] == ["b"]
 

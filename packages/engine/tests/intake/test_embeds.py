@@ -154,7 +154,8 @@ BAD_FILES: dict[str, Any] = {
     "no tensor": lambda: save({}),
     "a list": lambda: torch_file([rows()]),
     "a dictionary": lambda: torch_file({"x": rows()}),
-    "a zip": lambda: replaced(torch_file(rows()), "nothing", b""),
+    "no pickle in it": lambda: replaced(torch_file(rows()), "data.pkl", b""),
+    "text for a pickle": lambda: replaced(torch_file(rows()), "data.pkl", b"hello"),
     "storage too short": lambda: replaced(torch_file(rows()), "data/0", b"1234"),
     "header too long": lambda: struct.pack("<Q", 2**62) + b"{}",
     "header lies": lambda: safetensors_with(data_offsets=[0, 2**40]),
@@ -166,6 +167,7 @@ BAD_FILES: dict[str, Any] = {
 
 @pytest.mark.spec("PROMPT-EMBEDS")
 @pytest.mark.req("SEC-10")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
 @pytest.mark.parametrize("kind", BAD_TENSORS)
 def test_bad_tensors_are_refused_however_they_come(decoder: EmbedsDecoder, kind: str) -> None:
     tensor = BAD_TENSORS[kind]()
