@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 from servers import serving, wait_for
+
+from headrace import LLM, SamplingParams
+from headrace_core.errors import RequestError
 
 ROOT = Path(__file__).parents[1]
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
@@ -156,7 +160,9 @@ def test_workers_and_settings_can_be_asked(server):
 def test_log_lines_are_json(server):
     lines = [json.loads(line) for line in server.log if line.startswith("{")]
     assert len(lines) > 10
-    assert len(lines) >= len(server.log) - 2, [x for x in server.log if not x.startswith("{")]
+    others = [line for line in server.log if not line.startswith("{")]
+    native = ("External init callback", "profiler_start", "profiler_stop")  # torch's own profiler
+    assert [line for line in others if not any(word in line for word in native)] == []
     assert {"time", "level", "logger", "message"} <= set(lines[0])
     assert any("memory plan" in line["message"] for line in lines)
 
@@ -196,3 +202,52 @@ def test_the_minimal_server():
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
+
+
+@pytest.mark.spec("ENGINE-LLM-CONTROL")
+def test_offline_control(tmp_path):
+    config = {
+        "profiler": "torch",
+        "torch_profiler_dir": str(tmp_path),
+        "torch_profiler_with_stack": False,
+    }
+    with LLM(use_tqdm_on_load=False, profiler_config=config) as llm:
+        [report] = llm.collective_rpc("report")
+        assert report["rank"] == 0
+        for wrong in ("close", lambda worker: worker):
+            with pytest.raises(RequestError):
+                llm.collective_rpc(wrong)
+        llm.start_profile()
+        llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        llm.stop_profile()
+    assert list(tmp_path.glob("*.json.gz"))
+
+
+@pytest.mark.req("REL-19")
+def test_a_server_whose_log_nobody_reads():
+    """Its standard error is a pipe that is full; it still answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "serve", "--port", str(port)],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}/v1/models"
+    try:
+
+        def answers() -> bool:
+            try:
+                return urllib.request.urlopen(url, timeout=5).status == 200
+            except OSError:
+                return False
+
+        wait_for(answers, 60, "it did not start")
+        for _ in range(1500):  # 64 KiB of access log and more
+            assert answers()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stderr.close()

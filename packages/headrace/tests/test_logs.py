@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
+import threading
+import time
 
 import pytest
 
 from headrace import logs
 from headrace.cli import main
 from headrace_core.errors import AddressError, ConfigError
-from headrace_core.log_lines import JsonLines, writes_json
+from headrace_core.log_lines import JsonLines, ThreadedHandler, writes_json
 
 pytestmark = pytest.mark.spec("OBS-LOG")
 
@@ -29,6 +32,12 @@ def _as_before(monkeypatch):
         logger.setLevel(level)
 
 
+def shown(capsys):
+    """What has come out, once all of it has."""
+    logs.flush()
+    return capsys.readouterr()
+
+
 def test_json_lines(capsys):
     logs.configure(log_format="json")
     logger = logging.getLogger("headrace_engine.somewhere")
@@ -37,7 +46,7 @@ def test_json_lines(capsys):
         raise ValueError("what went wrong")
     except ValueError:
         logger.exception("failed")
-    first, second = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    first, second = [json.loads(line) for line in shown(capsys).err.splitlines()]
     assert first["message"] == "two\nlines of Grüße"
     assert first["request_id"] == "r1"
     assert (first["level"], first["logger"]) == ("INFO", "headrace_engine.somewhere")
@@ -52,7 +61,7 @@ def test_the_environment_chooses(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_LOGGING_STREAM", "stdout")
     logs.configure()
     logging.getLogger("headrace").info("here")
-    assert json.loads(capsys.readouterr().out)["message"] == "here"
+    assert json.loads(shown(capsys).out)["message"] == "here"
     monkeypatch.setenv("HEADRACE_LOGGING_STREAM", "file")
     with pytest.raises(ConfigError, match="HEADRACE_LOGGING_STREAM"):
         logs.configure()
@@ -61,17 +70,17 @@ def test_the_environment_chooses(monkeypatch, capsys):
 def test_text_is_the_default(capsys):
     logs.configure()
     logging.getLogger("headrace").warning("here")
-    assert capsys.readouterr().err.startswith("WARNING ")
+    assert shown(capsys).err.startswith("WARNING ")
     assert not writes_json("headrace")
 
 
 def test_colours(monkeypatch, capsys):
-    for wanted, shown in (("1", True), ("0", False), ("auto", False)):
+    for wanted, is_shown in (("1", True), ("0", False), ("auto", False)):
         monkeypatch.setenv("HEADRACE_LOGGING_COLOR", wanted)
         logs.configure()
         logging.getLogger("headrace").warning("two\nlines")
-        text = capsys.readouterr().err
-        assert text.count("\x1b[33mWARNING\x1b[0m") == (2 if shown else 0)
+        text = shown(capsys).err
+        assert text.count("\x1b[33mWARNING\x1b[0m") == (2 if is_shown else 0)
 
 
 def test_a_configuration_file(tmp_path, capsys):
@@ -85,7 +94,7 @@ def test_a_configuration_file(tmp_path, capsys):
     file.write_text(json.dumps(config))
     logs.configure(config_file=str(file))
     logging.getLogger("headrace").info("here")
-    assert json.loads(capsys.readouterr().err)["message"] == "here"
+    assert json.loads(shown(capsys).err)["message"] == "here"
     file.write_text("{")
     with pytest.raises(ConfigError, match="logging configuration"):
         logs.configure(config_file=str(file))
@@ -109,4 +118,49 @@ def test_exit_statuses(monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "headrace.cli.plugins", Broken)
     assert main.run("plugins", []) == main.EXIT_BUG
-    assert capsys.readouterr().err.splitlines()[-1].startswith("headrace plugins: this is a bug")
+    assert shown(capsys).err.splitlines()[-1].startswith("headrace plugins: this is a bug")
+
+
+class _Stalled(io.StringIO):
+    """A log that nobody reads for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = threading.Event()
+
+    def write(self, text):
+        assert self.read.wait(30)
+        return super().write(text)
+
+
+@pytest.mark.req("REL-19")
+def test_a_log_that_nobody_reads_stops_nobody():
+    stream = _Stalled()
+    handler = ThreadedHandler(stream, max_waiting=10)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    begin = time.monotonic()
+    for index in range(1000):
+        handler.handle(logging.LogRecord("n", logging.INFO, "", 0, "line %d", (index,), None))
+    assert time.monotonic() - begin < 1
+    assert 985 <= handler.num_dropped <= 991
+    stream.read.set()
+    handler.handle(logging.LogRecord("n", logging.INFO, "", 0, "last", (), None))
+    handler.close()
+    lines = stream.getvalue().splitlines()
+    assert "line 0" in lines
+    told = [int(line.split()[0]) for line in lines if "were dropped: nobody read the log" in line]
+    assert sum(told) == handler.num_dropped
+    assert len(lines) <= 13
+
+
+@pytest.mark.req("REL-14")
+def test_a_full_disk_stops_nobody():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    handler = ThreadedHandler(Full())
+    for _ in range(5):
+        handler.handle(logging.LogRecord("n", logging.INFO, "", 0, "x", (), None))
+    handler.close()
+    assert handler.num_dropped == 5

@@ -46,7 +46,10 @@ class Raw:
             self.writer.close()
 
 
-async def test_heads_that_do_not_come(live: Any, until: Any) -> None:
+async def test_heads_that_do_not_come(
+    live: Any, until: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_HTTP_TIMEOUT_KEEP_ALIVE", "1")
     server = await live(FakeEngine("x"), header_timeout=0.3)
     begin = time.monotonic()
     silent, partial, again = [await Raw.to(server) for _ in range(3)]
@@ -56,8 +59,9 @@ async def test_heads_that_do_not_come(live: Any, until: Any) -> None:
     assert (await partial.rest()).startswith(b"HTTP/1.1 408 ")
     answers = await again.rest()
     assert answers.startswith(b"HTTP/1.1 200 ")
-    assert b"HTTP/1.1 408 " in answers
-    assert time.monotonic() - begin < 5
+    # What came of the next request waits for the rest as long as an idle connection may.
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert time.monotonic() - begin < 9
     # One byte after the other does not help.
     slow = await Raw.to(server)
     cut = asyncio.create_task(slow.rest())

@@ -51,7 +51,7 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         public_keys(ServerSettings(api_key_file=str(file)), {})
     assert caught.value.field == "api_key_file"
-    assert "canary" not in str(caught.value)
+    assert "canary" not in str(caught.value).replace(str(file), "")
 
 
 def test_no_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from headrace_core.engine import OutputStream
-from headrace_core.errors import EngineDead, MissingDependency, RequestError
+from headrace_core.errors import EngineDead, GenerateError, MissingDependency, RequestError
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.testing.engine import FakeEngine
@@ -136,10 +136,10 @@ async def test_requests_that_no_route_hears_the_end_of(live: Any, until: Any, st
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: engine.num_running == 0)
         assert [await count(r) for r in ("abort", "error", "stop", "length")] == [2, 0, 0, 0]
-        engine.fail_after = 2
+        engine.reject = GenerateError("failed")
         await client.post(server.url + "/v1/completions", json=body)
         assert [await count(r) for r in ("abort", "error")] == [2, 2]
-        engine.fail_after, engine.reject = None, RequestError("wrong")
+        engine.reject = RequestError("wrong")
         await client.post(server.url + "/v1/completions", json=body)
         assert [await count(r) for r in ("abort", "error")] == [2, 2]
 

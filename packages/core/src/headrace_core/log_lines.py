@@ -1,4 +1,4 @@
-"""Log lines as JSON: one object a line, for whatever collects logs.
+"""Log lines: as JSON, for whatever collects logs; and written by a thread, so that nobody waits.
 
 Here, and not with the command line, because processes of the engine's own write such lines too.
 """
@@ -8,6 +8,15 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import queue
+import threading
+import time
+from typing import TextIO
+
+MAX_WAITING = 10_000
+"""Lines that may wait for whoever reads the log."""
+LAST_LINES = 1.0
+"""Seconds that the end of a process waits for them."""
 
 EXTRA = ("request_id",)
 """Attributes of a record that become fields of their own, where they are set."""
@@ -31,6 +40,72 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             fields["error"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False, default=str)
+
+
+class ThreadedHandler(logging.Handler):
+    """Writes lines in a thread of its own. A log that nobody reads (a full pipe, a slow disk) stops
+    neither requests nor steps: lines are dropped then, and counted; the count is the next line.
+
+    Args:
+        stream: where lines go.
+        max_waiting: lines kept for it.
+    """
+
+    def __init__(self, stream: TextIO, max_waiting: int = MAX_WAITING) -> None:
+        super().__init__()
+        self.num_dropped = 0
+        """Since the start."""
+        self._stream = stream
+        self._lines: queue.Queue[str | None] = queue.Queue(max_waiting)
+        self._told = 0
+        self._thread = threading.Thread(target=self._write_all, name="headrace-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a line, or drop it."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            self.num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until what was logged is written; not longer than :data:`LAST_LINES`."""
+        deadline = time.monotonic() + LAST_LINES
+        while self._lines.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Write what waits, for a moment, and end the thread."""
+        self.flush()
+        try:
+            self._lines.put_nowait(None)
+        except queue.Full:  # it hangs in a write, and ends with the process
+            pass
+        else:
+            self._thread.join(LAST_LINES)
+        super().close()
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            self._lines.task_done()
+        self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        try:
+            if self.num_dropped > self._told:
+                missing, self._told = self.num_dropped - self._told, self.num_dropped
+                record = logging.LogRecord(
+                    __name__, logging.WARNING, __file__, 0,
+                    "%d log lines were dropped: nobody read the log", (missing,), None,
+                )  # fmt: skip
+                line = f"{self.format(record)}\n{line}"
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # the disk is full, or the stream closed
+            self.num_dropped += 1
 
 
 def writes_json(name: str) -> bool:

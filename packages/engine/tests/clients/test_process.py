@@ -33,7 +33,7 @@ FACTORY = "engine_fakes:core_factory"
 @pytest.fixture(autouse=True)
 def _surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Children find the fakes; sockets live where we can see that they are removed."""
-    monkeypatch.setenv("PYTHONPATH", str(FAKES))
+    monkeypatch.setenv("PYTHONPATH", str(FAKES), prepend=os.pathsep)
     short = tempfile.mkdtemp(dir="/tmp", prefix="hr")  # socket paths must be short
     monkeypatch.setenv("TMPDIR", short)
     monkeypatch.setattr(tempfile, "tempdir", short)
@@ -246,24 +246,26 @@ def test_offline_over_a_process() -> None:
 @pytest.mark.spec("API-PAUSE")
 async def test_pause_and_calls_cross() -> None:
     running = engine(client(story="slow"))
-    params = SamplingParams(max_tokens=400, ignore_eos=True)
-    asked = [asyncio.create_task(collect(running, "x", params, f"r{i}")) for i in range(3)]
-    async with asyncio.timeout(10):
-        while not (await running.stats()).num_requests_running:
-            await asyncio.sleep(0.01)
-    assert await running.collective_rpc("report") == [{"rank": 0}]
-    await running.start_profile()
-    await running.stop_profile()
-    with pytest.raises(RequestError, match="must be one of"):
-        await running.collective_rpc("close")
-    await running.pause_generation()
-    for outputs in await asyncio.gather(*asked):
-        assert outputs[-1].outputs[0].finish_reason == "abort"
-    stats = await running.stats()
-    assert stats.num_free_blocks == stats.num_blocks
-    held = asyncio.create_task(collect(running, "x", SamplingParams(max_tokens=3), "held"))
-    await asyncio.sleep(0.05)
-    assert not held.done()
-    await running.resume_generation()
-    assert (await held)[-1].finished
-    await running.shutdown()
+    try:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        asked = [asyncio.create_task(collect(running, "x", params, f"r{i}")) for i in range(3)]
+        async with asyncio.timeout(10):
+            while not (await running.stats()).num_requests_running:
+                await asyncio.sleep(0.01)
+        assert await running.collective_rpc("report") == [{"rank": 0}]
+        await running.start_profile()
+        await running.stop_profile()
+        with pytest.raises(RequestError, match="must be one of"):
+            await running.collective_rpc("close")
+        await running.pause_generation()
+        for outputs in await asyncio.gather(*asked):
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+        stats = await running.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        held = asyncio.create_task(collect(running, "x", SamplingParams(max_tokens=3), "held"))
+        await asyncio.sleep(0.05)
+        assert not held.done()
+        await running.resume_generation()
+        assert (await held)[-1].finished
+    finally:
+        await running.shutdown()

@@ -8,6 +8,7 @@ stdout.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.config
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.log_lines import JsonLines
+from headrace_core.log_lines import JsonLines, ThreadedHandler
 
 Choice = TypeVar("Choice")
 
@@ -86,16 +87,25 @@ def configure(
     if level not in LEVELS:
         raise ConfigError(f"HEADRACE_LOGGING_LEVEL = {level!r}: must be one of {', '.join(LEVELS)}")
     stream = _choice("HEADRACE_LOGGING_STREAM", _STREAMS)()
-    handler = logging.StreamHandler(stream)
+    handler = ThreadedHandler(stream)
     if log_format == "text":
         log_format = _choice("HEADRACE_LOGGING_FORMAT", {"text": "text", "json": "json"})
     formatter = JsonLines() if log_format == "json" else LineFormatter(_is_coloured(stream))
     handler.setFormatter(formatter)
+    for old in logging.getLogger(ROOTS[0]).handlers:
+        old.close()
     for name in ROOTS:
         root = logging.getLogger(name)
         root.handlers = [handler]
         root.propagate = False
         root.setLevel(level)
+
+
+def flush() -> None:
+    """Have everything written that was logged, before a process says its last words."""
+    for handler in logging.getLogger(ROOTS[0]).handlers:
+        with contextlib.suppress(ValueError):  # its stream was closed before it
+            handler.flush()
 
 
 _STREAMS: Mapping[str, Callable[[], TextIO]] = {

@@ -320,7 +320,7 @@ def _add_gate(app: FastAPI, state: ServerState, gates: Gates) -> None:
         keys=gates.public,
         scope=settings.api_key_scope,
         open_paths=_open_paths(settings),
-        control_paths=CONTROL_PATHS,
+        control_paths=CONTROL_PATHS if state.admin is None else (),
         control_keys=gates.control,
     )
 

@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from headrace_core.engine import EngineStats
-from headrace_core.log_lines import JsonLines
+from headrace_core.log_lines import JsonLines, ThreadedHandler
 from headrace_engine.clients.wire import (
     Abort,
     Add,
@@ -115,9 +115,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hello = msgspec.json.decode(_read_line(), type=Hello)
-    logging.basicConfig(level=hello.log_level, format="%(levelname)s %(asctime)s %(message)s")
-    if hello.log_json:
-        logging.getLogger().handlers[0].setFormatter(JsonLines())
+    _configure_logging(hello)
     threading.Thread(
         target=_end_with_parent, args=(hello,), name="headrace-parent-watch", daemon=True
     ).start()
@@ -132,6 +130,14 @@ def main() -> None:
         sender.close()
         commands.close(linger=0)
         context.term()
+
+
+def _configure_logging(hello: Hello) -> None:
+    handler = ThreadedHandler(sys.stderr)
+    text = logging.Formatter("%(levelname)s %(asctime)s %(message)s")
+    handler.setFormatter(JsonLines() if hello.log_json else text)
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(hello.log_level)
 
 
 def _serve(hello: Hello, sender: Sender, commands: zmq.Socket[bytes]) -> None:

@@ -137,11 +137,11 @@ class _TorchTrace:
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
         )
-        self._profile.start()
+        self._profile.start()  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
         """Write the files under their final names only once they are whole."""
-        self._profile.stop()
+        self._profile.stop()  # type: ignore[no-untyped-call]
         folder = Path(self._config.torch_profiler_dir)
         folder.mkdir(parents=True, exist_ok=True)
         suffix = ".pt.trace.json" + (".gz" if self._config.torch_profiler_use_gzip else "")

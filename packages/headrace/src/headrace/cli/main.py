@@ -68,6 +68,7 @@ def run(name: str, words: Sequence[str]) -> int:
     try:
         return module.main(words)
     except HeadraceError as error:
+        _finish_log()
         print(f"headrace {name}: {error}", file=sys.stderr)
         return status_of(error)
     except KeyboardInterrupt:
@@ -79,13 +80,20 @@ def run(name: str, words: Sequence[str]) -> int:
     except Exception as error:
         import traceback
 
+        _finish_log()
         traceback.print_exc()
-        # Last, and in one line, what happened: nobody looks for it above a stack.
         print(
             f"headrace {name}: this is a bug in headrace: {type(error).__name__}: {error}",
             file=sys.stderr,
         )
         return EXIT_BUG
+
+
+def _finish_log() -> None:
+    """The error comes last, in one line: nobody looks for it above the log's."""
+    from headrace.logs import flush
+
+    flush()
 
 
 def status_of(error: BaseException) -> int:
