@@ -175,8 +175,6 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         if name == "metrics" and state.settings.disable_log_stats:
             continue
         built: APIRouter = router.build(state.engine, state.settings)
-        if state.settings.tokens_only:
-            built.routes[:] = [r for r in built.routes if _is_tokens_only(getattr(r, "path", ""))]
         state.paths.update(route.path for route in built.routes if isinstance(route, APIRoute))
         app.include_router(built)
     if state.settings.tokens_only:
@@ -191,11 +189,6 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
             include_in_schema=False,
             response_model=None,
         )
-
-
-def _is_tokens_only(path: str) -> bool:
-    kept = OPEN_PATHS | {"/load", "/metrics"}
-    return path in kept or path.startswith(("/v1/models", "/inference/"))
 
 
 def _add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:

@@ -18,7 +18,8 @@ from headrace_server.paths import raw_route_path, route_path
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 KEY_IN_SCOPE = "headrace_key"
-"""Where the gate leaves the :class:`~headrace_server.keys.Key` that a request carried."""
+"""Where the gate leaves the :class:`~headrace_server.keys.Key` that a request carried. A request
+that comes with one did not come over a socket: it is the operator's own, made in this process."""
 
 current_key: ContextVar[Key | None] = ContextVar("headrace_key", default=None)
 """The same for code that sees no request (an engine client): the key of the running request."""
@@ -56,7 +57,7 @@ class KeyGate:
             await self._app(scope, receive, send)
             return
         ring = self._control_keys if self._is_control(scope) else self._keys
-        key = ring.find(_given(scope)) if ring else None
+        key = scope.get(KEY_IN_SCOPE) or (ring.find(_given(scope)) if ring else None)
         if key is None and self._needs_key(scope):
             await _refuse(scope, send)
             return

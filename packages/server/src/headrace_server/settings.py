@@ -142,9 +142,6 @@ class ServerSettings:
         False, "Answer with X-Request-Id: the request's own, or a random one."
     )
     disable_fastapi_docs: bool = option(False, "No OpenAPI document, Swagger page or ReDoc page.")
-    tokens_only: bool = option(
-        False, "Serve only tokens in, tokens out (/inference/v1/generate), models and health."
-    )
     strict_requests: bool = option(
         None, "Unknown fields of a request body are a 400 that names the nearest known field. "
         "Default: off; on if hardened.",

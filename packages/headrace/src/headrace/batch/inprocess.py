@@ -11,6 +11,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from headrace_server.auth import KEY_IN_SCOPE
+from headrace_server.keys import Key
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,16 +26,10 @@ class Answer(NamedTuple):
 
 
 class InProcess:
-    """A client of an ASGI application.
+    """A client of the server's application, which it takes for the operator: it needs no key."""
 
-    Args:
-        app: the application.
-        key: sent as the bearer's, if the application asks for one.
-    """
-
-    def __init__(self, app: Any, key: str | None = None) -> None:
+    def __init__(self, app: Any) -> None:
         self._app = app
-        self._key = key
 
     async def post(self, path: str, body: bytes) -> Answer:
         """POST a JSON body and wait for the whole answer. Cancelling ends the request."""
@@ -50,13 +47,11 @@ class InProcess:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ]
-        if self._key is not None:
-            headers.append((b"authorization", f"Bearer {self._key}".encode()))
         return {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST",
             "scheme": "http", "path": path, "raw_path": path.encode(), "root_path": "",
             "query_string": b"", "headers": headers, "client": None, "server": ("batch", 0),
-            "extensions": {},
+            "extensions": {}, KEY_IN_SCOPE: Key("batch", b""),
         }  # fmt: skip
 
 

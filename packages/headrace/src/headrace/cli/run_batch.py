@@ -233,7 +233,6 @@ async def _serve(
     from headrace.batch.metrics_server import serving_metrics
     from headrace.batch.runner import Runner
     from headrace_server.app import INFERENCE_ROUTES
-    from headrace_server.auth import load_keys
 
     state = app.state.headrace
 
@@ -241,9 +240,8 @@ async def _serve(
         if state.engine.dead_error is not None:
             raise EngineDead("the engine has stopped; run the same command to go on")
 
-    keys = load_keys(state.settings)
     runner = Runner(
-        InProcess(app, keys[0] if keys else None),
+        InProcess(app),
         journal,
         paths=[path for path in INFERENCE_ROUTES if not path.startswith("/v1/audio/")],
         concurrency=concurrency,
