@@ -184,6 +184,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def requirements(session: nox.Session) -> None:
+    """List what is promised about security and reliability, and the tests that prove it."""
+    session.run("python", "tools/requirements.py", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
     _everything(session)
