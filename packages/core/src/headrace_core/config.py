@@ -281,7 +281,10 @@ class ParallelConfig:
 class DeviceConfig:
     """Where it runs."""
 
-    device: str = option("auto", "auto, cpu, cuda, or a platform plug-in's name.")
+    device: str = option(
+        "auto", "auto, cpu, cuda, sim (no model: predictable tokens, for tests of everything "
+        "around it), or a platform plug-in's name.",
+    )  # fmt: skip
     num_threads: int = option(
         0, "CPU threads for the model; 0: one for each core that the process may use."
     )
@@ -377,6 +380,21 @@ class ObservabilityConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimConfig:
+    """The simulated device (--device sim), which runs no model: how long its steps take."""
+
+    step_ms: float = option(5.0, "Milliseconds of a step.", flag="sim_step_ms")
+    token_us: float = option(
+        10.0, "Microseconds of each token in a step, prompts' included.", flag="sim_token_us"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "token_us"):
+            _check(0 <= getattr(self, name) <= 60_000, f"sim.{name}", getattr(self, name),
+                   "in 0..60000")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -389,6 +407,7 @@ class EngineConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import demo
-from headrace_core import plugins
+from headrace_core import failpoints, plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
-from headrace_core.config import CacheConfig, EngineConfig, resolve
+from headrace_core.config import CacheConfig, EngineConfig, SimConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
@@ -28,9 +28,10 @@ from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
+from headrace_core.platform import BringsWorker, CpuPlatform, CudaPlatform, Platform, detect
 
 if TYPE_CHECKING:
+    from headrace_core.executor import WorkerFactory
     from headrace_core.text import Tokenizer, TokenizerFactory
     from headrace_engine.clients.base import CoreClient
     from headrace_engine.core import EngineCore
@@ -96,6 +97,7 @@ def choose_platform(device: str) -> Platform:
         "auto": detect,
         "cpu": CpuPlatform,
         "cuda": CudaPlatform,
+        "sim": _sim_platform,
     }
     if device in built_in:
         return built_in[device]()
@@ -107,6 +109,14 @@ def choose_platform(device: str) -> Platform:
         )
     platform: Platform = others[device].load()()
     return platform
+
+
+def _sim_platform() -> Platform:
+    try:
+        from headrace_engine.sim.platform import SimPlatform
+    except ImportError as error:
+        raise _missing(error) from error
+    return SimPlatform()
 
 
 class FrontEnd(NamedTuple):
@@ -264,31 +274,54 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
 
 def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
     """Build the engine's core here: workers started, model loaded, cache allocated."""
-    with timeline.phase("import torch"):
-        import torch  # noqa: F401 - timed here, so that no other phase hides it
+    failpoints.warn()
+    brings_worker = isinstance(resolved.platform, BringsWorker)
+    if not brings_worker:
+        with timeline.phase("import torch"):
+            import torch  # noqa: F401 - timed here, so that no other phase hides it
 
-        import headrace_engine.execution.capture
-        import headrace_engine.execution.worker  # noqa: F401 - likewise
+            import headrace_engine.execution.capture
+            import headrace_engine.execution.worker  # noqa: F401 - likewise
+    with timeline.phase("import core"):
         from headrace_engine.core import EngineCore
     config = resolved.config
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )
+    make_worker = (
+        platforms_worker(resolved) if brings_worker else worker_factory(resolved, timeline)
+    )
     return EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(worker_factory(resolved, timeline)),
+        executor=executor_class(make_worker),
         timeline=timeline,
         fit_context=resolved.fit_context,
     )
 
 
+def platforms_worker(resolved: Resolved) -> WorkerFactory:
+    """Makes the worker of a platform that brings its own."""
+    platform = resolved.platform
+    assert isinstance(platform, BringsWorker)
+    return lambda: platform.make_worker(resolved.config, resolved.info)
+
+
 def worker_factory(resolved: Resolved, timeline: StartupTimeline) -> Callable[[], ModelWorker]:
-    """Makes the worker of the resolved model, which loads it when asked to."""
+    """Makes the worker of the resolved model, which loads it when asked to.
+
+    Raises:
+        ConfigError: settings of the simulated device, and another device.
+    """
     from headrace_engine.execution.capture import Capture
     from headrace_engine.execution.worker import ModelWorker
 
     config, info, platform, _ = resolved
+    if config.sim != SimConfig():
+        raise ConfigError(
+            f"sim = {config.sim!r}: has no effect on device {platform.device!r}; use --device sim",
+            field="sim",
+        )
     tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     assert tokens is not None
     assert seqs is not None
@@ -415,6 +448,8 @@ def _read_ahead(resolved: Resolved) -> None:
     """Have the weights read from disk while torch is imported."""
     from headrace_models.read_ahead import read_ahead
 
+    if isinstance(resolved.platform, BringsWorker):
+        return
     if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
         available = resolved.platform.available_memory()
         read_ahead(resolved.info.path, weight_bytes=resolved.info.weight_bytes, available=available)
