@@ -70,3 +70,5 @@ class CoreRequest:
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     """``params.bad_words`` as token sequences."""
+    owner: str = ""
+    """Who shares the engine under the fair policy (:mod:`headrace_core.owner`)."""

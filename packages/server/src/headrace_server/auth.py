@@ -11,18 +11,21 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_core.errors import ConfigError
+from headrace_core.owner import OWNER
 from headrace_server.paths import below_root, route_path
 from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE = "HEADRACE_API_KEY"
+_KEY_AND_NAME = r"(\S+)(?:\s+name=([\w.-]{1,64}))?"
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 
@@ -49,6 +52,13 @@ def _read_key_file(path: str) -> list[str]:
             field="api_key_file",
         ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for number, key in enumerate(keys, 1):
+        if re.fullmatch(_KEY_AND_NAME, key) is None:
+            raise ConfigError(  # the line is not shown: it holds a key
+                f"api_key_file = {path!r}: key {number} must be a word, or a word and name=NAME "
+                "with a name of letters, digits, '.', '_' and '-'",
+                field="api_key_file",
+            )
     if not keys:
         raise ConfigError(f"api_key_file = {path!r}: holds no key", field="api_key_file")
     return keys
@@ -58,7 +68,8 @@ class KeyGate:
     """ASGI middleware: 401 unless the request is open or carries one of the keys.
 
     Args:
-        keys: accepted keys; only their digests are kept.
+        keys: accepted keys, ``KEY`` or ``KEY name=NAME``; only their digests are kept. The name is
+            the request's owner (:mod:`headrace_core.owner`); keys without one have ``key-1``, ...
         scope: ``all`` or ``v1``, see :class:`ServerSettings`.
         open_paths: paths that need no key (scope ``all``).
     """
@@ -67,16 +78,23 @@ class KeyGate:
         self, app: ASGIApp, keys: Iterable[str], scope: str, open_paths: Iterable[str]
     ) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._owners = [_digest_and_owner(key, i) for i, key in enumerate(keys, 1)]
         self._narrow = scope == "v1"
         self._open = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        closed = scope["type"] != "lifespan" and self._needs_key(scope)
-        if closed and not self._has_key(scope):
+        if scope["type"] == "lifespan" or not self._needs_key(scope):
+            await self._app(scope, receive, send)
+            return
+        owner = self._owner(scope)
+        if owner is None:
             await _refuse(scope, send)
             return
-        await self._app(scope, receive, send)
+        token = OWNER.set(owner)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            OWNER.reset(token)
 
     def _needs_key(self, scope: Scope) -> bool:
         path = route_path(scope)
@@ -88,14 +106,23 @@ class KeyGate:
             return path.startswith("/v1") or raw.startswith("/v1")
         return not (path in self._open and raw == path)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _owner(self, scope: Scope) -> str | None:
+        """Whose key the request carries; None if it carries none that is accepted."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
         digest = _digest(key.strip() if kind.lower() == b"bearer" else b"")
-        found = False
-        for accepted in self._digests:  # all of them, whichever matches: constant time
-            found |= hmac.compare_digest(accepted, digest)
+        found = None
+        for accepted, owner in self._owners:  # all of them, whichever matches: constant time
+            if hmac.compare_digest(accepted, digest):
+                found = owner
         return found
+
+
+def _digest_and_owner(text: str, number: int) -> tuple[bytes, str]:
+    match = re.fullmatch(_KEY_AND_NAME, text)
+    if match is None:  # from the command line or the environment: taken as it is
+        return _digest(text.encode()), f"key-{number}"
+    return _digest(match[1].encode()), match[2] or f"key-{number}"
 
 
 def _digest(key: bytes) -> bytes:

@@ -49,7 +49,9 @@ class ServerSettings:
         (), "Key that clients must send as 'Authorization: Bearer KEY'; may be repeated. Prefer "
         "--api-key-file or HEADRACE_API_KEY: a command line is visible to other users.",
     )  # fmt: skip
-    api_key_file: str | None = option(None, "File with one key a line.")
+    api_key_file: str | None = option(
+        None, "File with one key a line; 'KEY name=NAME' names its owner for fair shares."
+    )
     api_key_scope: Literal["all", "v1"] = option(
         "all", "Routes that need a key: all (but /health, /livez, /readyz, /ping, /version, "
         "/metrics), or v1 (only paths below /v1).",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from headrace_core import failpoints
 from headrace_core.attention import AttentionBackend
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
@@ -72,6 +73,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. A request that fails alone gets an error; an exception fails the step."""
+        if failpoints.PLAN is not None:
+            _pass("engine.step.prepare", step)
         self.apply_changes(step)
         inputs = self.inputs.build(step.num_scheduled_tokens)
         results = {
@@ -81,6 +84,8 @@ class ModelRunner:
         seconds = 0.0
         if inputs.batch is not None:
             self.launching()
+            if failpoints.PLAN is not None:
+                _pass("engine.step.forward", step)
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
@@ -151,6 +156,8 @@ class ModelRunner:
     ) -> None:
         """Choose tokens, append them to the requests' lists, fill in the results."""
         rows, ids = inputs.sampled_rows, inputs.request_ids
+        if failpoints.PLAN is not None:
+            _spoil(logits, [ids[b] for b in inputs.sampled.tolist()])
         output = self.sampler(logits, self.requests.sampling.batch(rows, self.requests))
         if len(rows) < len(ids):
             ids = [ids[b] for b in inputs.sampled.tolist()]
@@ -211,3 +218,15 @@ class ModelRunner:
             yield from self.sampler.prompt_logprobs(
                 logits, part.targets[first : first + size], wanted
             )
+
+
+def _pass(point: str, step: ScheduledStep) -> None:
+    for request_id in step.num_scheduled_tokens:
+        failpoints.hit(point, request_id)
+
+
+def _spoil(logits: Tensor, request_ids: Sequence[str]) -> None:
+    """Pass ``engine.step.sample`` for each row; NaN for those whose failpoint says so."""
+    for row, request_id in enumerate(request_ids):
+        if failpoints.hit("engine.step.sample", request_id):
+            logits[row] = math.nan

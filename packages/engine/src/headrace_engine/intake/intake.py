@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from headrace_core import failpoints
 from headrace_core.engine import ServedModel, TokenizedPrompt
 from headrace_core.errors import ConfigError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt, CoreRequest, Prompt
@@ -115,6 +116,8 @@ class Intake:
             PromptTooLong: the prompt, or prompt and output, exceed the context.
         """
         arrival_time = self._clock()
+        if failpoints.PLAN is not None:
+            failpoints.hit("intake.prepare", request_id)
         params = params.clone()
         params.validate()
         self._check_priority(priority)
