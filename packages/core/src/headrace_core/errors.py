@@ -2,6 +2,9 @@
 
 HeadraceError
 ├── ConfigError (ValueError)        a setting is wrong; raised before anything is loaded
+│   ├── AddressError                the port or socket cannot be taken
+│   └── NetworkError                what a setting names could not be fetched
+├── DeviceError                     the device is absent or does not work
 ├── CapacityError                   what was asked for does not fit into memory
 ├── PluginError
 │   ├── PluginNotFound              no entry point of that name is installed
@@ -44,6 +47,18 @@ class ConfigError(HeadraceError, ValueError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class AddressError(ConfigError):
+    """The address to listen on is taken, or not to be had."""
+
+
+class NetworkError(ConfigError):
+    """What a setting names is not on this machine, and could not be fetched."""
+
+
+class DeviceError(HeadraceError):
+    """The device that was asked for is absent, or its driver does not work."""
 
 
 class CapacityError(HeadraceError):

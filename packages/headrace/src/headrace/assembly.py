@@ -22,13 +22,13 @@ from headrace_core.attention import AttentionBackend, AttentionNeed, choose_back
 from headrace_core.config import CacheConfig, EngineConfig, SimConfig, resolve
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
-from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.errors import ConfigError, DeviceError, MissingDependency
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.platform import BringsWorker, CpuPlatform, CudaPlatform, Platform, detect
+from headrace_core.platform import BringsWorker, CpuPlatform, Platform, detect
 
 if TYPE_CHECKING:
     from headrace_core.executor import WorkerFactory
@@ -92,11 +92,12 @@ def choose_platform(device: str) -> Platform:
 
     Raises:
         ConfigError: no such device is known; lists what is.
+        DeviceError: torch sees no such device.
     """
     built_in: Mapping[str, Callable[[], Platform]] = {
         "auto": detect,
         "cpu": CpuPlatform,
-        "cuda": CudaPlatform,
+        "cuda": _cuda_platform,
         "sim": _sim_platform,
     }
     if device in built_in:
@@ -108,6 +109,16 @@ def choose_platform(device: str) -> Platform:
             field="device.device",
         )
     platform: Platform = others[device].load()()
+    return platform
+
+
+def _cuda_platform() -> Platform:
+    platform = detect()
+    if platform.device != "cuda":
+        raise DeviceError(
+            "device.device = 'cuda': torch sees no GPU; `headrace collect-env` shows its build and "
+            "the driver"
+        )
     return platform
 
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_server.errors import ErrorResponse
+from headrace_server.errors import BodyRefused, ErrorResponse
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is wrong."},
@@ -35,7 +35,7 @@ class JsonRequest(Request):
         try:
             return msgspec.json.decode(await self.body())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise HTTPException(400, "the body is not valid JSON") from error
+            raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
 
 
 class JsonRoute(APIRoute):
@@ -48,8 +48,8 @@ class JsonRoute(APIRoute):
             if request.method == "POST":
                 declared = request.headers.get("content-type", "").partition(";")[0]
                 if declared.strip().lower() != "application/json":
-                    raise HTTPException(
-                        400, "Content-Type must be application/json; nothing else is read"
+                    raise BodyRefused(
+                        "HR-REQ-007", "Content-Type must be application/json; nothing else is read"
                     )
             return await handle(JsonRequest(request.scope, request.receive))
 

@@ -17,7 +17,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import AddressError, ConfigError
 from headrace_server.http import Protocol
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
@@ -36,7 +36,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     """Take the address, before an engine is loaded: a clash fails at once.
 
     Raises:
-        ConfigError: the address is taken, or cannot be had.
+        AddressError: the address is taken, or cannot be had.
     """
     if settings.uds is not None:
         return _bind_unix(settings.uds)
@@ -51,7 +51,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ConfigError(
+        raise AddressError(
             f"port = {settings.port}: {_url(settings.host, settings.port)} could not be taken: "
             f"{error.strerror}",
             field="port",
@@ -67,7 +67,7 @@ def _bind_unix(path: str) -> socket.socket:
         sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ConfigError(
+        raise AddressError(
             f"uds = {path!r}: could not be taken: {error.strerror or error}", field="uds"
         ) from error
     return sock
