@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_core import failpoints
-from headrace_core.step import RequestStepResult, StepResult
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 
 
 def test_the_last_request_is_preempted_and_resumes_with_all_its_tokens(make_world: Any) -> None:
