@@ -96,17 +96,16 @@ class Report:
 
     def describe(self) -> str:
         """For people."""
-        firsts = sorted(s.arrivals[0] - s.sent for s in self.streams if s.arrivals)
-        return "\n".join(
-            (
-                f"{len(self.streams)} streams in {self.seconds:.1f} s, {len(self.wrong)} wrong",
-                f"{self.events_per_second:.0f} events/s, {self._tokens_per_second:.0f} tokens/s",
-                f"livez ({len(self.livez)} looks): {_ms_table(self.livez)}",
-                f"first token: {_ms_table(firsts)}",
-                f"delay beyond a step: {_ms_table(self.gaps())}",
-                *self.wrong[:10],
-            )
-        )
+        firsts = [s.arrivals[0] - s.sent for s in self.streams if s.arrivals]
+        rate, tokens = self.events_per_second, self.num_tokens / self.seconds
+        lines = [
+            f"{len(self.streams)} streams in {self.seconds:.1f} s, {len(self.wrong)} wrong",
+            f"{rate:.0f} events/s, {tokens:.0f} tokens/s",
+            f"livez ({len(self.livez)} looks): {_table(self.livez)}",
+            f"first token: {_table(firsts)}",
+            f"delay beyond a step: {_table(self.gaps())}",
+        ]
+        return "\n".join(lines + self.wrong[:10])
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -115,9 +114,12 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def _ms_table(values: list[float]) -> str:
-    found = {name: quantile(values, share) for name, share in (("p50", 0.5), ("p99", 0.99))}
-    found["worst"] = max(values, default=0.0)
+def _table(values: list[float]) -> str:
+    found = {
+        "p50": quantile(values, 0.5),
+        "p99": quantile(values, 0.99),
+        "worst": max(values or [0]),
+    }
     return ", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in found.items())
 
 
