@@ -10,12 +10,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("requirements", ROOT / "tools/requirements.py")
+def _module(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return _module("requirements")
 
 
 def test_tests_and_promises_agree(tool):
@@ -49,3 +53,14 @@ def test_marks_are_found_on_functions_classes_and_modules(tool, tmp_path):
         "    async def test_y(self): ...\n"
     )
     assert {m.id for m in tool.marks_of(file, tmp_path)} == set("ABCD")
+
+
+@pytest.mark.req("REL-11")
+def test_every_error_has_its_page_as_the_catalogue_says():
+    pages = _module("error_pages").pages()
+    folder = ROOT / "docs/errors"
+    assert {path.name for path in folder.glob("*.md")} == set(pages)
+    for name, text in pages.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, (
+            f"{name}: run python tools/error_pages.py"
+        )

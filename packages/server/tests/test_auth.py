@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import ConfigError
+from headrace_core.owner import OWNER
 from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, create_app
 from headrace_server.auth import KeyGate, load_keys
@@ -70,12 +71,14 @@ async def test_spellings(path: str) -> None:
         ("Bearer onetwo", False), ("Bearer o", False), ("", False),
     ],
 )  # fmt: skip
+@pytest.mark.req("SEC-19")
 async def test_keys(connect: Any, value: str, good: bool) -> None:
     client = connect(api_key=("one", "two"))
     answer = await client.get("/v1/models", headers={"Authorization": value})
     assert answer.status_code == (200 if good else 401)
 
 
+@pytest.mark.req("SEC-19")
 async def test_two_authorization_headers_are_none(connect: Any) -> None:
     headers = [("Authorization", "Bearer one"), ("Authorization", "Bearer one")]
     answer = await connect(api_key=("one",)).get("/v1/models", headers=headers)
@@ -124,6 +127,7 @@ async def test_no_cors_by_default(connect: Any) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.req("SEC-19")
 def test_sources_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nthree\n\n  four \n")
@@ -136,12 +140,45 @@ def test_sources_of_keys(tmp_path: Path) -> None:
         load_keys(ServerSettings(api_key_file=str(tmp_path / "none")), {})
 
 
+@pytest.mark.req("SEC-19")
+@pytest.mark.req("SEC-25")
 async def test_keys_are_not_logged(connect: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         client = connect(api_key=("canary-key",), enable_log_requests=True)
         await client.post("/v1/completions", json={"prompt": "a"}, headers=KEY)
         await client.get("/v1/models", headers={"Authorization": "Bearer canary-wrong"})
     assert "canary" not in caplog.text
+
+
+@pytest.mark.req("REL-22")
+async def test_whose_key_it_is_is_known_inside(connect: Any, tmp_path: Path) -> None:
+    """The name, or a number; never the key."""
+    seen = []
+
+    class Recording(FakeEngine):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            seen.append(OWNER.get())
+            return super().generate(*args, **options)
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst-key name=batch\nsecond-key\n")
+    client = connect(Recording(), api_key=("zeroth-key",), api_key_file=str(file))
+    body = {"prompt": "x", "max_tokens": 1}
+    for key in ("first", "second", "zeroth", "first-key name=batch"):
+        headers = {"Authorization": f"Bearer {key}-key" if " " not in key else f"Bearer {key}"}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == (401 if " " in key else 200)
+    assert seen == ["batch", "key-3", "key-1"]
+    assert OWNER.get() == ""
+
+
+@pytest.mark.parametrize("line", ["key name=", "key weight=1", "key two", "key name=a/b"])
+def test_lines_that_are_no_key(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="key 1 must be") as caught:
+        load_keys(ServerSettings(api_key_file=str(file)), {})
+    assert line not in str(caught.value)
 
 
 def test_listening_openly_without_a_key_warns(caplog: pytest.LogCaptureFixture) -> None:
