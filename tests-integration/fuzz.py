@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Unsatisfiable
 from malformed import Answer, Client
 from schemathesis.generation import GenerationMode
 from servers import serving
@@ -49,8 +50,9 @@ class Fuzz:
     def run(self, num_requests: int, number: int = 0, log: Callable[[str], None] = print) -> None:
         """Send about so many, the same for the same ``number``."""
         operations = [result.ok() for result in self._schema.get_all_operations()]
-        each = max(2, -(-num_requests // (2 * len(operations))))
-        for operation in operations:
+        weights = [10 if operation.body else 1 for operation in operations]
+        for operation, weight in zip(operations, weights, strict=True):
+            each = max(2, -(-num_requests * weight // (2 * sum(weights))))
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 begin, before = time.monotonic(), self.num_requests
                 self._run_one(operation, mode, each, number)
@@ -72,7 +74,7 @@ class Fuzz:
                 self.send(case)
 
             send()
-        except schemathesis.errors.SchemathesisError as error:
+        except (schemathesis.errors.SchemathesisError, Unsatisfiable) as error:
             # An operation that takes nothing cannot be called wrongly.
             if mode is GenerationMode.POSITIVE:
                 self.problems.append(f"{operation.label}: no requests: {error}")

@@ -101,8 +101,6 @@ def test_statuses_by_class():
 
 @pytest.mark.spec("CLI-COLLECT-ENV")
 def test_collect_env_shows_no_secret():
-    import os
-
     done = _run(
         "collect-env", env={**os.environ, "HEADRACE_API_KEY": "canary", "HEADRACE_X": "seen"}
     )
