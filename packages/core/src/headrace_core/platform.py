@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from headrace_core.config import EngineConfig
     from headrace_core.executor import Worker
     from headrace_core.model import ModelInfo
+    from headrace_core.sampling import SamplingParams
 
 
 class Platform(Protocol):
@@ -60,6 +61,14 @@ class BringsWorker(Protocol):
 
         Raises:
             ConfigError: a setting that this platform cannot honour.
+        """
+        ...
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what its worker cannot honour, before a request is taken in.
+
+        Raises:
+            UnsupportedFeature: naming the field.
         """
         ...
 

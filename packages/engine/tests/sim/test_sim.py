@@ -8,9 +8,13 @@ from collections import Counter
 
 import pytest
 
+from headrace_core.config import EngineConfig
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.kv import KVCacheConfig, KVCacheGroup
-from headrace_core.sampling import SamplingParams
+from headrace_core.platform import BringsWorker, CpuPlatform
+from headrace_core.sampling import SamplingParams, StructuredOutputsParams
 from headrace_core.step import NewRequest, ScheduledStep
+from headrace_engine.sim.platform import WITHOUT_EFFECT, SimPlatform
 from headrace_engine.sim.tokens import expected_tokens, mixed, simulated_token
 from headrace_engine.sim.worker import SimWorker
 
@@ -122,6 +126,21 @@ def test_the_latency_is_as_asked():
     step = ScheduledStep(0, {"r": 3}, [_new()])
     assert worker.execute(step).forward_seconds >= 0.023
     assert worker.profile().step_seconds == pytest.approx(0.02 + 0.064)
+
+
+def test_what_it_cannot_honour_is_refused_before_it_runs():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(UnsupportedFeature, match="structured_outputs"):
+        SimPlatform().check_params(params)
+    SimPlatform().check_params(SamplingParams())
+
+
+def test_settings_without_effect_are_refused():
+    for field, value in WITHOUT_EFFECT.items():
+        section, _, name = field.partition(".")
+        assert getattr(getattr(EngineConfig(), section), name) == value, field
+    assert isinstance(SimPlatform(), BringsWorker)
+    assert not isinstance(CpuPlatform(), BringsWorker)
 
 
 def test_blocks_are_real_and_cost_nothing():

@@ -200,6 +200,7 @@ def front_end(
         except ImportError as error:
             raise _missing(error) from error
     templates = templates or TemplateSettings()
+    platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
     model = served_model(resolved, tokenizer, templates.chat_template)
@@ -209,6 +210,7 @@ def front_end(
         chat_template=templates.chat_template,
         content_format=templates.content_format,
         trust_request_chat_template=templates.trust_request_chat_template,
+        check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
     )
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
 

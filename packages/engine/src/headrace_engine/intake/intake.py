@@ -41,6 +41,7 @@ class Intake:
         chat_template: replaces the tokenizer's own template.
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
+        check_params: refuses what the device cannot honour.
         clock: wall-clock seconds.
     """
 
@@ -52,11 +53,13 @@ class Intake:
         chat_template: str | None = None,
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
+        check_params: Callable[[SamplingParams], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
         self.model = model
         self._clock = clock
+        self._check_device = check_params
         self._serial = itertools.count()  # next() is atomic
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
@@ -301,6 +304,8 @@ class Intake:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if self._check_device is not None:
+            self._check_device(params)
         self._check_count("logprobs", params.logprobs)
         self._check_count("prompt_logprobs", params.prompt_logprobs)
         self._check_ids("stop_token_ids", params.stop_token_ids or ())

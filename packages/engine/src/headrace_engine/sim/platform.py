@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace_core.config import EngineConfig
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, UnsupportedFeature
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
+from headrace_core.sampling import SamplingParams
 from headrace_engine.sim.worker import SimWorker
 
 WITHOUT_EFFECT = {
@@ -49,6 +50,14 @@ class SimPlatform:
     def available_memory(self) -> int:
         """The host's."""
         return CpuPlatform().available_memory()
+
+    def check_params(self, params: SamplingParams) -> None:
+        """See :class:`headrace_core.platform.BringsWorker`."""
+        if params.structured_outputs is not None:
+            raise UnsupportedFeature(
+                "structured_outputs: device 'sim' has no probabilities to mask",
+                param="structured_outputs",
+            )
 
     def make_worker(self, config: EngineConfig, info: ModelInfo) -> SimWorker:
         """See :class:`headrace_core.platform.BringsWorker`."""

@@ -41,8 +41,6 @@ class _Held:
         seed = new.params.seed
         self.seed = seed_of(self.token_ids[: self.num_prompt]) if seed is None else seed
         self.error: str | None = None
-        if new.params.structured_outputs is not None:
-            self.error = "structured_outputs: the sim device has no probabilities to mask"
 
 
 class SimWorker:
