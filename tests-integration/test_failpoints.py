@@ -26,7 +26,7 @@ KINDS = {
     "engine.update": "raise",
     "emission.update": "raise",
     "server.answer": "raise",
-    "stream.write": "enospc",
+    "stream.write": "raise",
 }
 """What is tried at each point that a request passes; the rest are tested below."""
 AFTER = {"kv.alloc": 1, "engine.step.forward": 3, "engine.step.sample": 4, "engine.update": 2,
