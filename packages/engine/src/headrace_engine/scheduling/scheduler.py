@@ -252,15 +252,12 @@ class Scheduler:
         every cached block is forgotten and every other running request starts again; what they
         have in flight is dropped (nobody has seen those tokens).
         """
-        concerned = [
-            state
-            for state, epoch, _ in self._land(step)
-            if state.epoch == epoch and not state.finished
-        ]
+        entries = self._land(step)
+        concerned = [s for s, epoch, _ in entries if s.epoch == epoch and not s.finished]
         outputs = []
-        if len(concerned) == 1:
-            outputs.append(self._end(concerned[0], "error", error=message))
-        elif concerned:
+        if len(entries) == 1:
+            outputs += [self._end(state, "error", error=message) for state in concerned]
+        elif concerned:  # one of several, even if the others have ended meanwhile
             logger.warning("%d requests are computed again, one by one", len(concerned))
             self._suspects += [state for state in concerned if state not in self._suspects]
         self._drop_finished()
