@@ -95,6 +95,7 @@ def everything(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     _everything(session)
+    session.install("--quiet", "schemathesis>=4.3")
     _pytest(session, "tests-integration")
 
 
@@ -181,6 +182,36 @@ def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or an unresolved reference is an error."""
     session.install("--quiet", "mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def requirements(session: nox.Session) -> None:
+    """List what is promised about security and reliability, and the tests that prove it."""
+    session.run("python", "tools/requirements.py", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """200 streams for a minute on the simulated device, every token checked."""
+    _everything(session)
+    session.run("python", "tests-integration/soak.py", *session.posargs)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
+    _everything(session)
+    session.install("--quiet", "schemathesis>=4.3")
+    session.run("pytest", "tests-integration/test_malformed.py", *session.posargs,
+                env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
+
+
+@nox.session
+def kills(session: nox.Session) -> None:
+    """kill -9 of the engine process, 20 times under load."""
+    _everything(session)
+    session.run("pytest", "-s", "tests-integration/test_kills.py", *session.posargs,
+                env={"OMP_NUM_THREADS": "1", "HEADRACE_KILLS": "20"})  # fmt: skip
 
 
 @nox.session

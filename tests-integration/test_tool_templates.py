@@ -55,7 +55,7 @@ TOOLS = [
         },
     }
 ]
-ARGUMENTS = {"city": "Zürich, \"Altstadt\"", "days": 3, "exact": True, "units": ["°C", "mm"]}
+ARGUMENTS = {"city": 'Zürich, "Altstadt"', "days": 3, "exact": True, "units": ["°C", "mm"]}
 
 
 def call(number: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ def group(monkeypatch):
     plugins.forget()
 
 
+@pytest.mark.req("REL-24")
 def test_listing_imports_nothing_and_sorts(group):
     group(_entry("b", "no_such_module:x"), _entry("a", "neither_this:y"))
     assert list(plugins.installed("headrace.kernels")) == ["a", "b"]
@@ -49,6 +50,7 @@ def test_unknown_name_gives_nearest_and_all_names(group):
         plugins.load("headrace.kernels", "tritn")
 
 
+@pytest.mark.req("REL-24")
 def test_a_plugin_that_fails_to_import_is_an_error_with_its_cause(group, tmp_path, monkeypatch):
     (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no device')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -59,13 +60,38 @@ def test_version():
         (("generate",), 2, "--prompt"),
         (("chat", "-q", "hi", "--url", "http://127.0.0.1:9/v1"), 2, "127.0.0.1:9"),
         (("serve", "--middleware", "no.such:thing", "--port", "0"), 2, "no.such"),
+        (("serve", "--no-such-flag"), 2, "HR-CFG-002"),
+        (("serve", "--device", "sim", "--cpu-bind", "0", "--port", "0"), 2, "device.cpu_bind"),
+        (("serve", "--device", "sim", "--fair-weights", '{"a": 1}', "--port", "0"), 2, "fair"),
+        (
+            ("serve", "--device", "sim", "--num-gpu-blocks-override", "2", "--port", "0"),
+            4,
+            "HR-MEM-001",
+        ),
+        (("serve", "--device", "sim", "--scheduler-cls", "nope", "--port", "0"), 7, "HR-PLG-001"),
+        (("serve", "--device", "sim", "--host", "192.0.2.1"), 8, "HR-NET-002"),
+        (("serve", "no-such-owner/no-such-model", "--port", "0"), 6, "HR-NET-001"),
     ],
 )
 def test_start_errors_end_with_one_line_and_a_status(words, status, said):
-    done = _run(*words)
+    done = _run(*words, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == status, done.stderr
     assert said in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.req("REL-11")
+@pytest.mark.req("F13")
+def test_a_bug_shows_its_traceback_then_a_hint_then_its_cause(monkeypatch, capsys):
+    def fail(words):
+        raise KeyError("a\nb")
+
+    monkeypatch.setattr("headrace.cli.plugins.main", fail)
+    assert command.run("plugins", []) == 70
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[0].startswith("Traceback")
+    assert lines[-2].startswith("hint: ")
+    assert lines[-1].startswith("headrace plugins: HR-BUG-001: KeyError: ")
 
 
 def test_statuses_by_class():
@@ -76,8 +102,6 @@ def test_statuses_by_class():
 
 @pytest.mark.spec("CLI-COLLECT-ENV")
 def test_collect_env_shows_no_secret():
-    import os
-
     done = _run(
         "collect-env", env={**os.environ, "HEADRACE_API_KEY": "canary", "HEADRACE_X": "seen"}
     )

@@ -65,6 +65,7 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
         ({"a": tensor(), "b": tensor()}, b"\0" * 8, "overlaps"),
     ],
 )  # fmt: skip
+@pytest.mark.req("REL-13")
 def test_lying_headers(tmp_path: Path, header: object, data: bytes, words: str) -> None:
     path = write(tmp_path / "bad.safetensors", header, data)
     with pytest.raises(WeightsError, match=words) as caught:
@@ -124,6 +125,7 @@ def test_generated_headers_are_read_whole_or_refused(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(place=st.integers(0, 400), value=st.integers(0, 255))
+@pytest.mark.req("F8")
 def test_a_changed_byte_is_harmless_or_refused(tmp_path: Path, place: int, value: int) -> None:
     path = tmp_path / "one.safetensors"
     save_file({"a": torch.ones(3, 5), "b": torch.zeros(7)}, path)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_core.owner import OWNER
 from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, create_app
 from headrace_server.auth import KeyGate
@@ -69,12 +71,14 @@ async def test_spellings(path: str) -> None:
         ("Bearer onetwo", False), ("Bearer o", False), ("", False),
     ],
 )  # fmt: skip
+@pytest.mark.req("SEC-19")
 async def test_keys(connect: Any, value: str, good: bool) -> None:
     client = connect(api_key=("one", "two"))
     answer = await client.get("/v1/models", headers={"Authorization": value})
     assert answer.status_code == (200 if good else 401)
 
 
+@pytest.mark.req("SEC-19")
 async def test_two_authorization_headers_are_none(connect: Any) -> None:
     headers = [("Authorization", "Bearer one"), ("Authorization", "Bearer one")]
     answer = await connect(api_key=("one",)).get("/v1/models", headers=headers)
@@ -123,12 +127,36 @@ async def test_no_cors_by_default(connect: Any) -> None:
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.req("SEC-19")
+@pytest.mark.req("SEC-25")
 async def test_keys_are_not_logged(connect: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         client = connect(api_key=("canary-key",), enable_log_requests=True)
         await client.post("/v1/completions", json={"prompt": "a"}, headers=KEY)
         await client.get("/v1/models", headers={"Authorization": "Bearer canary-wrong"})
     assert "canary" not in caplog.text
+
+
+@pytest.mark.req("REL-22")
+async def test_whose_key_it_is_is_known_inside(connect: Any, tmp_path: Path) -> None:
+    """The name, or a number; never the key."""
+    seen = []
+
+    class Recording(FakeEngine):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            seen.append(OWNER.get())
+            return super().generate(*args, **options)
+
+    file = tmp_path / "keys"
+    file.write_text("# ours\nbatch first-key\nsecond-key\n")
+    client = connect(Recording(), api_key=("zeroth-key",), api_key_file=str(file))
+    body = {"prompt": "x", "max_tokens": 1}
+    for key in ("first-key", "second-key", "zeroth-key", "batch first-key"):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = await client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == (401 if " " in key else 200)
+    assert seen == ["batch", "line-3", "api_key-0"]
+    assert OWNER.get() == ""
 
 
 def test_listening_openly_without_a_key_warns(caplog: pytest.LogCaptureFixture) -> None:

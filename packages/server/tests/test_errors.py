@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import httpx2
 import pytest
 
+from headrace_core.catalogue import BY_CODE
 from headrace_core.errors import EngineDead, GenerateError, PromptTooLong, QueueFull, RequestError
+from headrace_core.failpoints import CANARY
 from headrace_core.testing.engine import FakeEngine
+from headrace_server import ServerSettings, create_app
 from headrace_server.protocol import base
 
 URL = "/v1/completions"
@@ -37,8 +41,52 @@ async def test_engine_errors(
     assert answer.status_code == status
     body = answer.json()["error"]
     assert (body["type"], body["param"], body["code"]) == (kind, param, status)
+    assert BY_CODE[body["headrace_code"]].http == status
     assert "canary" not in answer.text
     assert answer.headers.get("retry-after") == ("3" if status == 429 else None)
+
+
+@pytest.mark.req("SEC-09")
+async def test_no_route_tells_what_it_does_not_know() -> None:
+    """Every route of an engine that raises whatever it is asked."""
+
+    class Broken(FakeEngine):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("generate", "abort", "tokenize", "detokenize", "stats", "check_health",
+                        "reset_prefix_cache"):  # fmt: skip
+                raise RuntimeError(CANARY)
+            return super().__getattribute__(name)
+
+    app = create_app(Broken(), ServerSettings(enable_tokenizer_info_endpoint=True))
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    bodies = ({"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"tokens": [65]},
+              {"prompt": "a", "stream": True}, {"input": "a"}, {"token_ids": [65]})  # fmt: skip
+    seen = set()
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        for path in app.state.headrace.paths:
+            for method in ("GET", "POST"):
+                for body in bodies if method == "POST" else (None,):
+                    answer = await client.request(method, path, json=body)
+                    seen.add(answer.status_code)
+                    assert "canary" not in answer.text, (method, path, body)
+                    assert "RuntimeError" not in answer.text, (method, path, body)
+    assert 500 in seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "code"),
+    [
+        ("application/json", b"{", "HR-REQ-006"),
+        ("text/plain", b"{}", "HR-REQ-007"),
+        ("application/json", b"{}", "HR-REQ-005"),
+        ("application/json", b'{"prompt": "a", "temperature": -1}', "HR-REQ-005"),
+        ("application/json", b'{"prompt": "a", "model": "other"}', "HR-REQ-004"),
+    ],
+)
+async def test_stable_codes(connect: Any, kind: str, body: bytes, code: str) -> None:
+    answer = await connect().post(URL, content=body, headers={"Content-Type": kind})
+    assert answer.json()["error"]["headrace_code"] == code
+    assert BY_CODE[code].http == answer.status_code
 
 
 async def test_errors_inside_a_stream(connect: Any, events: Any) -> None:
@@ -96,6 +144,7 @@ async def test_only_json_is_read(connect: Any, kind: str | None) -> None:
     [b"", b"{", b"[]", b"3", b'"x"', b"null", b'{"prompt": NaN}', b"\xff", b"[" * 100_000,
      b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}"],
 )  # fmt: skip
+@pytest.mark.req("SEC-11")
 async def test_bodies_that_are_no_request(connect: Any, body: bytes) -> None:
     answer = await connect().post(URL, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400, answer.text
@@ -197,6 +246,7 @@ async def test_deep_free_values_are_refused(connect: Any) -> None:
         assert answer.json()["error"]["param"].split(".")[0] == field
 
 
+@pytest.mark.req("SEC-16")
 async def test_unknown_fields(connect: Any, caplog: pytest.LogCaptureFixture) -> None:
     client = connect(FakeEngine("x"))
     with caplog.at_level(logging.WARNING):
@@ -216,6 +266,7 @@ async def test_strict_requests(connect: Any) -> None:
     assert "'temperature'" in answer.json()["error"]["message"]
 
 
+@pytest.mark.req("SEC-20")
 async def test_limits_of_head_and_body(connect: Any) -> None:
     client = connect(h11_max_header_count=20, max_body_bytes=1000)
     headers = {f"x-{i}": "v" for i in range(30)}

@@ -23,12 +23,11 @@ def found(ring: KeyRing, key: str) -> str | None:
 
 def test_sources(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nthree\n\n  team-a   four  weight=2.5 \nfive weight=3\n")
+    file.write_text("# ours\nthree\n\n  team-a   four \nfive\n")
     settings = ServerSettings(api_key=("one",), api_key_file=str(file))
     ring = public_keys(settings, {"HEADRACE_API_KEY": "two"})
-    assert [(key.name, key.weight) for key in ring.keys] == [
-        ("api_key-0", 1.0), ("environment", 1.0), ("line-2", 1.0), ("team-a", 2.5), ("line-5", 3.0),
-    ]  # fmt: skip
+    names = [key.name for key in ring.keys]
+    assert names == ["api_key-0", "environment", "line-2", "team-a", "line-5"]
     assert found(ring, "four") == "team-a"
     assert found(ring, "team-a") is None
     assert found(ring, "five") == "line-5"
@@ -40,8 +39,7 @@ def test_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("\n", "holds no key"), ("a b c", "line 1"), ("a b weight=0", "weight"),
-        ("a canary weight=x", "weight"), ("bad/name canary", "a name has"),
+        ("\n", "holds no key"), ("a b c", "line 1"), ("bad/name canary", "a name has"),
         ("a canary\na other", "used twice"),
     ],
 )  # fmt: skip

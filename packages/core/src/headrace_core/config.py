@@ -245,10 +245,14 @@ class SchedulerConfig:
         0, "Prompts longer than this are long; 0: 4 % of the context if several partial prefills "
         "are allowed.", human_int=True,
     )  # fmt: skip
-    policy: Literal["fcfs", "priority"] = option(
+    policy: Literal["fcfs", "priority", "fair"] = option(
         "fcfs", "fcfs: by arrival; priority: by the request's priority, lower first, then by "
-        "arrival.",
+        "arrival; fair: API keys share by tokens, each key's requests by arrival.",
         flag="scheduling_policy",
+    )  # fmt: skip
+    fair_weights: Mapping[str, float] = option(
+        {}, 'JSON, name of a key -> its share under the fair policy, relative to others: '
+        '{"batch": 0.5}. Others have 1.',
     )  # fmt: skip
     scheduler_cls: str = option("default", "Scheduler: default, or the name of a plug-in.")
     async_scheduling: bool | None = option(
@@ -260,6 +264,10 @@ class SchedulerConfig:
     max_queued_requests: int = option(
         16384, "Most requests that may wait; more are refused with HTTP 429.", human_int=True
     )
+    max_queued_tokens: int | None = option(
+        None, "Most prompt tokens that may wait, over all requests; more are refused with HTTP 429. "
+        "A request that finds nobody waiting is always taken. Default: no limit.", human_int=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_shared_tokens", "max_num_seqs"):
@@ -267,7 +275,14 @@ class SchedulerConfig:
             _check(value is None or value >= 1, f"scheduler.{name}", value, "at least 1")
         for name in ("max_num_partial_prefills", "stream_interval", "max_queued_requests"):
             _check(getattr(self, name) >= 1, f"scheduler.{name}", getattr(self, name), "at least 1")
-        _check_choice("scheduler.policy", self.policy, ("fcfs", "priority"))
+        _check_choice("scheduler.policy", self.policy, ("fcfs", "priority", "fair"))
+        _check(all(isinstance(w, (int, float)) and 0 < w < float("inf")
+                   for w in self.fair_weights.values()),
+               "scheduler.fair_weights", self.fair_weights, "numbers above 0")  # fmt: skip
+        _check(not self.fair_weights or self.policy == "fair", "scheduler.fair_weights",
+               self.fair_weights, "used with scheduler.policy = 'fair'")  # fmt: skip
+        _check(self.max_queued_tokens is None or self.max_queued_tokens >= 1,
+               "scheduler.max_queued_tokens", self.max_queued_tokens, "at least 1")  # fmt: skip
         partial, long = self.max_num_partial_prefills, self.max_long_partial_prefills
         _check(1 <= long <= partial, "scheduler.max_long_partial_prefills", long,
                f"between 1 and max_num_partial_prefills = {partial}")  # fmt: skip
@@ -305,7 +320,10 @@ class ParallelConfig:
 class DeviceConfig:
     """Where it runs."""
 
-    device: str = option("auto", "auto, cpu, cuda, or a platform plug-in's name.")
+    device: str = option(
+        "auto", "auto, cpu, cuda, sim (no model: predictable tokens, for tests of everything "
+        "around it), or a platform plug-in's name.",
+    )  # fmt: skip
     num_threads: int = option(
         0, "CPU threads for the model; 0: one for each core that the process may use."
     )
@@ -497,6 +515,21 @@ class ProfilerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SimConfig:
+    """The simulated device (--device sim), which runs no model: how long its steps take."""
+
+    step_ms: float = option(5.0, "Milliseconds of a step.", flag="sim_step_ms")
+    token_us: float = option(
+        10.0, "Microseconds of each token in a step, prompts' included.", flag="sim_token_us"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "token_us"):
+            _check(0 <= getattr(self, name) <= 60_000, f"sim.{name}", getattr(self, name),
+                   "in 0..60000")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -510,6 +543,7 @@ class EngineConfig:
     graph: GraphConfig = field(default_factory=GraphConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    sim: SimConfig = field(default_factory=SimConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

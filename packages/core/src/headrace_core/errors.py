@@ -2,7 +2,9 @@
 
 HeadraceError
 ├── ConfigError (ValueError)        a setting is wrong; raised before anything is loaded
-│   └── AddressError                a port or socket cannot be had (taken, or not permitted)
+│   ├── AddressError                the port or socket cannot be taken
+│   └── NetworkError                what a setting names could not be fetched
+├── DeviceError                     the device is absent or does not work
 ├── CapacityError                   what was asked for does not fit into memory
 ├── PluginError
 │   ├── PluginNotFound              no entry point of that name is installed
@@ -48,7 +50,15 @@ class ConfigError(HeadraceError, ValueError):
 
 
 class AddressError(ConfigError):
-    """A port or socket that was asked for cannot be had."""
+    """The address to listen on is taken, or not to be had."""
+
+
+class NetworkError(ConfigError):
+    """What a setting names is not on this machine, and could not be fetched."""
+
+
+class DeviceError(HeadraceError):
+    """The device that was asked for is absent, or its driver does not work."""
 
 
 class CapacityError(HeadraceError):

@@ -7,7 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from headrace_core.config import EngineConfig
+    from headrace_core.executor import Worker
+    from headrace_core.model import ModelInfo
+    from headrace_core.sampling import SamplingParams
 
 
 class Platform(Protocol):
@@ -39,6 +45,31 @@ class Platform(Protocol):
 
     def available_memory(self) -> int:
         """Bytes that could be allocated now."""
+        ...
+
+
+@runtime_checkable
+class BringsWorker(Protocol):
+    """A platform that computes steps by itself: neither torch nor a model class is imported."""
+
+    def make_worker(self, config: EngineConfig, info: ModelInfo) -> Worker:
+        """The worker, called in the thread or process that runs it.
+
+        Args:
+            config: resolved.
+            info: what the checkpoint's files say.
+
+        Raises:
+            ConfigError: a setting that this platform cannot honour.
+        """
+        ...
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Refuse what its worker cannot honour, before a request is taken in.
+
+        Raises:
+            UnsupportedFeature: naming the field.
+        """
         ...
 
 

@@ -154,3 +154,5 @@ class CoreRequest:
     """The prompt, if it came as embeddings; ``prompt_token_ids`` holds a 0 for each row then."""
     thinking: ThinkingBudget | None = None
     """``params.thinking_token_budget``, with what ends the reasoning."""
+    owner: str = ""
+    """Who shares the engine under the fair policy (:mod:`headrace_core.owner`)."""

@@ -35,6 +35,7 @@ class StepScheduler(Protocol):
     def add(self, request: CoreRequest) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]: ...
     def schedule(self) -> ScheduledStep | None: ...
+    def take_refused(self) -> list[CoreOutput]: ...
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]: ...
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]: ...
     @property
@@ -219,6 +220,10 @@ class EngineCore:
         """The next step's work, None if there is nothing to run now."""
         return self.scheduler.schedule()
 
+    def take_refused(self) -> list[CoreOutput]:
+        """Outputs of requests that ended while a step was filled; each once."""
+        return self.scheduler.take_refused()
+
     def execute(self, step: ScheduledStep) -> Future[StepResult]:
         """Hand a step to the workers; returns at once."""
         return self.executor.submit(step)
@@ -228,7 +233,7 @@ class EngineCore:
         return self.scheduler.update(step, result)
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
-        """End every request of a step that raised."""
+        """A step raised: end the request to blame, or find it by computing them one by one."""
         return self.scheduler.fail(step, message)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -25,6 +25,7 @@ from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
 from headrace_core.errors import EngineDead, QueueFull, RequestError
 from headrace_core.output import RequestOutput
+from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.text import Tokenizer
@@ -113,6 +114,7 @@ class Engine:
         self._intake = intake
         self._processor = OutputProcessor(intake.tokenizer, scheduler.stream_interval)
         self._max_queued = scheduler.max_queued_requests
+        self._max_queued_tokens = scheduler.max_queued_tokens
         self._streams: dict[str, News] = {}
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
         self._grammar_pool = ThreadPoolExecutor(
@@ -159,17 +161,22 @@ class Engine:
     ) -> Outputs:
         """See :meth:`headrace_core.engine.EngineClient.generate`."""
 
+        owner = OWNER.get()  # of the caller's task; preparing may happen in another thread
+
+        def take_in(admitted: Admitted | None) -> PreparedRequest:
+            request = self._intake.prepare(
+                prompt, params, request_id, priority=priority,
+                add_special_tokens=add_special_tokens, admitted=admitted,
+            )  # fmt: skip
+            for core in request.core_requests:
+                core.owner = owner
+            return request
+
         async def prepare() -> PreparedRequest:
             admitted = None
             if params.structured_outputs is not None:
                 admitted = await self._admit(params)
-            return await self._off_loop_if_large(
-                prompt,
-                lambda: self._intake.prepare(
-                    prompt, params, request_id, priority=priority,
-                    add_special_tokens=add_special_tokens, admitted=admitted,
-                ),
-            )  # fmt: skip
+            return await self._off_loop_if_large(prompt, lambda: take_in(admitted))
 
         news = News()
         return Outputs(self._pull(news, params.n, prepare), news, self._raise_failure)
@@ -343,12 +350,27 @@ class Engine:
 
     def _check_queue(self, n: int) -> None:
         waiting = self._processor.num_waiting + self._gate.num_held
-        if waiting + n > self._max_queued:
-            seconds = self._processor.seconds_per_start() * n
+        excess = waiting + n - self._max_queued
+        if excess > 0:
             raise QueueFull(
                 f"{waiting} completions wait already and {n} more would exceed "
                 f"max_queued_requests = {self._max_queued}",
-                retry_after=min(MAX_RETRY_AFTER, math.ceil(seconds)),
+                retry_after=_retry_after(self._processor.seconds_until(num_starts=excess)),
+            )
+
+    def _check_queued_tokens(self, request: PreparedRequest) -> None:
+        limit, waiting = self._max_queued_tokens, self._processor.num_waiting_tokens
+        if limit is None or not waiting:
+            return  # who finds nobody waiting is taken, however long: it could never be otherwise
+        own = len(request.prompt_token_ids) * len(request.core_requests)
+        excess = waiting + own - limit
+        if excess > 0:
+            raise QueueFull(
+                f"prompts of {waiting} tokens wait already and {own} more would exceed "
+                f"max_queued_tokens = {limit}",
+                retry_after=_retry_after(
+                    self._processor.seconds_until(num_tokens=min(excess, waiting))
+                ),
             )
 
     async def _admit(self, params: SamplingParams) -> Admitted | None:
@@ -366,6 +388,7 @@ class Engine:
 
     def _open_stream(self, request: PreparedRequest, news: News) -> RequestState:
         self._check_open()  # preparing may have taken a while
+        self._check_queued_tokens(request)
         state = news.state = self._processor.add(request)
         self._streams[request.request_id] = news
         try:
@@ -637,6 +660,10 @@ class OfflineEngine:
     def _next_id(self) -> str:
         self._serial += 1
         return f"offline-{self._serial}"
+
+
+def _retry_after(seconds: float) -> float:
+    return min(MAX_RETRY_AFTER, max(1.0, math.ceil(seconds)))
 
 
 def _collect(

@@ -162,7 +162,7 @@ class EngineLoop:
 
     def _simple_step(self) -> bool:
         """One step from schedule to outputs. False if there was nothing to run."""
-        step = self._core.schedule()
+        step = self._schedule()
         if step is None:
             return False
         self._finish(step, self._core.execute(step))
@@ -181,13 +181,19 @@ class EngineLoop:
 
     def _launch(self) -> bool:
         """Schedule a step and hand it to the executor; False if there is nothing to run now."""
-        step = self._core.schedule()
+        step = self._schedule()
         if step is None:
             return False
         if not self._in_flight:
             self._began = self._clock()
         self._in_flight.append((step, self._core.execute(step)))
         return True
+
+    def _schedule(self) -> ScheduledStep | None:
+        """The next step; requests that ended on the way are told."""
+        step = self._core.schedule()
+        self._emit(self._core.take_refused())
+        return step
 
     def _listen(self, step: ScheduledStep, future: Future[StepResult]) -> None:
         """Handle commands until little of the running step is left, or it has ended after all."""
@@ -199,13 +205,13 @@ class EngineLoop:
             self._handle_commands(left)
 
     def _finish(self, step: ScheduledStep, future: Future[StepResult]) -> None:
-        """Wait for a step and pass on what it did; a step that raised ends its own requests."""
+        """Wait for a step and pass on what it did; one that raised ends the request to blame."""
         try:
             result = self._wait_for(future)
         except Exception as error:
             if self._core.executor.failure is not None:
                 raise
-            logger.exception("step %d failed; its requests end", step.step_id)
+            logger.exception("step %d failed", step.step_id)
             self._emit(self._core.fail(step, f"{type(error).__name__}: {error}"))
             return
         self._began = self._clock()  # of the step behind it, if there is one

@@ -22,6 +22,7 @@ from headrace_core.errors import (
     RequestError,
 )
 from headrace_core.output import FlatLogprobs, RequestOutput
+from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
@@ -31,10 +32,19 @@ from headrace_engine.intake.intake import Intake
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
-def make_engine(stream_interval: int = 1, max_queued: int = 1000, **core: Any) -> Engine:
+def make_engine(
+    stream_interval: int = 1,
+    max_queued: int = 1000,
+    max_queued_tokens: int | None = None,
+    **core: Any,
+) -> Engine:
     intake = Intake(CharTokenizer(), served_model())
     config = EngineConfig(
-        scheduler=SchedulerConfig(stream_interval=stream_interval, max_queued_requests=max_queued)
+        scheduler=SchedulerConfig(
+            stream_interval=stream_interval,
+            max_queued_requests=max_queued,
+            max_queued_tokens=max_queued_tokens,
+        )
     )
     return Engine(InprocClient(lambda _: make_core(**core)), intake, config)
 
@@ -383,11 +393,9 @@ async def test_a_failing_request_does_not_stop_others(engine: Engine, failure: s
     with pytest.raises(GenerateError, match="as told"):
         await collect(engine, "bad", bad, "bad")
     results = await asyncio.gather(*good, return_exceptions=True)
-    if failure == "fail_at":
-        for index, outputs in enumerate(results):
-            assert not isinstance(outputs, BaseException)
-            assert outputs[-1].outputs[0].token_ids == expected_tokens(f"g{index}", params)
-    # A step that raises takes the requests of that step with it, and no others.
+    for index, outputs in enumerate(results):
+        assert not isinstance(outputs, BaseException)
+        assert outputs[-1].outputs[0].token_ids == expected_tokens(f"g{index}", params)
     after = await collect(engine, "after", params, "after")
     assert after[-1].outputs[0].token_ids == expected_tokens("after", params)
     await until_free(engine)
@@ -466,6 +474,48 @@ async def test_queue_full() -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
     await first.aclose()
     await until_free(engine)
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-07")
+async def test_the_queue_is_bounded_in_tokens_too() -> None:
+    engine = make_engine(max_queued_tokens=20, max_num_seqs=1, step_seconds=0.01)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    first = engine.generate("a" * 30, params, "a")  # nobody waits: taken, however long
+    await anext(first)
+    waiting = [asyncio.create_task(collect(engine, "b" * 15, params, "b"))]
+    await asyncio.sleep(0.02)
+    with pytest.raises(QueueFull, match="max_queued_tokens = 20") as caught:
+        await collect(engine, "c" * 6, params, "c")
+    assert 1 <= caught.value.retry_after <= 60
+    waiting.append(asyncio.create_task(collect(engine, "d" * 5, params, "d")))
+    await asyncio.sleep(0.02)
+    assert not waiting[-1].done()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await first.aclose()
+    await until_free(engine)
+    assert engine._processor.num_waiting_tokens == 0
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-22")
+@pytest.mark.parametrize("prompt", ["x", "x" * 3000])
+async def test_a_request_s_owner_is_who_is_served(prompt: str) -> None:
+    """Also when it is prepared in another thread."""
+    engine = make_engine(max_num_seqs=1)
+    owners = []
+    add = engine.client.add
+    engine.client.add = lambda requests: (owners.extend(r.owner for r in requests), add(requests))  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=10)
+
+    async def serve(owner: str) -> None:
+        OWNER.set(owner)
+        await collect(engine, prompt, params, owner)
+
+    await asyncio.gather(*(asyncio.create_task(serve(owner)) for owner in ("ann", "bob")))
+    assert sorted(owners) == ["ann", "bob"]
     await engine.shutdown()
 
 

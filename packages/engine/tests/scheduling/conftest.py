@@ -59,6 +59,7 @@ class World:
         *,
         stop: tuple[int, ...] = (),
         priority: int = 0,
+        owner: str = "",
         **params: Any,
     ) -> list[int]:
         """Queue a request (of so many tokens of its own); returns the output of a straight run."""
@@ -73,6 +74,7 @@ class World:
                 max_tokens=max_tokens,
                 arrival_time=float(self.scheduler._num_added),
                 priority=priority,
+                owner=owner,
             )
         )
         return expected_tokens(prompt, max_tokens, VOCAB_SIZE)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from headrace_core.step import RequestStepResult, StepResult
+from headrace_core import failpoints
+from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 
 
 def test_the_last_request_is_preempted_and_resumes_with_all_its_tokens(make_world: Any) -> None:
@@ -235,6 +236,85 @@ def test_a_failed_step_ends_its_requests_and_its_cache_is_not_trusted(
     assert world.step() == {"b": 6}
     world.run()
     assert world.tokens("b") == expected
+
+
+@pytest.mark.req("REL-01")
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("guilty", ["a", "b", "c", "nobody"])
+def test_a_step_of_several_that_fails_ends_the_one_that_fails_alone(
+    make_world: Any, guilty: str, overlapped: bool
+) -> None:
+    """Whoever is computed together with the guilty one breaks the step; the others are as ever."""
+    world = make_world(overlapped=overlapped, budget=40)
+    expected = {r: world.add(r, n, max_tokens=5) for r, n in (("a", 3), ("b", 9), ("c", 6))}
+    broken = None if guilty == "nobody" else guilty
+    alone, failures = set(), 0
+    for number in range(200):
+        if not world.scheduler.has_unfinished:
+            break
+        if number == 20:
+            expected["d"] = world.add("d", 4, max_tokens=5)
+        step = world.scheduler.schedule()
+        if step is not None:
+            world.in_flight.append(step)
+        if step is not None and len(world.in_flight) == 1 and overlapped and not failures:
+            continue  # two in flight when the first one fails
+        landing = world.in_flight.popleft()
+        ids = set(landing.num_scheduled_tokens)
+        if failures and len(ids) == 1:
+            alone |= ids
+        fails = broken in ids if broken else failures == 0
+        if fails:
+            failures += 1
+            world.worker.skip(landing)
+            world.keep(world.scheduler.fail(landing, "it broke"))
+        else:
+            world.keep(world.scheduler.update(landing, _lenient(world, landing)))
+    for request_id, tokens in expected.items():
+        if request_id == broken:
+            assert world.finish_reason(request_id) == "error"
+            assert world.outputs[request_id][-1].error == "it broke"
+        else:
+            assert world.tokens(request_id) == tokens
+            assert world.finish_reason(request_id) == "length"
+    assert alone >= {"a", "b", "c"}
+    assert world.kv.num_free_blocks == world.kv.num_blocks
+
+
+def _lenient(world: Any, step: ScheduledStep) -> StepResult:
+    """A step that was scheduled on top of a failed one reads garbage; its result is dropped."""
+    try:
+        return world.worker.execute(step)
+    except (AssertionError, KeyError):
+        garbage = {r: RequestStepResult([0]) for r in step.num_scheduled_tokens}
+        return StepResult(step.step_id, garbage)
+
+
+@pytest.mark.req("REL-01")
+@pytest.mark.parametrize("point", ["kv.alloc", "kv.match", "engine.update", "engine.add"])
+def test_what_raises_for_one_request_ends_that_one(
+    make_world: Any, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failpoints, "PLAN", failpoints.parse(f"{point}=raise(match=bad)"))
+    world = make_world()
+    expected = {r: world.add(r, 5, max_tokens=6) for r in ("a", "b")}
+    if point == "engine.add":
+        with pytest.raises(RuntimeError, match="canary"):
+            world.add("bad", 5)
+    else:
+        world.add("bad", 5)
+    expected["c"] = world.add("c", 5, max_tokens=6)
+    while world.scheduler.has_unfinished:
+        step = world.scheduler.schedule()
+        world.keep(world.scheduler.take_refused())
+        world.in_flight.append(step)
+        world.land()
+    for request_id, tokens in expected.items():
+        assert world.tokens(request_id) == tokens
+    if point != "engine.add":
+        [output] = world.outputs["bad"]
+        assert output.finish_reason == "error"
+    assert world.kv.num_free_blocks == world.kv.num_blocks
 
 
 # -- resets ------------------------------------------------------------------------------------

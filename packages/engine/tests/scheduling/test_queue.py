@@ -4,13 +4,20 @@ import pytest
 
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams
-from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
+from headrace_engine.scheduling.queue import (
+    FairQueue,
+    FCFSQueue,
+    PriorityQueue,
+    WaitingQueue,
+)
 from headrace_engine.scheduling.request import RequestState, RequestStatus
 
 
-def state(number: int, priority: int = 0, arrival_time: float = 0.0) -> RequestState:
+def state(
+    number: int, priority: int = 0, arrival_time: float = 0.0, owner: str = ""
+) -> RequestState:
     request = CoreRequest(
-        f"r{number}", [1], SamplingParams(), frozenset(), 4, arrival_time, priority
+        f"r{number}", [1], SamplingParams(), frozenset(), 4, arrival_time, priority, owner=owner
     )
     return RequestState.create(request, number, by_priority=True, now=0.0, max_model_len=64)
 
@@ -43,7 +50,7 @@ def test_priority_then_arrival_then_order() -> None:
     assert drain(queue) == [2, 3, 1, 4, 0]
 
 
-@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue])
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: FairQueue({})])
 def test_ended_requests_are_passed_over(kind: type[WaitingQueue]) -> None:
     queue = kind()
     states = [state(number) for number in range(4)]
@@ -57,7 +64,7 @@ def test_ended_requests_are_passed_over(kind: type[WaitingQueue]) -> None:
     assert len(queue) == 0
 
 
-@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue])
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: FairQueue({})])
 def test_ended_requests_do_not_pile_up_behind_the_head(kind: type[WaitingQueue]) -> None:
     queue = kind()
     queue.push(state(0))
@@ -68,3 +75,73 @@ def test_ended_requests_do_not_pile_up_behind_the_head(kind: type[WaitingQueue])
     assert len(queue) == 1
     assert queue._num_stored() < 200
     assert drain(queue) == [0]
+
+
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: FairQueue({})])
+def test_one_from_the_middle_is_taken_out(kind: type[WaitingQueue]) -> None:
+    queue = kind()
+    states = [state(number) for number in range(5)]
+    for waiting in states:
+        queue.push(waiting)
+    end(queue, states[1])
+    queue.take(states[3])
+    assert drain(queue) == [0, 2, 4]
+    with pytest.raises(IndexError):
+        queue.take(states[0])
+
+
+@pytest.mark.req("REL-22")
+def test_who_had_less_goes_first() -> None:
+    queue = FairQueue({})
+    for number in range(6):
+        queue.push(state(number, owner="a"))
+    for number in range(6, 9):
+        queue.push(state(number, owner="b"))
+    order = []
+    while len(queue):
+        order.append(queue.pop())
+        queue.charge(order[-1].request.owner, 10)
+    assert [s.sequence_number for s in order] == [0, 6, 1, 7, 2, 8, 3, 4, 5]
+
+
+@pytest.mark.req("REL-22")
+def test_weights_are_shares() -> None:
+    queue = FairQueue({"b": 0.5})
+    for number in range(40):
+        queue.push(state(number, owner="ab"[number % 2]))
+    taken = ""
+    for _ in range(18):
+        owner = queue.pop().request.owner
+        taken += owner
+        queue.charge(owner, 7)
+    assert (taken.count("a"), taken.count("b")) == (12, 6)
+
+
+@pytest.mark.req("REL-22")
+def test_nobody_saves_up_while_away() -> None:
+    queue = FairQueue({})
+    queue.push(state(0, owner="b"))
+    assert queue.pop().request.owner == "b"
+    for number in range(1, 12):
+        queue.push(state(number, owner="a"))
+    for _ in range(5):
+        queue.charge(queue.pop().request.owner, 100)
+    for number in range(12, 18):
+        queue.push(state(number, owner="b"))
+    taken = ""
+    for _ in range(8):
+        owner = queue.pop().request.owner
+        taken += owner
+        queue.charge(owner, 100)
+    assert taken.count("b") in (4, 5)
+
+
+def test_one_owner_is_served_by_arrival() -> None:
+    queue = FairQueue({})
+    for number in range(5):
+        queue.push(state(number))
+        queue.charge("", 3)
+    queue.push_back_first(state(9))
+    assert drain(queue) == [9, 0, 1, 2, 3, 4]
+    with pytest.raises(IndexError):
+        queue.peek()

@@ -38,7 +38,7 @@ worlds = st.fixed_dictionaries(
         "budget": st.integers(2, 16),
         "shared": st.one_of(st.none(), st.integers(1, 16)),
         "max_num_seqs": st.integers(1, 6),
-        "policy": st.sampled_from(["fcfs", "priority"]),
+        "policy": st.sampled_from(["fcfs", "priority", "fair"]),
         "partial": st.sampled_from([(1, 1, 0), (2, 1, 4), (3, 2, 6)]),
         "chunked": st.booleans(),
         "caching": st.sampled_from([True, True, True, False]),
@@ -56,6 +56,7 @@ requests = st.fixed_dictionaries(
         "stop": st.sampled_from([(), (4,), (0, 4)]),
         "priority": st.integers(-1, 1),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "owner": st.sampled_from(["", "a", "b"]),
     }
 )
 
@@ -141,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             arrival_time=float(self.num_added),
             priority=drawn["priority"],
             cache_salt=drawn["salt"],
+            owner=drawn["owner"],
         )
         needed = min(len(prompt) + request.max_tokens, MAX_MODEL_LEN) - 1
         possible = prompt and request_id not in self.live and self.kv.fits(needed)
@@ -182,8 +184,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail(self, late_fails: bool) -> None:
         step = self.in_flight.popleft()
         self.worker.skip(step)
-        failed = dict.fromkeys(step.num_scheduled_tokens, "worker broke")
-        self.take(self.scheduler.fail(step, "worker broke"), errors=failed)
+        outputs = self.scheduler.fail(step, "worker broke")
+        assert len(outputs) <= (len(step.num_scheduled_tokens) == 1), "only the guilty one ends"
+        self.take(outputs, errors=dict.fromkeys(step.num_scheduled_tokens, "worker broke"))
         while self.in_flight:  # whatever it returns was computed from garbage
             late = self.in_flight.popleft()
             self.worker.skip(late)
@@ -243,7 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def follow_tables(self, step: ScheduledStep) -> None:
         """The tables that a worker builds from the steps are the manager's."""
         for request_id in step.gone_request_ids:
-            del self.tables[request_id]
+            self.tables.pop(request_id, None)
         for new in step.new_requests:
             self.tables[new.request_id] = tuple(list(ids) for ids in new.block_ids)
         for request_id, gained in step.new_block_ids.items():

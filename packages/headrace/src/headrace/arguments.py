@@ -207,7 +207,7 @@ class Parser(argparse.ArgumentParser):
             known = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(match.group(1), known, n=3)
             message += f". Did you mean {' or '.join(near)}?" if near else ""
-        super().error(message)
+        super().error(f"HR-CFG-002: {message}")
 
     def _with_config_file(self, words: list[str]) -> list[str]:
         """Put the file's flags before the command line's, which then win."""

@@ -17,21 +17,28 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace import demo
-from headrace_core import plugins
+from headrace_core import failpoints, plugins
 from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
-from headrace_core.config import CacheConfig, EngineConfig, StructuredOutputsConfig, resolve
+from headrace_core.config import (
+    CacheConfig,
+    EngineConfig,
+    SimConfig,
+    StructuredOutputsConfig,
+    resolve,
+)
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.engine import ServedModel
-from headrace_core.errors import ConfigError, MissingDependency, UnsupportedFeature
+from headrace_core.errors import ConfigError, DeviceError, MissingDependency, UnsupportedFeature
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.logits_processor import load_processors, processor_name
 from headrace_core.model import BuildContext, CausalLM, ModelInfo
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.platform import CpuPlatform, CudaPlatform, Platform, detect
+from headrace_core.platform import BringsWorker, CpuPlatform, Platform, detect
 
 if TYPE_CHECKING:
+    from headrace_core.executor import WorkerFactory
     from headrace_core.grammar import Vocabulary
     from headrace_core.logits_processor import LogitsProcessor
     from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
@@ -111,11 +118,13 @@ def choose_platform(device: str) -> Platform:
 
     Raises:
         ConfigError: no such device is known; lists what is.
+        DeviceError: torch sees no such device.
     """
     built_in: Mapping[str, Callable[[], Platform]] = {
         "auto": detect,
         "cpu": CpuPlatform,
-        "cuda": CudaPlatform,
+        "cuda": _cuda_platform,
+        "sim": _sim_platform,
     }
     if device in built_in:
         return built_in[device]()
@@ -127,6 +136,24 @@ def choose_platform(device: str) -> Platform:
         )
     platform: Platform = others[device].load()()
     return platform
+
+
+def _cuda_platform() -> Platform:
+    platform = detect()
+    if platform.device != "cuda":
+        raise DeviceError(
+            "device.device = 'cuda': torch sees no GPU; `headrace collect-env` shows its build and "
+            "the driver"
+        )
+    return platform
+
+
+def _sim_platform() -> Platform:
+    try:
+        from headrace_engine.sim.platform import SimPlatform
+    except ImportError as error:
+        raise _missing(error) from error
+    return SimPlatform()
 
 
 class FrontEnd(NamedTuple):
@@ -200,6 +227,7 @@ def front_end(
         except ImportError as error:
             raise _missing(error) from error
     templates = templates or TemplateSettings()
+    platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
     model = served_model(resolved, tokenizer, templates.chat_template)
@@ -212,6 +240,7 @@ def front_end(
         structured_outputs=config.structured_outputs,
         processors=logits_processors(config, timeline),
         reasoning_parser=reasoning_parser(config.structured_outputs),
+        check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
     )
     check_backend(config.structured_outputs)
     return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
@@ -358,11 +387,15 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
 
 def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
     """Build the engine's core here: workers started, model loaded, cache allocated."""
-    with timeline.phase("import torch"):
-        import torch  # noqa: F401 - timed here, so that no other phase hides it
+    failpoints.warn()
+    brings_worker = isinstance(resolved.platform, BringsWorker)
+    if not brings_worker:
+        with timeline.phase("import torch"):
+            import torch  # noqa: F401 - timed here, so that no other phase hides it
 
-        import headrace_engine.execution.capture
-        import headrace_engine.execution.worker  # noqa: F401 - likewise
+            import headrace_engine.execution.capture
+            import headrace_engine.execution.worker  # noqa: F401 - likewise
+    with timeline.phase("import core"):
         from headrace_engine.core import EngineCore
         from headrace_engine.structured.store import GrammarStore
     config = resolved.config
@@ -372,10 +405,15 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )
+    make_worker = (
+        platforms_worker(resolved)
+        if brings_worker
+        else worker_factory(resolved, timeline, grammars)
+    )
     return EngineCore.build(
         config,
         max_model_len=resolved.info.max_model_len,
-        executor=executor_class(worker_factory(resolved, timeline, grammars)),
+        executor=executor_class(make_worker),
         timeline=timeline,
         fit_context=resolved.fit_context,
         grammars=grammars,
@@ -396,14 +434,30 @@ def grammar_vocabulary(resolved: Resolved) -> Vocabulary:
     return vocabulary_of(tokenizer, resolved.info.vocab_size, resolved.info.eos_token_ids)
 
 
+def platforms_worker(resolved: Resolved) -> WorkerFactory:
+    """Makes the worker of a platform that brings its own."""
+    platform = resolved.platform
+    assert isinstance(platform, BringsWorker)
+    return lambda: platform.make_worker(resolved.config, resolved.info)
+
+
 def worker_factory(
     resolved: Resolved, timeline: StartupTimeline, grammars: GrammarStore | None = None
 ) -> Callable[[], ModelWorker]:
-    """Makes the worker of the resolved model, which loads it when asked to."""
+    """Makes the worker of the resolved model, which loads it when asked to.
+
+    Raises:
+        ConfigError: settings of the simulated device, and another device.
+    """
     from headrace_engine.execution.capture import Capture
     from headrace_engine.execution.worker import ModelWorker
 
     config, info, platform, _ = resolved
+    if config.sim != SimConfig():
+        raise ConfigError(
+            f"sim = {config.sim!r}: has no effect on device {platform.device!r}; use --device sim",
+            field="sim",
+        )
     tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     assert tokens is not None
     assert seqs is not None
@@ -540,6 +594,8 @@ def _read_ahead(resolved: Resolved) -> None:
     """Have the weights read from disk while torch is imported."""
     from headrace_models.read_ahead import read_ahead
 
+    if isinstance(resolved.platform, BringsWorker):
+        return
     if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
         available = resolved.platform.available_memory()
         read_ahead(resolved.info.path, weight_bytes=resolved.info.weight_bytes, available=available)

@@ -22,6 +22,7 @@ SECTIONS: Mapping[str, str] = {
     "attention": "AttentionConfig",
     "graph": "GraphConfig",
     "observability": "ObservabilityConfig",
+    "sim": "SimConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
 

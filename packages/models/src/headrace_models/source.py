@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, NetworkError
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +14,11 @@ WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tik
 """What is downloaded of a repository: configs, weights, tokenizers, chat templates."""
 UNWANTED_FILES = ("original/**/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*")
 """The same weights in other layouts."""
+
+
+_NOT_THERE = ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError",
+              "HFValidationError")  # fmt: skip
+"""Errors of the hub's library that say: asked, and refused."""
 
 
 def fetch(
@@ -29,8 +34,8 @@ def fetch(
     library's.
 
     Raises:
-        ConfigError: no such folder, and the hub does not have it or cannot be reached; names the
-            id and the cache directory.
+        ConfigError: no such folder, and the hub does not have it; names the id and the cache
+            directory. NetworkError: the hub cannot be reached, or may not be asked.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -68,7 +73,8 @@ def _download(name: str, revision: str | None, token: str | None, download_dir: 
         )
     except Exception as error:  # the library's errors share no base with the network's
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-        raise ConfigError(
+        kind = ConfigError if type(error).__name__ in _NOT_THERE else NetworkError
+        raise kind(
             f"model {name!r}: no such local folder, not complete in the cache {cache}, and not to be "
             f"had from the hub{offline}: {type(error).__name__}: {_first_line(error)}",
             field="model.model",

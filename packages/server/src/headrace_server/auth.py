@@ -8,11 +8,11 @@ so that no other spelling of an open path opens a closed one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from headrace_server.keys import Key, KeyRing
+from headrace_core.owner import OWNER
+from headrace_server.keys import KeyRing
 from headrace_server.paths import raw_route_path, route_path
 
 _UNAUTHORIZED = b'{"error":"Unauthorized"}'
@@ -20,9 +20,6 @@ _UNAUTHORIZED = b'{"error":"Unauthorized"}'
 KEY_IN_SCOPE = "headrace_key"
 """Where the gate leaves the :class:`~headrace_server.keys.Key` that a request carried. A request
 that comes with one did not come over a socket: it is the operator's own, made in this process."""
-
-current_key: ContextVar[Key | None] = ContextVar("headrace_key", default=None)
-"""The same for code that sees no request (an engine client): the key of the running request."""
 
 
 class KeyGate:
@@ -62,11 +59,11 @@ class KeyGate:
             await _refuse(scope, send)
             return
         scope[KEY_IN_SCOPE] = key
-        token = current_key.set(key)
+        token = OWNER.set(key.name if key is not None else "")
         try:
             await self._app(scope, receive, send)
         finally:
-            current_key.reset(token)
+            OWNER.reset(token)
 
     def _is_control(self, scope: Scope) -> bool:
         return route_path(scope) in self._control or raw_route_path(scope) in self._control

@@ -7,8 +7,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
 
+from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt, Prompt
-from headrace_server.auth import current_key
 
 
 def scoped(prompt: Prompt) -> Prompt:
@@ -17,8 +17,7 @@ def scoped(prompt: Prompt) -> Prompt:
     A client's own salt still separates its requests from each other, and cannot be chosen so that it
     meets another owner's.
     """
-    key = current_key.get()
-    owner = key.name if key is not None else ""
+    owner = OWNER.get()
     if isinstance(prompt, ChatPrompt):
         return dataclasses.replace(prompt, cache_salt=_salt(owner, prompt.cache_salt))
     if isinstance(prompt, Mapping):

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from headrace_core.catalogue import BUG, entry_of
 from headrace_core.errors import (
     EngineDead,
     GenerateError,
@@ -43,6 +44,11 @@ TYPES: Mapping[int, str] = {
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
+CODES: Mapping[int, str] = {
+    400: "HR-REQ-001", 404: "HR-REQ-004", 413: "HR-REQ-008", 429: "HR-QUE-001",
+    431: "HR-REQ-009", 499: "HR-REQ-012", 500: "HR-SRV-002", 503: "HR-SRV-001",
+}  # fmt: skip
+"""The catalogue's code for answers that no exception stands behind."""
 _MAX_MESSAGE = 2000
 
 
@@ -53,6 +59,8 @@ class ErrorInfo(BaseModel):
     type: str
     param: str | None = None
     code: int
+    headrace_code: str | None = None
+    """Stable; see docs/errors."""
 
 
 class ErrorResponse(BaseModel):
@@ -69,6 +77,19 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads what we answer."""
 
 
+class BodyRefused(HTTPException):
+    """A body is refused before it is parsed, with a code of its own.
+
+    Args:
+        headrace_code: of the catalogue.
+        message: for the client.
+    """
+
+    def __init__(self, headrace_code: str, message: str) -> None:
+        super().__init__(400, message)
+        self.headrace_code = headrace_code
+
+
 class Answer(msgspec.Struct, frozen=True):
     """An exception as HTTP knows it."""
 
@@ -76,13 +97,14 @@ class Answer(msgspec.Struct, frozen=True):
     message: str
     param: str | None = None
     headers: dict[str, str] = {}
+    headrace_code: str = ""
+    """Of the catalogue; empty: the status's own."""
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "APIError")
         message = self.message[:_MAX_MESSAGE]
-        return {
-            "error": {"message": message, "type": kind, "param": self.param, "code": self.status}
-        }
+        told = {"message": message, "type": kind, "param": self.param, "code": self.status}
+        return {"error": told | {"headrace_code": self.headrace_code or CODES.get(self.status)}}
 
     def response(self) -> Response:
         return JSONResponse(self.body(), self.status, dict(self.headers))
@@ -94,6 +116,12 @@ class Answer(msgspec.Struct, frozen=True):
 
 def answer(error: BaseException) -> Answer:
     """What a client is told about an exception."""
+    entry, told = entry_of(error), _answer(error)
+    # What nobody foresaw keeps the code of its status, which says less.
+    return told if entry is BUG else msgspec.structs.replace(told, headrace_code=entry.code)
+
+
+def _answer(error: BaseException) -> Answer:
     match error:
         case UnknownModel():
             return Answer(404, str(error), error.param or "model")
@@ -169,7 +197,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code in (404, 405):
         return JSONResponse({"detail": error.detail}, error.status_code, headers)
-    return Answer(error.status_code, str(error.detail), headers=headers).response()
+    code = error.headrace_code if isinstance(error, BodyRefused) else ""
+    told = Answer(error.status_code, str(error.detail), headers=headers, headrace_code=code)
+    return told.response()
 
 
 def _validation(problems: Sequence[Any]) -> Answer:

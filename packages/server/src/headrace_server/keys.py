@@ -1,14 +1,13 @@
 """Keys: several, named, from settings, environment and a file that is read again when it changes.
 
-A line of the file is a key, or a name and a key, or those and a weight::
+A line of the file is a key, or a name and a key::
 
     # comment
     sk-4xKq...
     team-a  sk-9fJz...
-    team-b  sk-1mPw...  weight=2
 
 Only digests are kept. Names show in nothing that a client sees; they are what per-key rules
-(cached prefixes, shares of the machine) go by.
+(cached prefixes, shares of the machine: ``scheduler.fair_weights``) go by.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class Key:
     name: str
     digest: bytes
     """SHA-256."""
-    weight: float = 1.0
-    """Its share of the machine beside other keys', for fair queueing."""
 
 
 def digest(key: bytes) -> bytes:
@@ -188,21 +185,12 @@ def read_key_file(path: str, option: str, settings: ServerSettings) -> list[Key]
 
 
 def _key_of(words: Sequence[str], number: int) -> tuple[Key, str]:
-    weight = 1.0
-    if len(words) > 1 and words[-1].startswith("weight="):
-        try:
-            weight = float(words[-1].removeprefix("weight="))
-        except ValueError:
-            weight = 0.0
-        if not 0 < weight <= 1e6:
-            raise ValueError("weight must be a number above 0")
-        words = words[:-1]
     if len(words) > 2:
-        raise ValueError("must be a key, or a name and a key, and weight=NUMBER if wanted")
+        raise ValueError("must be a key, or a name and a key")
     name, text = words if len(words) == 2 else (f"line-{number}", words[0])
     if not _NAME.fullmatch(name):
         raise ValueError("a name has up to 64 letters, digits, '_', '.', '@' and '-'")
-    return Key(name, digest(text.encode()), weight), text
+    return Key(name, digest(text.encode())), text
 
 
 def _stamp(file: str | None) -> tuple[int, int, int] | None:

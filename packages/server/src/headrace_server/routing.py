@@ -6,14 +6,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 import msgspec
-from fastapi import APIRouter, HTTPException
+from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_core.errors import RequestError
-from headrace_server.errors import ErrorResponse
+from headrace_server.errors import BodyRefused, ErrorResponse
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, start_stream, wait_watching
 
@@ -39,7 +39,7 @@ class JsonRequest(Request):
         try:
             return msgspec.json.decode(await self.body())
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise HTTPException(400, "the body is not valid JSON") from error
+            raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
 
 
 class JsonRoute(APIRoute):
@@ -52,8 +52,8 @@ class JsonRoute(APIRoute):
             if request.method == "POST":
                 declared = request.headers.get("content-type", "").partition(";")[0]
                 if declared.strip().lower() != "application/json":
-                    raise HTTPException(
-                        400, "Content-Type must be application/json; nothing else is read"
+                    raise BodyRefused(
+                        "HR-REQ-007", "Content-Type must be application/json; nothing else is read"
                     )
             return await handle(JsonRequest(request.scope, request.receive))
 

@@ -21,6 +21,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from headrace_core import failpoints
 from headrace_core.engine import OutputStream
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
@@ -276,9 +277,9 @@ class EventStream(Response):
     async def _send_events(self, writer: _Writer, headers: list[tuple[bytes, bytes]]) -> None:
         await writer.start(headers)
         try:
-            await _send_item(writer, await self._events.first())
+            await self._send_item(writer, await self._events.first())
             async for item in self._events.rest:
-                await _send_item(writer, item)
+                await self._send_item(writer, item)
         except _Ended:
             await writer.finish(None, self._request_id)
         except (TimeoutError, OSError):
@@ -288,12 +289,13 @@ class EventStream(Response):
         else:
             await writer.finish(None, self._request_id)
 
-
-async def _send_item(writer: _Writer, item: bytes | Pour) -> None:
-    if isinstance(item, Pour):
-        await item.into(writer)
-    elif not writer.write_now(item):
-        await writer.write(item)
+    async def _send_item(self, writer: _Writer, item: bytes | Pour) -> None:
+        if failpoints.PLAN is not None:
+            failpoints.hit("stream.write", self._request_id)
+        if isinstance(item, Pour):
+            await item.into(writer)
+        elif not writer.write_now(item):
+            await writer.write(item)
 
 
 class _Writer:
@@ -374,6 +376,8 @@ async def wait_watching(
         ClientGone: the client left; ``work`` was cancelled.
         ShuttingDown: the server stops; ``work`` was cancelled.
     """
+    if failpoints.PLAN is not None:
+        work = _failing(work, request_id)
     working = asyncio.create_task(work)
     gone = asyncio.create_task(_wait_disconnect(request.receive))
     stopped = asyncio.Event()
@@ -386,6 +390,12 @@ async def wait_watching(
         raise ShuttingDown if stopped.is_set() else ClientGone
     finally:
         await _cancel([working, gone, halt])
+
+
+async def _failing(work: Coroutine[Any, Any, T], request_id: str) -> T:
+    result = await work
+    failpoints.hit("server.answer", request_id)
+    return result
 
 
 async def _wait_disconnect(receive: Receive) -> None:

@@ -113,8 +113,10 @@ class WatchedEngine:
             prompt, add_special_tokens=add_special_tokens, strings=strings
         )
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        return await self.engine.detokenize(token_ids)
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+    ) -> str:
+        return await self.engine.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def stats(self, *, drain: bool = False) -> EngineStats:
         return await self.engine.stats(drain=drain)

@@ -84,6 +84,8 @@ class CheckingWorker:
         self._slots: dict[int, tuple[int, int]] = {}
         """Slot -> (group, fingerprint)."""
         self._next_step_id = 0
+        self._unsure: set[str] = set()
+        """Who a failed step said is gone: it may be said again."""
 
     def execute(self, step: ScheduledStep) -> StepResult:
         assert step.step_id == self._next_step_id, "steps must be executed in order"
@@ -100,11 +102,13 @@ class CheckingWorker:
         """Execute nothing of a step, as if it had failed after its requests were taken in."""
         self._next_step_id += 1
         self._apply(step)
+        self._unsure.update(step.gone_request_ids)
 
     def _apply(self, step: ScheduledStep) -> None:
         for request_id in step.gone_request_ids:
-            assert request_id in self._held, f"{request_id!r} is gone, but was not here"
-            del self._held[request_id]
+            known = request_id in self._held or request_id in self._unsure
+            assert known, f"{request_id!r} is gone, but was not here"
+            self._held.pop(request_id, None)
         for new in step.new_requests:
             assert new.request_id not in self._held, f"{new.request_id!r} is new, but here"
             assert new.request_id in step.num_scheduled_tokens, f"{new.request_id!r} does not run"

@@ -172,8 +172,8 @@ def as_data(error: BaseException) -> RemoteError:
 
 
 def as_exception(data: RemoteError) -> BaseException:
-    """The exception that :func:`as_data` described: of its class if that is one of ours, else an
-    EngineDead that names it."""
+    """The exception that :func:`as_data` described: of its class if that is one of ours (or
+    MemoryError), else an EngineDead that names it."""
     found = getattr(headrace_core.errors, data.kind, None)
     if isinstance(found, type) and issubclass(found, HeadraceError):
         error = found.__new__(found)
@@ -181,6 +181,8 @@ def as_exception(data: RemoteError) -> BaseException:
         for name in ("field", "param", "value", "library", "install", "retry_after"):
             setattr(error, name, data.details.get(name))
         return error
+    if data.kind == "MemoryError":
+        return MemoryError(data.message)
     return EngineDead(f"the engine process failed: {data.kind}: {data.message}")
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from headrace_core import failpoints
 from headrace_core.errors import GenerateError, RequestError
 from headrace_core.text import Tokenizer
 from headrace_engine.emission.detokenizer import token_texts
 from headrace_engine.emission.output import RequestState
+from headrace_engine.emission.rate import StartRate
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
 
-KEPT_START_TIMES = 64
-"""Starts over which the rate of starting requests is measured."""
+logger = logging.getLogger(__name__)
 
 
 class Processed(NamedTuple):
@@ -50,7 +51,8 @@ class OutputProcessor:
         self._by_id: dict[str, RequestState] = {}
         self._by_core_id: dict[str, RequestState] = {}
         self._num_waiting = 0
-        self._starts: deque[float] = deque(maxlen=KEPT_START_TIMES)
+        self._num_waiting_tokens = 0
+        self._rate = StartRate(clock)
 
     @property
     def states(self) -> list[RequestState]:
@@ -62,11 +64,15 @@ class OutputProcessor:
         """Completions that have not produced anything yet."""
         return self._num_waiting
 
-    def seconds_per_start(self) -> float:
-        """Mean time between requests producing their first token, lately; 1.0 if unknown."""
-        if len(self._starts) < 2:
-            return 1.0
-        return max(self._clock() - self._starts[0], 1e-3) / len(self._starts)
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self._num_waiting_tokens
+
+    def seconds_until(self, num_starts: int = 0, num_tokens: int = 0) -> float:
+        """How long it should take until so many completions, or so many prompt tokens, that wait
+        now have produced something: from the rate at which others did lately."""
+        return self._rate.seconds_until(num_starts, num_tokens)
 
     def add(self, request: PreparedRequest) -> RequestState:
         """Follow a request from now on.
@@ -84,7 +90,7 @@ class OutputProcessor:
         self._by_id[request.request_id] = state
         for core in request.core_requests:
             self._by_core_id[core.request_id] = state
-        self._num_waiting += state.num_waiting
+        self._count_waiting(state, state.num_waiting)
         return state
 
     def get(self, request_id: str) -> RequestState | None:
@@ -100,7 +106,7 @@ class OutputProcessor:
         if self._by_id.get(state.request.request_id) is not state:
             return []
         del self._by_id[state.request.request_id]
-        self._num_waiting -= state.num_waiting
+        self._count_waiting(state, -state.num_waiting)
         for core in state.request.core_requests:
             self._by_core_id.pop(core.request_id, None)
         return state.unfinished_core_ids
@@ -115,12 +121,18 @@ class OutputProcessor:
             if state is None:
                 continue  # its consumer has gone; the core was told so
             waiting = state.num_waiting
-            if state.update(output, timestamp):
-                aborts.append(output.request_id)
-            if output.finish_reason == "error" and state.error is None:
-                aborts += self._fail(state, output.error or "")
+            try:
+                if failpoints.PLAN is not None:
+                    failpoints.hit("emission.update", output.request_id)
+                if state.update(output, timestamp):
+                    aborts.append(output.request_id)
+                if output.finish_reason == "error" and state.error is None:
+                    aborts += self._fail(state, output.error or "")
+            except Exception as error:
+                logger.exception("request %s ends", output.request_id)
+                aborts += self._fail(state, f"{type(error).__name__}: {error}")
             if waiting != state.num_waiting:
-                self._count_started(waiting - state.num_waiting)
+                self._count_started(state, waiting - state.num_waiting)
             changed[id(state)] = state
         return Processed(list(changed.values()), aborts)
 
@@ -129,7 +141,7 @@ class OutputProcessor:
         states = [self._by_id[i] for i in request_ids if i in self._by_id]
         aborts = [core_id for state in states for core_id in state.unfinished_core_ids]
         for state in states:
-            self._num_waiting -= state.num_waiting
+            self._count_waiting(state, -state.num_waiting)
             state.end(finish_reason)
         return Processed(states, aborts)
 
@@ -140,6 +152,10 @@ class OutputProcessor:
         state.end("error")
         return aborts
 
-    def _count_started(self, number: int) -> None:
-        self._num_waiting -= number
-        self._starts.append(self._clock())
+    def _count_started(self, state: RequestState, number: int) -> None:
+        self._count_waiting(state, -number)
+        self._rate.record(number, number * len(state.request.prompt_token_ids))
+
+    def _count_waiting(self, state: RequestState, number: int) -> None:
+        self._num_waiting += number
+        self._num_waiting_tokens += number * len(state.request.prompt_token_ids)

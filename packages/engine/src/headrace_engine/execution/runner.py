@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from headrace_core import failpoints
 from headrace_core.attention import AttentionBackend
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
@@ -82,6 +83,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. A request that fails alone gets an error; an exception fails the step."""
+        if failpoints.PLAN is not None:
+            _pass("engine.step.prepare", step)
         self.apply_changes(step)
         inputs = self.inputs.build(step.num_scheduled_tokens)
         results = {
@@ -93,6 +96,8 @@ class ModelRunner:
             if self.processors is not None:
                 self.processors.begin_step(inputs.sampled_ids)
             self.launching()
+            if failpoints.PLAN is not None:
+                _pass("engine.step.forward", step)
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
@@ -171,6 +176,8 @@ class ModelRunner:
     ) -> None:
         """Choose tokens, append them to the requests' lists, fill in the results."""
         rows, ids = inputs.sampled_rows, inputs.sampled_ids
+        if failpoints.PLAN is not None:
+            _spoil(logits, ids)
         batch = self.requests.sampling.batch(rows, self.requests)
         if self.processors is not None:
             batch = self.processors.bind(batch, ids)
@@ -234,3 +241,15 @@ class ModelRunner:
             yield from self.sampler.prompt_logprobs(
                 logits, part.targets[first : first + size], wanted
             )
+
+
+def _pass(point: str, step: ScheduledStep) -> None:
+    for request_id in step.num_scheduled_tokens:
+        failpoints.hit(point, request_id)
+
+
+def _spoil(logits: Tensor, request_ids: Sequence[str]) -> None:
+    """Pass ``engine.step.sample`` for each row; NaN for those whose failpoint says so."""
+    for row, request_id in enumerate(request_ids):
+        if failpoints.hit("engine.step.sample", request_id):
+            logits[row] = math.nan

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from headrace_core import failpoints
 from headrace_core.config import StructuredOutputsConfig
 from headrace_core.engine import ServedModel, TokenizedPrompt
 from headrace_core.errors import (
@@ -65,6 +66,7 @@ class Intake:
         processors: logits processors that the engine runs; they check requests.
         reasoning_parser: knows where the model's reasoning begins and ends; where it ends,
             constraints begin. None: the model does not reason.
+        check_params: refuses what the device cannot honour.
         clock: wall-clock seconds.
     """
 
@@ -79,6 +81,7 @@ class Intake:
         structured_outputs: StructuredOutputsConfig | None = None,
         processors: Sequence[type[LogitsProcessor]] = (),
         reasoning_parser: type[ReasoningParser] | None = None,
+        check_params: Callable[[SamplingParams], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
@@ -86,6 +89,7 @@ class Intake:
         self._processors = tuple(processors)
         self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._clock = clock
+        self._check_device = check_params
         self._serial = itertools.count()  # next() is atomic
         self._reasoning_parser = reasoning_parser
         structured = structured_outputs or StructuredOutputsConfig()
@@ -156,6 +160,8 @@ class Intake:
             PromptTooLong: the prompt, or prompt and output, exceed the context.
         """
         arrival_time = self._clock()
+        if failpoints.PLAN is not None:
+            failpoints.hit("intake.prepare", request_id)
         params = params.clone()
         params.validate()
         self._check_priority(priority)
@@ -429,6 +435,8 @@ class Intake:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if self._check_device is not None:
+            self._check_device(params)
         self._check_count("logprobs", params.logprobs)
         self._check_count("prompt_logprobs", params.prompt_logprobs)
         self._check_ids("stop_token_ids", params.stop_token_ids or ())

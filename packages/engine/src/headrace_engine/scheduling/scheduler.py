@@ -17,6 +17,12 @@ Two things make that safe:
 
 A request that is preempted while a token of it is in flight keeps that token: it is appended when
 it arrives, and the request is not resumed before.
+
+**Failures.** What raises while one request is looked at ends that request. When a step of several
+requests raises, nobody knows whose fault it was: all of them become *suspects* and are computed
+again, each in a step of its own, until it has yielded a token; the one whose own step raises is
+ended. Others wait meanwhile. As outputs do not depend on what else is in a step, nobody else sees
+a difference (ADR 0029).
 """
 
 from __future__ import annotations
@@ -28,16 +34,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 
+from headrace_core import failpoints
 from headrace_core.config import SchedulerConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import ConfigError, PromptTooLong, QueueFull, RequestError
-from headrace_core.kv import BlockIds, KVCacheManager
+from headrace_core.kv import BlockIds, KVCacheManager, PrefixMatch
 from headrace_core.request import CoreRequest
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
 from headrace_engine.scheduling.plan import StepPlan, new_request
-from headrace_engine.scheduling.queue import FCFSQueue, PriorityQueue, WaitingQueue
+from headrace_engine.scheduling.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
 from headrace_engine.scheduling.request import InFlight, RequestState, RequestStatus
 from headrace_engine.scheduling.stopping import finish_reason
 
@@ -96,7 +103,14 @@ class Scheduler:
         self._by_priority = config.policy == "priority"
         self._long_threshold = config.long_prefill_token_threshold
         self._requests: dict[str, RequestState] = {}
-        self._waiting: WaitingQueue = PriorityQueue() if self._by_priority else FCFSQueue()
+        self._fair = FairQueue(config.fair_weights) if config.policy == "fair" else None
+        self._waiting: WaitingQueue = self._fair or (
+            PriorityQueue() if self._by_priority else FCFSQueue()
+        )
+        self._suspects: list[RequestState] = []
+        """To be computed alone, in this order; see the module's docstring."""
+        self._refused: list[CoreOutput] = []
+        """Of requests that ended while a step was filled."""
         self._running: list[RequestState] = []
         """In the policy's order: whoever is last is preempted first."""
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
@@ -116,6 +130,8 @@ class Scheduler:
                 is longer than the context (:class:`PromptTooLong`) or than the whole cache.
             QueueFull: too many wait; says when to try again.
         """
+        if failpoints.PLAN is not None:
+            failpoints.hit("engine.add", request.request_id)
         if request.request_id in self._requests:
             raise RequestError(
                 f"request_id = {request.request_id!r}: a request of that id is running; ids must "
@@ -178,15 +194,17 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before a step in flight has ended."""
-        if len(self._in_flight) >= self._max_steps_in_flight:
+        most_in_flight = 1 if self._suspects else self._max_steps_in_flight
+        if len(self._in_flight) >= most_in_flight:
             return None
         plan = StepPlan(self._budget(), contended=self._is_contended())
-        self._schedule_running(plan)
-        # After a preemption the pool is exhausted: admitting now would only thrash.
-        if not plan.num_preempted:
-            self._schedule_waiting(plan)
-            if plan.contended:
-                self._use_rest(plan)
+        while not plan.entries and (suspect := self._next_suspect()) is not None:
+            try:
+                self._schedule_suspect(suspect, plan)
+            except Exception as error:
+                self._refuse(suspect, error)
+        if not plan.entries:
+            self._fill(plan)
         if not plan.entries:
             return None
         step = plan.build(self._next_step_id, self._gone)
@@ -195,6 +213,11 @@ class Scheduler:
         self._in_flight.append((step.step_id, plan.entries))
         self._counters.count_step(plan.size - plan.budget)
         return step
+
+    def take_refused(self) -> list[CoreOutput]:
+        """Outputs of requests that :meth:`schedule` ended, each once: they raised an error."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]:
         """Take a step's result; one output for each request that got a token or ended.
@@ -211,7 +234,10 @@ class Scheduler:
                 continue
             state.num_steps_in_flight -= 1
             state.num_placeholders -= samples
-            output = self._take(state, samples, find(state.request_id))
+            try:
+                output = self._take(state, samples, find(state.request_id))
+            except Exception as error:
+                output = self._end_raising(state, error)
             if output is not None:
                 outputs.append(output)
         if len(self._requests) < num_unfinished:
@@ -219,22 +245,28 @@ class Scheduler:
         return outputs
 
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]:
-        """End a step's requests with reason ``error``: the worker could not execute it.
+        """The worker could not execute a step: if it was one request's, that ends with reason
+        ``error``; if it was several requests', they will be computed one by one.
 
         Blocks that the step should have written may already serve as another request's prefix, so
         every cached block is forgotten and every other running request starts again; what they
         have in flight is dropped (nobody has seen those tokens).
         """
-        outputs = [
-            self._end(state, "error", error=message)
-            for state, epoch, _ in self._land(step)
-            if state.epoch == epoch and not state.finished
-        ]
+        entries = self._land(step)
+        concerned = [s for s, epoch, _ in entries if s.epoch == epoch and not s.finished]
+        outputs = []
+        if len(entries) == 1:
+            outputs += [self._end(state, "error", error=message) for state in concerned]
+        elif concerned:  # one of several, even if the others have ended meanwhile
+            logger.warning("%d requests are computed again, one by one", len(concerned))
+            self._suspects += [state for state in concerned if state not in self._suspects]
         self._drop_finished()
         self.preempt_all()
         for state in self._requests.values():
             state.epoch += 1
             state.num_steps_in_flight = state.num_placeholders = 0
+        # The worker may not have come to forget whom this step said to. Nobody is left there.
+        self._gone = list(dict.fromkeys([*step.gone_request_ids, *self._gone]))
         self._kv.reset_prefix_cache()
         return outputs
 
@@ -287,8 +319,17 @@ class Scheduler:
 
     # -- filling a step ------------------------------------------------------------------------
 
+    def _fill(self, plan: StepPlan) -> None:
+        self._schedule_running(plan)
+        # After a preemption the pool is exhausted: admitting now would only thrash.
+        if not plan.num_preempted:
+            self._schedule_waiting(plan)
+            if plan.contended:
+                self._use_rest(plan)
+
     def _schedule_running(self, plan: StepPlan) -> None:
-        index, running, allocate = 0, self._running, self._kv.allocate
+        index, running = 0, self._running
+        allocate = self._kv.allocate if failpoints.PLAN is None else self._allocate
         while index < len(running) and plan.budget > 0:
             state = running[index]
             index += 1
@@ -299,7 +340,12 @@ class Scheduler:
             decodes = num_tokens == 1
             if not decodes:
                 num_tokens = min(self._share(num_tokens, plan), plan.budget)
-            gained = allocate(state, num_tokens)
+            try:
+                gained = allocate(state, num_tokens)
+            except Exception as error:
+                index -= 1
+                self._refuse(state, error)
+                continue
             if gained is None and (gained := self._preempt_for(state, num_tokens, plan)) is None:
                 break
             if decodes:
@@ -341,12 +387,16 @@ class Scheduler:
             # blocks it is waiting for.
             if state.num_steps_in_flight:
                 break
-            match = self._kv.match_prefix(state)
-            num_tokens = self._admissible(state.num_tokens - match.num_tokens, plan)
+            try:
+                match = self._match_prefix(state)
+                num_tokens = self._admissible(state.num_tokens - match.num_tokens, plan)
+                gained = self._allocate(state, num_tokens, match) if num_tokens else None
+            except Exception as error:
+                self._refuse(state, error)
+                continue
             if num_tokens is None:
                 passed_over.append(waiting.pop())
                 continue
-            gained = self._kv.allocate(state, num_tokens, match) if num_tokens else None
             if gained is None:
                 break
             waiting.pop()
@@ -355,6 +405,63 @@ class Scheduler:
             plan.add(state, num_tokens, self._long_threshold)
         for state in reversed(passed_over):
             waiting.push_back_first(state)
+
+    def _next_suspect(self) -> RequestState | None:
+        """Who is computed alone now."""
+        if self._suspects:
+            self._suspects = [state for state in self._suspects if not state.finished]
+        return self._suspects[0] if self._suspects else None
+
+    def _schedule_suspect(self, state: RequestState, plan: StepPlan) -> None:
+        """A step for one request alone: as much of it as fits."""
+        if state.status is RequestStatus.RUNNING:
+            num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
+            gained = self._make_room(state, lambda: self._allocate(state, num_tokens))
+            plan.add(state, num_tokens, self._long_threshold)
+            if gained[0]:
+                plan.new_block_ids[state.request_id] = gained
+            return
+        match = self._match_prefix(state)
+        num_tokens = min(state.num_tokens - match.num_tokens, plan.budget)
+        gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))
+        self._waiting.take(state)
+        self._admit(state, match.num_tokens)
+        plan.new_requests.append(new_request(state, gained, match.num_tokens))
+        plan.add(state, num_tokens, self._long_threshold)
+
+    def _make_room(self, state: RequestState, allocate: Callable[[], BlockIds | None]) -> BlockIds:
+        """Blocks for one request, if need be from all others.
+
+        Raises:
+            RuntimeError: the whole cache is too small, which was checked when the request came.
+        """
+        gained = allocate()
+        while gained is None:
+            victim = next((other for other in reversed(self._running) if other is not state), None)
+            if victim is None:
+                raise RuntimeError("the cache has no room for a request that fits into it")
+            self._running.remove(victim)
+            self._preempt(victim)
+            gained = allocate()
+        return gained
+
+    def _allocate(
+        self, state: RequestState, num_tokens: int, match: PrefixMatch | None = None
+    ) -> BlockIds | None:
+        if failpoints.PLAN is not None:
+            failpoints.hit("kv.alloc", state.request_id)
+        return self._kv.allocate(state, num_tokens, match)
+
+    def _match_prefix(self, state: RequestState) -> PrefixMatch:
+        if failpoints.PLAN is not None:
+            failpoints.hit("kv.match", state.request_id)
+        return self._kv.match_prefix(state)
+
+    def _refuse(self, state: RequestState, error: Exception) -> None:
+        """Something raised while a step was filled with this request."""
+        if state in self._running:
+            self._running.remove(state)
+        self._refused.append(self._end_raising(state, error))
 
     def _use_rest(self, plan: StepPlan) -> None:
         """Give what nobody else could use to the long prompts that had to share."""
@@ -410,6 +517,8 @@ class Scheduler:
             now = self._clock()
             state.num_cached_tokens, state.scheduled_ts = num_cached_tokens, now
             self._admissions.record(now)
+            if self._fair is not None:
+                self._fair.charge(state.request.owner, state.num_tokens - num_cached_tokens)
         # Pieces from before a preemption: the prompt is computed again from its beginning.
         state.prompt_logprobs.clear()
         state.num_computed_tokens = num_cached_tokens
@@ -439,6 +548,8 @@ class Scheduler:
     def _take(
         self, state: RequestState, samples: bool, result: RequestStepResult | None
     ) -> CoreOutput | None:
+        if failpoints.PLAN is not None:
+            failpoints.hit("engine.update", state.request_id)
         if result is None:
             return self._end(state, "error", error="the worker returned no result for the request")
         if result.error is not None:
@@ -455,6 +566,10 @@ class Scheduler:
         if state.num_output_tokens == 0:
             self._counters.prompt_tokens += state.num_prompt_tokens
         self._counters.generation_tokens += 1
+        if self._fair is not None:
+            self._fair.charge(state.request.owner, 1)
+        if self._suspects and state in self._suspects:
+            self._suspects.remove(state)  # it can be computed alone
         state.all_token_ids += result.token_ids
         reason = finish_reason(state)
         if reason is None:
@@ -481,6 +596,16 @@ class Scheduler:
         del self._requests[state.request_id]
         output = _output(state)
         output.finish_reason, output.error = reason, error
+        return output
+
+    def _end_raising(self, state: RequestState, error: Exception) -> CoreOutput:
+        """End a request because something raised when it was looked at."""
+        logger.error("request %s ends: %s", state.request_id, error, exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        if not state.finished:
+            return self._end(state, "error", error=message)
+        output = _output(state)
+        output.finish_reason, output.error = "error", message
         return output
 
     def _forget_in_worker(self, state: RequestState) -> None:

@@ -24,14 +24,6 @@ COMMANDS = {
     "plugins": "List what is installed under each plug-in role.",
 }
 
-EXIT_STATUS = {
-    "ConfigError": 2, "RequestError": 2, "ModelError": 3, "CapacityError": 4, "PluginError": 7,
-    "MissingDependency": 7, "AddressError": 8,
-}  # fmt: skip
-"""Exit status by class of error (its bases included); 1 for others that headrace raises."""
-EXIT_BUG = 70
-"""Exit status of an error that nobody raised on purpose."""
-
 
 class Command(Protocol):
     """A module of a sub-command."""
@@ -54,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(name: str, words: Sequence[str]) -> int:
-    """Run one sub-command; errors that headrace raises on purpose become one line and a status."""
+    """Run one sub-command. An error ends in a hint, a line with its code and cause, and a status
+    that tells its class; one that nobody foresaw shows its traceback before."""
     if name not in COMMANDS:
         import difflib
 
@@ -68,9 +61,7 @@ def run(name: str, words: Sequence[str]) -> int:
     try:
         return module.main(words)
     except HeadraceError as error:
-        _finish_log()
-        print(f"headrace {name}: {error}", file=sys.stderr)
-        return status_of(error)
+        return told(name, error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -80,28 +71,31 @@ def run(name: str, words: Sequence[str]) -> int:
     except Exception as error:
         import traceback
 
-        _finish_log()
         traceback.print_exc()
-        print(
-            f"headrace {name}: this is a bug in headrace: {type(error).__name__}: {error}",
-            file=sys.stderr,
-        )
-        return EXIT_BUG
+        return told(name, error)
 
 
-def _finish_log() -> None:
-    """The error comes last, in one line: nobody looks for it above the log's."""
+def told(name: str, error: Exception) -> int:
+    """Tell what ended a command, the cause last; returns the exit status."""
     from headrace.logs import flush
+    from headrace_core.catalogue import entry_of
+    from headrace_core.errors import HeadraceError
 
-    flush()
+    flush()  # nobody looks for the cause above the log's lines
+    entry = entry_of(error)
+    cause = " ".join(str(error).split())
+    if not isinstance(error, HeadraceError):
+        cause = f"{type(error).__name__}: {cause}"
+    print(f"hint: {entry.hint} (docs/errors/{entry.code}.md)", file=sys.stderr)
+    print(f"headrace {name}: {entry.code}: {cause}", file=sys.stderr)
+    return status_of(error)
 
 
 def status_of(error: BaseException) -> int:
     """The exit status that tells what kind of failure it was."""
-    for kind in type(error).__mro__:
-        if kind.__name__ in EXIT_STATUS:
-            return EXIT_STATUS[kind.__name__]
-    return 1
+    from headrace_core.catalogue import BUG, entry_of
+
+    return entry_of(error).exit_status or BUG.exit_status or 70
 
 
 def usage() -> str:

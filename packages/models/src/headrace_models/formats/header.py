@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headrace_core import failpoints
 from headrace_core.errors import WeightsError
 
 ITEM_BYTES = {
@@ -42,6 +43,8 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
         WeightsError: the file is no safetensors file, is truncated, or its header lies.
     """
     try:
+        if failpoints.PLAN is not None:
+            failpoints.hit("loader.read")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:

@@ -1,0 +1,205 @@
+"""The worker without a model: it keeps the books that a real one keeps, and checks them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from headrace_core import failpoints
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from headrace_core.sampling import SamplingParams
+from headrace_core.step import (
+    NewRequest,
+    RequestStepResult,
+    ScheduledStep,
+    StepResult,
+    TokenLogprobs,
+)
+from headrace_engine.sim.tokens import seed_of, simulated_token
+
+IMPOSSIBLE = -9999.0
+"""Log-probability of every token but the one that is certain."""
+
+
+class _Held:
+    """A request in the worker's memory."""
+
+    __slots__ = (
+        "bad_words", "error", "num_blocks", "num_computed", "num_prompt", "params", "seed",
+        "stops", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, new: NewRequest) -> None:
+        self.params: SamplingParams = new.params
+        self.token_ids = list(new.token_ids)
+        self.num_prompt = new.num_prompt_tokens
+        self.num_computed = new.num_computed_tokens
+        self.num_blocks = len(new.block_ids[0])
+        self.stops = new.stop_token_ids
+        self.bad_words = new.bad_words_token_ids
+        seed = new.params.seed
+        self.seed = seed_of(self.token_ids[: self.num_prompt]) if seed is None else seed
+        self.error: str | None = None
+
+
+class SimWorker:
+    """Implements :class:`headrace_core.executor.Worker` without a model and without torch.
+
+    Its "model" is certain of one token at each position (:mod:`headrace_engine.sim.tokens`), so
+    temperature, penalties and cut-offs change nothing; what forbids tokens (stop tokens before
+    ``min_tokens``, ``allowed_token_ids``, ``bad_words``) is honoured. It never ends an output by
+    itself. A step takes ``step_seconds`` and ``token_seconds`` for each token.
+
+    What the scheduler says is checked: a request has blocks for every token that it computes, and
+    comes back from a preemption with the tokens that it had.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        block_size: int,
+        max_num_batched_tokens: int,
+        available_memory: int,
+        seed: int = 0,
+        step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._ends = frozenset(eos_token_ids)
+        self._block_size = block_size
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._available_memory = available_memory
+        self._seed = seed
+        self._step_seconds = step_seconds
+        self._token_seconds = token_seconds
+        self._held: dict[str, _Held] = {}
+        self._launching: Callable[[], None] = lambda: None
+
+    def load(self) -> None:
+        """There is nothing to load."""
+
+    def kv_specs(self) -> dict[str, KVCacheSpec]:
+        """One layer of one byte: real blocks, next to no memory."""
+        return {"sim": FullAttentionSpec(self._block_size, 1, 1, "int8")}
+
+    def profile(self) -> MemoryProfile:
+        """No weights and no activations."""
+        longest = self._step_seconds + self._token_seconds * self._max_num_batched_tokens
+        return MemoryProfile(0, 0, self._available_memory, longest)
+
+    def allocate_cache(self, config: KVCacheConfig) -> None:
+        """Nothing is stored."""
+
+    def warm_up(self) -> None:
+        """There is nothing to warm up."""
+
+    def when_launching(self, call: Callable[[], None]) -> None:
+        """See :meth:`headrace_core.executor.Worker.when_launching`."""
+        self._launching = call
+
+    def close(self) -> None:
+        """Forget all requests."""
+        self._held.clear()
+
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Run one step.
+
+        Raises:
+            RuntimeError: the scheduler broke a promise.
+        """
+        _pass("engine.step.prepare", step)
+        self._take_changes(step)
+        self._launching()
+        begin = time.perf_counter()
+        _pass("engine.step.forward", step)
+        seconds = self._step_seconds + self._token_seconds * step.num_tokens
+        if seconds:
+            time.sleep(seconds)
+        results = {i: self._run(i, count) for i, count in step.num_scheduled_tokens.items()}
+        return StepResult(step.step_id, results, forward_seconds=time.perf_counter() - begin)
+
+    def _take_changes(self, step: ScheduledStep) -> None:
+        for request_id in step.gone_request_ids:
+            self._held.pop(request_id, None)
+        for new in step.new_requests:
+            held = self._held[new.request_id] = _Held(new)
+            for position, token in enumerate(held.token_ids[held.num_prompt :]):
+                if token != self._token(held, position):
+                    raise RuntimeError(f"{new.request_id!r} came back with another output")
+        for request_id, block_ids in step.new_block_ids.items():
+            self._held[request_id].num_blocks += len(block_ids[0])
+
+    def _run(self, request_id: str, count: int) -> RequestStepResult:
+        held = self._held[request_id]
+        if failpoints.PLAN is not None and failpoints.hit("engine.step.sample", request_id):
+            held.error = "the model's logits are not finite"
+        if held.error is not None:
+            return RequestStepResult(error=held.error)
+        first = held.num_computed
+        held.num_computed += count
+        if held.num_computed > len(held.token_ids):
+            raise RuntimeError(f"{request_id!r} computes a token that does not exist yet")
+        if held.num_computed > held.num_blocks * self._block_size:
+            raise RuntimeError(f"{request_id!r} has no block for a token that it computes")
+        result = RequestStepResult()
+        if held.params.prompt_logprobs is not None:
+            last = min(held.num_computed + 1, held.num_prompt)
+            result.prompt_logprobs = [
+                self._logprobs(token, held.params.prompt_logprobs)
+                for token in held.token_ids[first + 1 : last]
+            ]
+        if held.num_computed == len(held.token_ids):
+            self._sample(held, result)
+        return result
+
+    def _sample(self, held: _Held, result: RequestStepResult) -> None:
+        try:
+            token = self._token(held, len(held.token_ids) - held.num_prompt)
+        except ValueError:
+            held.error = result.error = "no token is permitted"
+            return
+        held.token_ids.append(token)
+        result.token_ids = [token]
+        if held.params.logprobs is not None:
+            result.logprobs = [self._logprobs(token, held.params.logprobs)]
+
+    def _token(self, held: _Held, position: int) -> int:
+        """The token at a position of a request's output."""
+        params, seed, ends = held.params, held.seed, self._ends
+        if not held.bad_words and params.allowed_token_ids is None and not params.min_tokens:
+            return simulated_token(self._seed, seed, position, self._vocab_size, self._goes_on)
+        end = held.num_prompt + position
+        refused = {
+            word[-1]
+            for word in held.bad_words
+            if held.token_ids[max(0, end - len(word) + 1) : end] == word[:-1]
+        }
+        if position < params.min_tokens:
+            refused |= held.stops
+        allowed = params.allowed_token_ids
+
+        def is_permitted(token: int) -> bool:
+            if allowed is not None:
+                return token in allowed and token not in refused
+            return token not in ends and token not in refused
+
+        return simulated_token(self._seed, seed, position, self._vocab_size, is_permitted)
+
+    def _goes_on(self, token: int) -> bool:
+        return token not in self._ends
+
+    def _logprobs(self, token: int, count: int) -> TokenLogprobs:
+        """Certainty: the token, then others by number."""
+        wanted = self._vocab_size if count == -1 else min(count, self._vocab_size)
+        others = [i for i in range(wanted + 1) if i != token][: max(0, wanted - 1)]
+        logprobs = [0.0] + [IMPOSSIBLE] * len(others)
+        return TokenLogprobs([token, *others], logprobs, list(range(1, len(logprobs) + 1)))
+
+
+def _pass(point: str, step: ScheduledStep) -> None:
+    if failpoints.PLAN is not None:
+        for request_id in step.num_scheduled_tokens:
+            failpoints.hit(point, request_id)

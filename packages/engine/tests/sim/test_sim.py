@@ -1,0 +1,154 @@
+"""The simulated device: its tokens are as promised, and it sees a scheduler's mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from headrace_core.config import EngineConfig
+from headrace_core.errors import UnsupportedFeature
+from headrace_core.kv import KVCacheConfig, KVCacheGroup
+from headrace_core.platform import BringsWorker, CpuPlatform
+from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_core.step import NewRequest, ScheduledStep
+from headrace_engine.sim.platform import WITHOUT_EFFECT, SimPlatform
+from headrace_engine.sim.tokens import expected_tokens, mixed, simulated_token
+from headrace_engine.sim.worker import SimWorker
+
+VOCAB, EOS = 100, (0, 2)
+
+
+def _worker(**changes):
+    values = {
+        "vocab_size": VOCAB, "eos_token_ids": EOS, "block_size": 4, "max_num_batched_tokens": 64,
+        "available_memory": 1 << 20, **changes,
+    }  # fmt: skip
+    return SimWorker(**values)
+
+
+def _new(request_id="r", prompt=(5, 6, 7), output=(), stop=(), bad_words=(), blocks=16, **params):
+    return NewRequest(
+        request_id=request_id,
+        token_ids=[*prompt, *output],
+        num_prompt_tokens=len(prompt),
+        params=SamplingParams(**{"seed": 1, "max_tokens": 50, **params}),
+        stop_token_ids=frozenset(stop),
+        bad_words_token_ids=[list(word) for word in bad_words],
+        block_ids=(list(range(1, blocks + 1)),),
+        num_computed_tokens=0,
+    )
+
+
+def _run(worker, new, count):
+    """One request alone: its first tokens."""
+    tokens, scheduled = [], len(new.token_ids)
+    for step_id in range(count):
+        step = ScheduledStep(step_id, {new.request_id: scheduled})
+        step.new_requests = [new] if step_id == 0 else []
+        tokens += worker.execute(step).requests[new.request_id].token_ids
+        scheduled = 1
+    return tokens
+
+
+def test_tokens_are_a_function_of_seeds_and_position():
+    wanted = expected_tokens(1, 20, vocab_size=VOCAB, eos_token_ids=EOS)
+    assert _run(_worker(), _new(), 20) == wanted
+    assert _run(_worker(), _new(prompt=(9,)), 20) == wanted
+    assert _run(_worker(), _new(seed=2), 20) != wanted
+    assert _run(_worker(seed=1), _new(), 20) != wanted
+
+
+def test_tokens_are_spread_over_the_vocabulary():
+    found = Counter(mixed(1, 2, i) % 10 for i in range(2000))
+    assert all(150 < number < 250 for number in found.values())
+
+
+def test_what_ends_an_output_is_never_chosen():
+    assert not set(EOS) & set(_run(_worker(eos_token_ids=range(90)), _new(), 50))
+
+
+def test_a_request_without_a_seed_has_its_prompts():
+    first = _run(_worker(), _new(seed=None), 10)
+    assert first == _run(_worker(), _new("other", seed=None), 10)
+    assert first != _run(_worker(), _new(prompt=(5, 6, 8), seed=None), 10)
+
+
+def test_restrictions_are_honoured():
+    assert set(_run(_worker(), _new(allowed_token_ids=[7, 8]), 20)) == {7, 8}
+    stops = expected_tokens(1, 3, vocab_size=VOCAB, eos_token_ids=EOS)
+    assert not set(stops) & set(_run(_worker(), _new(stop=stops, min_tokens=10), 10))
+    first, second = stops[:2]
+    found = _run(_worker(), _new(bad_words=[(first, second)]), 2)
+    assert found[0] == first
+    assert found[1] != second
+
+
+def test_no_permitted_token_is_the_requests_own_error():
+    worker = _worker()
+    new = _new(allowed_token_ids=[7], bad_words=[(7,)])
+    step = ScheduledStep(0, {"r": 3}, [new])
+    assert worker.execute(step).requests["r"].error == "no token is permitted"
+    with pytest.raises(ValueError):
+        simulated_token(0, 0, 0, VOCAB, lambda token: False)
+
+
+def test_a_preempted_request_comes_back_with_its_tokens():
+    wanted = expected_tokens(1, 8, vocab_size=VOCAB, eos_token_ids=EOS)
+    resumed = _new(output=wanted[:5])
+    assert _run(_worker(), resumed, 3) == wanted[5:]
+    with pytest.raises(RuntimeError, match="another output"):
+        _run(_worker(), _new(output=[*wanted[:4], 1]), 1)
+
+
+def test_a_schedulers_mistakes_are_seen():
+    with pytest.raises(RuntimeError, match="no block"):
+        _run(_worker(), _new(blocks=1), 3)
+    worker = _worker()
+    with pytest.raises(RuntimeError, match="does not exist"):
+        worker.execute(ScheduledStep(0, {"r": 4}, [_new()]))
+
+
+def test_log_probabilities_of_certainty():
+    worker = _worker()
+    step = ScheduledStep(0, {"r": 3}, [_new(logprobs=2, prompt_logprobs=0)])
+    result = worker.execute(step).requests["r"]
+    [entry] = result.logprobs
+    assert entry.token_ids[0] == result.token_ids[0]
+    assert entry.logprobs == [0.0, -9999.0]
+    assert [e.token_ids for e in result.prompt_logprobs] == [[6], [7]]
+
+
+def test_the_latency_is_as_asked():
+    worker = _worker(step_seconds=0.02, token_seconds=0.001)
+    step = ScheduledStep(0, {"r": 3}, [_new()])
+    assert worker.execute(step).forward_seconds >= 0.023
+    assert worker.profile().step_seconds == pytest.approx(0.02 + 0.064)
+
+
+def test_what_it_cannot_honour_is_refused_before_it_runs():
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    with pytest.raises(UnsupportedFeature, match="structured_outputs"):
+        SimPlatform().check_params(params)
+    SimPlatform().check_params(SamplingParams())
+
+
+def test_settings_without_effect_are_refused():
+    for field, value in WITHOUT_EFFECT.items():
+        section, _, name = field.partition(".")
+        assert getattr(getattr(EngineConfig(), section), name) == value, field
+    assert isinstance(SimPlatform(), BringsWorker)
+    assert not isinstance(CpuPlatform(), BringsWorker)
+
+
+def test_blocks_are_real_and_cost_nothing():
+    config = KVCacheConfig(10, (KVCacheGroup(("sim",), _worker().kv_specs()["sim"]),))
+    assert config.block_bytes == 8
+
+
+def test_it_imports_no_torch():
+    modules = "sim.platform, core, kv.manager, execution.memory".replace(", ", ", headrace_engine.")
+    code = f"import sys, headrace_engine.{modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,162 @@
+"""Calls that no package of headrace may make, found by the syntax of its source.
+
+An exception is a line of :data:`ALLOWED` with its reason; one that nothing needs any more is an
+error too.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RUNS_CODE = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle",
+                       "joblib"})  # fmt: skip
+"""Modules whose formats can run code: not even imported."""
+BUILT_IN = frozenset({"eval", "exec"})
+WAITS = frozenset({"wait", "join", "result", "get", "acquire", "communicate"})
+"""Methods that, without an argument, may wait for ever."""
+SCHEDULES = frozenset({"create_task", "ensure_future", "wait_for", "gather", "shield"})
+"""Who is given a coroutine bounds it, or it is cancelled."""
+
+ALLOWED = {
+    ("engine/intake/sandbox.py", "jinja2 environment"): "the one renderer",
+    ("distributed/uni.py", "UniExecutor.start: wait result"):
+        "what a worker's creation takes is its own affair (CUDA's first start takes a minute)",
+    ("distributed/uni.py", "UniExecutor.call: wait result"):
+        "loading a model takes as long as the disk does; the front end waits with a limit",
+    ("distributed/uni.py", "UniExecutor.shutdown: wait join"):
+        "of a daemon thread, after the step that runs; whoever calls has a limit of its own",
+    ("distributed/uni.py", "UniExecutor._serve: wait get"):
+        "idle: shutdown puts the end mark; a daemon thread",
+    ("engine/clients/child.py", "_answer.send: wait result"): "called when the future is done",
+    ("engine/execution/populate.py", "CachePopulator.close: wait join"):
+        "the thread looks at its stop flag after each piece of memory",
+    ("headrace/cli/local.py", "*: wait join"): "a terminal's own engine: Ctrl-C ends it",
+    ("headrace/cli/local.py", "*: wait get"): "a terminal's own engine: Ctrl-C ends it",
+    ("headrace/cli/local.py", "*: wait result"): "a terminal's own engine: Ctrl-C ends it",
+    ("headrace/bench/startup.py", "*: wait wait"): "of a server that was killed just before",
+    ("headrace/bench/sweep.py", "*: wait wait"): "of a server that was killed just before",
+    ("server/stream.py", "wait_watching: wait result"): "the task is done",
+}  # fmt: skip
+"""(file below src, with the package's short name; what is done) -> reason. ``*``: anywhere in it."""
+
+
+class Finding(NamedTuple):
+    """A forbidden call."""
+
+    file: str
+    what: str
+    line: int
+
+    @property
+    def keys(self) -> tuple[tuple[str, str], ...]:
+        """Entries of :data:`ALLOWED` that would allow it."""
+        where, colon, what = self.what.partition(": ")
+        return (self.file, self.what), (self.file, f"*: {what}" if colon else where)
+
+
+def findings(root: Path = ROOT) -> list[Finding]:
+    """All of them, allowed or not, but for suites that tests inherit."""
+    found = []
+    for file in sorted(root.glob("packages/*/src/**/*.py")):
+        package = file.relative_to(root).parts[1]
+        name = f"{package}/{'/'.join(file.relative_to(root).parts[4:])}"
+        if "/testing/" in name:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found += [Finding(name, what, line) for what, line in _Scan().of(tree)]
+    return found
+
+
+class _Scan(ast.NodeVisitor):
+    """One file."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, int]] = []
+        self._where: list[str] = []
+        self._bounded: set[int] = set()
+        """Calls that are awaited or given to the event loop."""
+
+    def of(self, tree: ast.AST) -> list[tuple[str, int]]:
+        self.visit(tree)
+        return self._found
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._inside(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._inside(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self._inside(node)
+
+    def _inside(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._where.append(node.name)
+        self.generic_visit(node)
+        self._where.pop()
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._import(alias.name, node.lineno)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self._import(node.module or "", node.lineno)
+        if (node.module or "").startswith("jinja2") and any(
+            alias.name.endswith("Environment") for alias in node.names
+        ):
+            self._note("jinja2 environment", node.lineno)
+
+    def _import(self, module: str, line: int) -> None:
+        top = module.partition(".")[0]
+        if top in RUNS_CODE:
+            self._note(f"import {top}", line)
+
+    def visit_Await(self, node: ast.Await) -> None:
+        self._bounded.add(id(node.value))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if node.attr.endswith("Environment") and _root_of(node) == "jinja2":
+            self._note("jinja2 environment", node.lineno)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _name_of(node.func)
+        if isinstance(node.func, ast.Name) and name in BUILT_IN:
+            self._note(name, node.lineno)
+        if name in SCHEDULES:
+            self._bounded.update(id(argument) for argument in node.args)
+        self._check_keywords(node, ast.unparse(node.func))
+        waits = isinstance(node.func, ast.Attribute) and name in WAITS
+        if waits and not node.args and not node.keywords and id(node) not in self._bounded:
+            self._note(f"{'.'.join(self._where)}: wait {name}", node.lineno)
+        self.generic_visit(node)
+
+    def _check_keywords(self, node: ast.Call, called: str) -> None:
+        given = {k.arg: k.value.value for k in node.keywords if isinstance(k.value, ast.Constant)}
+        if called == "torch.load" and given.get("weights_only") is not True:
+            self._note("torch.load without weights_only", node.lineno)
+        if given.get("trust_remote_code") is True:
+            self._note("trust_remote_code=True", node.lineno)
+        if given.get("shell") is True:
+            self._note("shell=True", node.lineno)
+        if called in ("yaml.load", "os.system", "os.popen", "ast.literal_eval"):
+            self._note(called, node.lineno)
+
+    def _note(self, what: str, line: int) -> None:
+        self._found.append((what, line))
+
+
+def _name_of(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

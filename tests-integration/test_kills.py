@@ -1,0 +1,195 @@
+"""Engine processes that are killed or frozen under load, and clients that leave.
+
+Three kills by default; ``HEADRACE_KILLS=20`` for as many as the promise names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from servers import children_of, serving, wait_for
+from soak import Stream, run_stream
+
+SIM = ("--device", "sim", "--sim-step-ms", "10", "--disable-uvicorn-access-log")
+NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "3"))
+NUM_STREAMS = 40
+
+
+class _Load(threading.Thread):
+    """Forty streams in the background; notes when each ended."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self.streams = [Stream(seed, 1500) for seed in range(NUM_STREAMS)]
+        self.ended: list[float] = []
+        self.start()
+        wait_for(lambda: all(len(s.token_ids) > 3 for s in self.streams), 30, "no load")
+
+    def run(self) -> None:
+        asyncio.run(self._run_all())
+
+    async def _run_all(self) -> None:
+        await asyncio.gather(*(self._run_one(stream) for stream in self.streams))
+
+    async def _run_one(self, stream: Stream) -> None:
+        try:
+            await run_stream(self._url, stream, keep=False)
+        except OSError:
+            stream.events.append(b"connection lost")
+        self.ended.append(time.monotonic())
+
+
+@pytest.fixture
+def private():
+    """A folder for the server's temporary files; short, as socket names must be."""
+    folder = tempfile.mkdtemp(prefix="kill-")
+    yield {"TMPDIR": folder}
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left_behind(private) -> list[str]:
+    """Temporary files of the server, and shared memory of ours."""
+    found = [*Path(private["TMPDIR"]).iterdir(), *Path("/dev/shm").glob("*headrace*")]
+    return sorted(map(str, found))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.req("REL-03")
+@pytest.mark.req("REL-04")
+@pytest.mark.req("F1")
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_kill_9_of_the_engine_process_under_load(number, private):
+    with serving(*SIM, "--engine-process", environment=private) as server:
+        assert _left_behind(private)  # the folder of sockets
+        [child] = children_of(server.process.pid)
+        load = _Load(server.url)
+        time.sleep(0.1 * (number % 7))
+        os.kill(child, signal.SIGKILL)
+        killed = time.monotonic()
+        load.join(20)
+        assert not load.is_alive()
+        assert server.process.wait(15) == 1
+        left_at = time.monotonic()
+    for stream in load.streams:
+        assert stream.status == 200
+        assert b'"error"' in stream.events[0], (stream.seed, stream.events[-2:])
+        assert stream.events[1:] == [b"[DONE]"]
+    print(f"streams ended after {max(load.ended) - killed:.2f} s, server {left_at - killed:.2f} s")
+    assert max(load.ended) - killed < 5
+    assert left_at - killed < 15
+    assert not _alive(child)
+    assert _left_behind(private) == []
+
+
+@pytest.mark.req("REL-04")
+def test_a_killed_server_leaves_nothing_behind(private):
+    with serving(*SIM, "--engine-process", environment=private) as server:
+        [child] = children_of(server.process.pid)
+        load = _Load(server.url)
+        server.process.kill()
+        server.process.wait(10)
+        load.join(10)
+        wait_for(lambda: not _alive(child), 5, "the engine process lives on")
+    wait_for(lambda: not _left_behind(private), 5, "a folder of sockets was left")
+
+
+@pytest.mark.req("REL-02")
+@pytest.mark.req("F2")
+def test_a_frozen_engine_process_is_told_and_recovers():
+    with serving(*SIM, "--engine-process") as server:
+        [child] = children_of(server.process.pid)
+        load = _Load(server.url)
+        os.kill(child, signal.SIGSTOP)
+        try:
+            wait_for(lambda: server.status("/health") == 503, 10, "nobody noticed")
+            assert server.status("/readyz") == 503
+        finally:
+            os.kill(child, signal.SIGCONT)
+        wait_for(lambda: server.status("/health") == 200, 10, "it did not recover")
+        load.join(60)
+        assert [s.wrong for s in load.streams if s.wrong] == []
+
+
+@pytest.mark.req("REL-02")
+def test_a_step_that_hangs_is_told_and_recovers():
+    plan = "engine.step.forward=delay(match=victim,seconds=9,times=1)"
+    with serving(*SIM, environment={"HEADRACE_FAILPOINTS": plan}) as server:
+        asking = threading.Thread(
+            target=lambda: asyncio.run(
+                run_stream(server.url, Stream(1, 5), headers="X-Request-Id: victim\r\n")
+            )
+        )
+        asking.start()
+        wait_for(lambda: server.status("/health") == 503, 10, "nobody noticed")
+        asking.join(30)
+        wait_for(lambda: server.status("/health") == 200, 10, "it did not recover")
+
+
+@pytest.mark.req("REL-05")
+@pytest.mark.req("REL-10")
+@pytest.mark.req("F3")
+def test_a_hundred_disconnects_free_everything():
+    """Of requests that wait, that compute their prompts and that stream; thrice, files counted."""
+    words = ("--max-num-seqs", "16", "--sim-token-us", "20")
+    with serving(*SIM, *words) as server:
+        files = []
+        for _ in range(3):
+            asyncio.run(_connect_and_leave(server.url, 100))
+            left = time.monotonic()
+            wait_for(
+                lambda: (
+                    server.metric("num_requests_running") == 0
+                    and server.metric("num_requests_waiting") == 0
+                ),
+                5,
+                "work goes on",
+            )
+            assert time.monotonic() - left < 2.5
+            assert server.metric("kv_cache_usage_perc") == 0
+            files.append(len(os.listdir(f"/proc/{server.process.pid}/fd")))
+        assert files[2] <= files[1] + 2
+        threads = subprocess.run(
+            ["ps", "-o", "nlwp=", "-p", str(server.process.pid)], capture_output=True, text=True
+        )
+        assert int(threads.stdout) < 20
+
+
+async def _connect_and_leave(url: str, number: int) -> None:
+    """Each leaves at a moment of its own."""
+
+    async def one(seed: int) -> None:
+        running = asyncio.create_task(
+            run_stream(url, Stream(seed, 1500), prompt="long " * (seed % 5 * 100 + 1))
+        )
+        await asyncio.sleep(0.02 * (seed % 37))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    await asyncio.gather(*(one(seed) for seed in range(number)))
+
+
+@pytest.mark.req("REL-09")
+@pytest.mark.req("F9")
+def test_sigterm_with_forty_streams_lets_all_finish():
+    with serving("--device", "sim", "--sim-step-ms", "2") as server:
+        load = _Load(server.url)
+        assert server.stop(signal.SIGTERM, 30) == 0
+        load.join(10)
+    assert [s.wrong for s in load.streams if s.wrong] == []
