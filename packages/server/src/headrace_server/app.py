@@ -18,6 +18,7 @@ from headrace_core import plugins
 from headrace_core.engine import EngineClient
 from headrace_core.errors import ConfigError
 from headrace_server import errors
+from headrace_server.anthropic.errors import AnthropicErrors
 from headrace_server.auth import KeyGate, load_keys
 from headrace_server.errors import Answer
 from headrace_server.metrics import Metrics
@@ -145,6 +146,7 @@ def _add_middleware(app: FastAPI, state: ServerState) -> None:
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
+    app.add_middleware(AnthropicErrors)
     app.add_middleware(HttpMetrics, metrics=state.metrics, direct=not settings.middleware)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
     if settings.root_path:

@@ -76,6 +76,8 @@ class KeyGate:
         if closed and not self._has_key(scope):
             await _refuse(scope, send)
             return
+        # Whose request it is, for what is kept per key; the key itself goes no further.
+        scope["headrace_key_digest"] = _digest(_given_key(scope)).hex()
         await self._app(scope, receive, send)
 
     def _needs_key(self, scope: Scope) -> bool:
@@ -89,13 +91,21 @@ class KeyGate:
         return not (path in self._open and raw == path)
 
     def _has_key(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        digest = _digest(key.strip() if kind.lower() == b"bearer" else b"")
+        digest = _digest(_given_key(scope))
         found = False
         for accepted in self._digests:  # all of them, whichever matches: constant time
             found |= hmac.compare_digest(accepted, digest)
         return found
+
+
+def _given_key(scope: Scope) -> bytes:
+    """The key of ``Authorization: Bearer``; without that header, of ``x-api-key`` (Anthropic's)."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return given[0].strip() if len(given) == 1 else b""
+    kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
+    return key.strip() if kind.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,0 +1,289 @@
+"""One turn of a model as typed pieces, whatever protocol asked for it.
+
+A protocol brings its request into the form of a :class:`ChatRequest`; a :class:`Turn` runs it with
+the chat route's checks and prompts and says what each output of the engine turned out to be: pieces
+of reasoning, of text, of calls, in the model's order. :mod:`headrace_server.blocks` groups the
+pieces; each protocol then only has to spell them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace_core.errors import PromptTooLong, UnsupportedFeature
+from headrace_core.output import CompletionOutput, RequestOutput
+from headrace_core.request import ChatPrompt, Prompt, TextPrompt
+from headrace_core.text import AnswerContext, ToolCallParser
+from headrace_server import convert
+from headrace_server.counting import Tally
+from headrace_server.harmony.parse import HarmonyReader
+from headrace_server.harmony.prompt import is_harmony, render
+from headrace_server.logprobs import chat_logprobs
+from headrace_server.parsing import AnswerParser, calls_tools
+from headrace_server.protocol.chat import ChatRequest, ChunkContentLogprob
+from headrace_server.request_log import log_request
+from headrace_server.segments import CallPiece, Content, Reasoning, Segment
+from headrace_server.state import ServerState
+from headrace_server.stream import close
+from headrace_server.tools.base import Namespace
+
+_PROMPT_END = 256
+"""Characters of the prompt that reasoning parsers are shown."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one output of the engine added."""
+
+    segments: list[Segment]
+    logprobs: list[ChunkContentLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens of one turn."""
+
+    prompt: int = 0
+    cached: int = 0
+    """Of the prompt: found in the cache."""
+    output: int = 0
+    reasoning: int = 0
+    """Of the output; counted by tokenizing the reasoning again, so nearly exact, and the same
+    however the output was cut."""
+
+
+class Reader(Protocol):
+    """Text of an answer, piece by piece -> segments."""
+
+    def feed(self, text: str, *, last: bool) -> list[Segment]:
+        """Take the next piece; with ``last``, also what was held back."""
+        ...
+
+    def call_id(self, index: int, name: str) -> str | None:
+        """The id that the model's format gives to a call; None: any will do."""
+        ...
+
+
+class Turn:
+    """One call of the engine. Begin it, take its outputs, close it.
+
+    Args:
+        body: the conversation, with its sampling fields; ``n`` must be 1. ``stream`` chooses
+            between outputs as they come and one at the end.
+        name: id of the answer; the engine's is derived.
+        builtin: tools that the server calls itself, for prompts that describe them apart.
+        fit: where prompt and ``max_tokens`` exceed the context, write until it is full.
+        keep_text: remember text and token ids (:attr:`text`, :attr:`token_ids`).
+
+    Raises:
+        RequestError: naming a field of ``body``.
+    """
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        state: ServerState,
+        name: str,
+        *,
+        builtin: tuple[Namespace, ...] = (),
+        fit: bool = False,
+        keep_text: bool = False,
+    ) -> None:
+        body.check_fields(state)
+        self.body, self.state, self.name = body, state, name
+        self._fit, self._keep_text = fit, keep_text
+        self.harmony = is_harmony(state.engine.model)
+        self.params = convert.chat_params(body, state.engine.model)
+        self.seeks_calls = _seeks_calls(body, state, self.harmony)
+        self.prompt = turn_prompt(body, state, self.seeks_calls, builtin)
+        self.parsed = self._is_parsed()
+        self._reader: Reader | None = None
+        self._tally = Tally(state.metrics, self.params)
+        self._reasoning: list[str] = []
+        self._outputs: AsyncIterator[RequestOutput] | None = None
+        self._text: list[str] = []
+        self.token_ids: list[int] = []
+        self.prompt_text, self.prompt_token_ids = "", list[int]()
+
+    def _is_parsed(self) -> bool:
+        """Whether anything but plain text is looked for; the marks are kept if the format asks."""
+        chosen = self.state.parsers
+        tools = chosen.tools if self.seeks_calls else None
+        kept = self.harmony or any(
+            p is not None and p.needs_special_tokens for p in (tools, chosen.reasoning)
+        )
+        if kept:
+            self.params.skip_special_tokens = False
+        return self.harmony or tools is not None or chosen.reasoning is not None
+
+    async def begin(self) -> RequestOutput:
+        """The first output; :attr:`outputs` has the others.
+
+        Raises: RequestError, QueueFull, EngineDead, GenerateError.
+        """
+        try:
+            return await self._first()
+        except PromptTooLong:
+            if not self._fit or self.params.max_tokens is None:
+                raise
+            self.params = dataclasses.replace(self.params, max_tokens=None)
+            return await self._first()
+
+    async def _first(self) -> RequestOutput:
+        await self.close()
+        name = convert.engine_id(self.name, 0)
+        log_request(self.state.settings, name, self.params, self.prompt)
+        special = None if isinstance(self.prompt, ChatPrompt) else False
+        self._outputs = self.state.engine.generate(
+            self.prompt, self.params, name, priority=self.body.priority, add_special_tokens=special
+        )
+        return await anext(self._outputs)
+
+    @property
+    def outputs(self) -> AsyncIterator[RequestOutput]:
+        """The outputs after the first."""
+        assert self._outputs is not None, "the turn has not begun"
+        return self._outputs
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Everything from :meth:`begin` to :meth:`close`."""
+        try:
+            yield self.take(await self.begin())
+            async for output in self.outputs:
+                yield self.take(output)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Abort what still runs. May be called again."""
+        if self._outputs is not None:
+            outputs, self._outputs = self._outputs, None
+            await close(outputs)
+
+    def take(self, output: RequestOutput) -> Piece:
+        """Count an output and say what it is."""
+        self._tally.count(output)
+        (part,) = output.outputs
+        if self._reader is None:
+            self.prompt_text, self.prompt_token_ids = output.prompt or "", output.prompt_token_ids
+            self._reader = self._make_reader(self.prompt_text)
+        if self._keep_text:
+            self._text.append(part.text)
+            self.token_ids += part.token_ids
+        segments = self._reader.feed(part.text, last=part.finished())
+        self._reasoning += [s.text for s in segments if isinstance(s, Reasoning)]
+        return Piece(segments, self._logprobs(part), part.finish_reason, part.stop_reason)
+
+    @property
+    def text(self) -> str:
+        """What the model wrote, if it was to be kept."""
+        return "".join(self._text)
+
+    def call_id(self, index: int, name: str) -> str | None:
+        """See :meth:`Reader.call_id`."""
+        return None if self._reader is None else self._reader.call_id(index, name)
+
+    async def counts(self) -> Counts:
+        """Tokens so far; of reasoning only those that were to be shown."""
+        reasoning, thought = 0, "".join(self._reasoning)
+        if thought:
+            again = await self.state.engine.tokenize(thought, add_special_tokens=False)
+            reasoning = len(again.token_ids)
+        tally = self._tally
+        output = sum(tally.num_tokens.values())
+        return Counts(
+            tally.num_prompt_tokens, tally.num_cached_tokens, output, min(reasoning, output)
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._tally.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._tally.num_cached_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._tally.num_tokens.values())
+
+    def _make_reader(self, prompt: str) -> Reader:
+        if self.harmony:
+            return HarmonyReader(keep_reasoning=self.body.include_reasoning)
+        return _ParserReader(self, prompt[-_PROMPT_END:])
+
+    def _logprobs(self, part: CompletionOutput) -> list[ChunkContentLogprob]:
+        if not self.body.logprobs or part.logprobs is None:
+            return []
+        wanted = self.body.return_tokens_as_token_ids
+        as_ids = self.state.settings.return_tokens_as_token_ids if wanted is None else wanted
+        count = self.body.top_logprobs or 0
+        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids).content
+
+
+class _ParserReader:
+    """The operator's parsers as a :class:`Reader`."""
+
+    def __init__(self, turn: Turn, prompt_end: str) -> None:
+        chosen, body, prompt = turn.state.parsers, turn.body, turn.prompt
+        kwargs = prompt.chat_template_kwargs if isinstance(prompt, ChatPrompt) else {}
+        context = AnswerContext(prompt_end, kwargs)
+        self._tools: ToolCallParser | None = None
+        if chosen.tools is not None and turn.seeks_calls:
+            self._tools = chosen.tools(body.tools or [])
+        self._parser = AnswerParser(
+            chosen.reasoning(context) if chosen.reasoning is not None else None,
+            self._tools,
+            keep_reasoning=body.include_reasoning,
+            one_call=not body.parallel_tool_calls,
+        )
+
+    def feed(self, text: str, *, last: bool) -> list[Segment]:
+        parsed = self._parser.feed(text, last=last)
+        segments: list[Segment] = []
+        if parsed.reasoning:
+            segments.append(Reasoning(parsed.reasoning))
+        if parsed.content:
+            segments.append(Content(parsed.content))
+        segments += [CallPiece(c.index, c.name, c.arguments) for c in parsed.tool_calls]
+        return segments
+
+    def call_id(self, index: int, name: str) -> str | None:
+        return None if self._tools is None else self._tools.call_id(index, name)
+
+
+def _seeks_calls(body: ChatRequest, state: ServerState, harmony: bool) -> bool:
+    parsers = state.parsers
+    if harmony and parsers.tools is None:  # its calls are part of the format: no flag is needed
+        parsers = dataclasses.replace(parsers, tools=ToolCallParser)
+    if harmony and body.tool_choice not in (None, "auto", "none"):
+        raise UnsupportedFeature(
+            "tool_choice: must be 'auto' or 'none' with this model; its calls cannot be forced",
+            param="tool_choice",
+        )
+    return calls_tools(body, parsers)
+
+
+def turn_prompt(
+    body: ChatRequest, state: ServerState, seeks_calls: bool, builtin: tuple[Namespace, ...] = ()
+) -> Prompt:
+    """What the engine is given: the model's template, or the gpt-oss format.
+
+    Raises:
+        RequestError: naming the message and part.
+    """
+    dropped = state.settings.exclude_tools_when_tool_choice_none and not seeks_calls
+    prompt = convert.chat_prompt(body, state, salt=body.cache_salt, with_tools=not dropped)
+    if not is_harmony(state.engine.model) or body.chat_template is not None:
+        return prompt
+    text = TextPrompt(
+        prompt=render(prompt, builtin, effort=getattr(body, "reasoning_effort", None))
+    )
+    if body.cache_salt is not None:
+        text["cache_salt"] = body.cache_salt
+    return text
