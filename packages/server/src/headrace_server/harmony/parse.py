@@ -110,6 +110,14 @@ class HarmonyReader:
             self._say(held, found)
 
 
+def parse_chat(text: str) -> tuple[str | None, str | None]:
+    """Reasoning and final text of a whole answer; None for what is empty. Calls are left out."""
+    segments = HarmonyReader().feed(text, last=True)
+    thought = "".join(s.text for s in segments if isinstance(s, Reasoning))
+    said = "".join(s.text for s in segments if isinstance(s, Content))
+    return thought or None, said or None
+
+
 def _parse_head(head: str) -> tuple[str, str | None]:
     """Channel and recipient of ``assistant to=X<|channel|>C to=X <|constrain|>json``."""
     for mark in (START, CONSTRAIN):

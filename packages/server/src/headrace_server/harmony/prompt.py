@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -150,8 +149,3 @@ def _namespace(space: Namespace) -> str:
 def _type(tool: Tool) -> str:
     about = "".join(f"// {line}\n" for line in tool.description.splitlines())
     return f"{about}type {tool.name} = {parameters_type(tool.schema)};"
-
-
-def response_format(name: str, schema: Mapping[str, Any]) -> str:
-    """The section that tells the model of an answer's JSON schema."""
-    return f"# Response Formats\n\n## {name}\n\n{json.dumps(schema, ensure_ascii=False)}"

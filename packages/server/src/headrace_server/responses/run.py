@@ -207,7 +207,7 @@ class ResponseRun:
                 async for item in self._play(self._turn):
                     yield item
                 calls = self._calls()
-                if not calls or sessions is None:
+                if not calls:
                     break
                 results: list[tuple[Block, ToolResult]] = []
                 for block, builtin in calls:
@@ -281,11 +281,15 @@ class ResponseRun:
         found = ((block, self._tools.find(block.name)) for block in self._blocks.calls)
         return [(block, builtin) for block, builtin in found if builtin is not None]
 
-    async def _call(self, sessions: Sessions, block: Block, builtin: BuiltinTool) -> ToolResult:
+    async def _call(
+        self, sessions: Sessions | None, block: Block, builtin: BuiltinTool
+    ) -> ToolResult:
         limit = min(self.body.max_tool_calls or MAX_TOOL_CALLS, MAX_TOOL_CALLS)
         if self._num_tool_calls >= limit:
             return ToolResult(f"error: not called; {limit} calls is the limit", failed=True)
         self._num_tool_calls += 1
+        if sessions is None:
+            return ToolResult(f"error: there is no tool {block.name[:64]!r}", failed=True)
         return await sessions.call(builtin.label, builtin.tool, block.text)
 
     def _go_on(self, results: list[tuple[Block, ToolResult]]) -> bool:

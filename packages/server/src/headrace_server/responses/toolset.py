@@ -9,7 +9,7 @@ from typing import Any, Literal
 from starlette.exceptions import HTTPException
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_server.harmony.messages import BUILTIN_TOOLS, split_recipient
+from headrace_server.harmony.messages import BUILTIN_TOOLS, split_recipient, tool_kind
 from headrace_server.protocol.base import check_size
 from headrace_server.tools.base import Namespace, ToolServer, ToolServerUnreachable
 
@@ -46,19 +46,21 @@ class ToolSet:
     namespaces: tuple[Namespace, ...] = ()
     """Built-in tools of models whose format writes them apart."""
     client_names: frozenset[str] = frozenset()
+    harmony: bool = False
+    """The model writes whom a call is for."""
 
     def find(self, name: str) -> BuiltinTool | None:
         """The built-in tool of a call; None: the client's function.
 
-        A name that nobody offered, but that says which server it is for, is taken for a built-in
-        tool that does not exist: its call fails and the model is told.
+        A call for a server that was not offered is one of a tool that does not exist: it fails and
+        the model is told.
         """
         if name in self.client_names:
             return None
         found = self.builtin.get(name)
-        if found is None and self.namespaces:
+        if found is None and self.harmony and tool_kind(name) != "function":
             label, tool = split_recipient(name)
-            if any(space.label == label for space in self.namespaces):
+            if label != tool or label in BUILTIN_TOOLS.values():
                 return BuiltinTool(label, tool, _FAMILIES.get(label, "mcp_call"))
         return found
 
@@ -77,7 +79,7 @@ async def resolve_tools(
         HTTPException: 424, a tool server does not answer.
     """
     check_size("tools", list(tools))
-    result = ToolSet()
+    result = ToolSet(harmony=harmony)
     wanted: list[tuple[str, Namespace, Family]] = []
     for index, tool in enumerate(tools):
         where, kind = f"tools[{index}]", tool.get("type")

@@ -61,7 +61,8 @@ def _add_create(router: APIRouter, service: ResponseService) -> None:
         try:
             return await _create(body, request, service)
         except RequestError as error:
-            error.param = SPELLING.get(error.param or "", error.param)
+            if error.param not in (body.model_extra or {}):  # those are the client's words already
+                error.param = SPELLING.get(error.param or "", error.param)
             raise
         except UnknownResponse as error:
             return error.answer.response()
