@@ -100,7 +100,7 @@ class Turn:
         self.harmony = is_harmony(state.engine.model)
         self.params = convert.chat_params(body, state.engine.model)
         self.seeks_calls = _seeks_calls(body, state, self.harmony)
-        self.prompt = turn_prompt(body, state, self.seeks_calls, builtin)
+        self.prompt = turn_prompt(body, state, builtin)
         self.parsed = self._is_parsed()
         self._reader: Reader | None = None
         self._tally = Tally(state.metrics, self.params)
@@ -270,15 +270,16 @@ def _seeks_calls(body: ChatRequest, state: ServerState, harmony: bool) -> bool:
 
 
 def turn_prompt(
-    body: ChatRequest, state: ServerState, seeks_calls: bool, builtin: tuple[Namespace, ...] = ()
+    body: ChatRequest, state: ServerState, builtin: tuple[Namespace, ...] = ()
 ) -> Prompt:
     """What the engine is given: the model's template, or the gpt-oss format.
 
     Raises:
         RequestError: naming the message and part.
     """
-    dropped = state.settings.exclude_tools_when_tool_choice_none and not seeks_calls
-    prompt = convert.chat_prompt(body, state, salt=body.cache_salt, with_tools=not dropped)
+    drops = state.settings.exclude_tools_when_tool_choice_none
+    with_tools = not (drops and body.tool_choice == "none")
+    prompt = convert.chat_prompt(body, state, salt=body.cache_salt, with_tools=with_tools)
     if not is_harmony(state.engine.model) or body.chat_template is not None:
         return prompt
     text = TextPrompt(

@@ -180,7 +180,7 @@ class ResponseRun:
         """Tokens of the prompt that begins with a message."""
         told = with_instructions(self._from(start), self.body.instructions)
         body = chat_request(self.body, told, self._tools, None)
-        prompt = turn_prompt(body, self.state, self._turn.seeks_calls, self._tools.namespaces)
+        prompt = turn_prompt(body, self.state, self._tools.namespaces)
         try:
             return len((await self.state.engine.tokenize(prompt)).token_ids)
         except PromptTooLong:

@@ -73,8 +73,7 @@ def _add(router: APIRouter) -> None:
         state = state_of(request)
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        chat = chat_request(body)
-        prompt = turn_prompt(chat, state, bool(chat.tools) and chat.tool_choice != "none")
+        prompt = turn_prompt(chat_request(body), state)
         name = request.scope["headrace_request_id"]
         work = _count(state.engine, prompt)
         count = await wait_watching(work, request, state.lifecycle, name)
