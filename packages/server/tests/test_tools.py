@@ -124,7 +124,8 @@ async def test_a_real_mcp_server(mcp_port: int) -> None:
     with pytest.raises(KeyError):
         async with server.session("other", "1"):
             pass
-    async with base.sessions(server, "resp_1") as opened:
+    opened = Sessions(server, "resp_1")
+    try:
         assert await opened.call("test-tools", "echo", '{"text": "hi"}') == ("echo hi", False)
         assert (await opened.call("test-tools", "fail", "")).failed
         assert (await opened.call("test-tools", "nothing", "{}")).failed
@@ -133,6 +134,8 @@ async def test_a_real_mcp_server(mcp_port: int) -> None:
         flood = await opened.call("test-tools", "flood", "{}")
         assert len(flood.text) < MAX_OUTPUT + 100
         assert flood.text.endswith(f"{MAX_OUTPUT} shown]")
+    finally:
+        await opened.close()
 
 
 async def test_a_response_calls_it(mcp_port: int, connect: Any) -> None:

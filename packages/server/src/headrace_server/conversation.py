@@ -138,7 +138,7 @@ class Turn:
         await self.close()
         name = convert.engine_id(self.name, 0)
         log_request(self.state.settings, name, self.params, self.prompt)
-        special = None if isinstance(self.prompt, ChatPrompt) else False
+        special = _special_tokens(self.prompt)
         self._outputs = self.state.engine.generate(
             self.prompt, self.params, name, priority=self.body.priority, add_special_tokens=special
         )
@@ -267,6 +267,17 @@ def _seeks_calls(body: ChatRequest, state: ServerState, harmony: bool) -> bool:
             param="tool_choice",
         )
     return calls_tools(body, parsers)
+
+
+def _special_tokens(prompt: Prompt) -> bool | None:
+    """Whether the tokenizer adds special tokens: a rendered text has its own."""
+    return None if isinstance(prompt, ChatPrompt) else False
+
+
+async def count_tokens(state: ServerState, prompt: Prompt) -> int:
+    """Tokens of a prompt of :func:`turn_prompt`, as it would be run."""
+    special = _special_tokens(prompt)
+    return len((await state.engine.tokenize(prompt, add_special_tokens=special)).token_ids)
 
 
 def turn_prompt(

@@ -14,7 +14,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_server.blocks import Block, Blocks
-from headrace_server.conversation import Counts, Piece, Turn, turn_prompt
+from headrace_server.conversation import Counts, Piece, Turn, count_tokens, turn_prompt
 from headrace_server.errors import report
 from headrace_server.harmony.prompt import is_harmony
 from headrace_server.responses.events import Event, ItemEvents, Numbering, new_id
@@ -182,7 +182,7 @@ class ResponseRun:
         body = chat_request(self.body, told, self._tools, None)
         prompt = turn_prompt(body, self.state, self._tools.namespaces)
         try:
-            return len((await self.state.engine.tokenize(prompt)).token_ids)
+            return await count_tokens(self.state, prompt)
         except PromptTooLong:
             return self.state.engine.model.max_model_len + 1
 
@@ -375,6 +375,9 @@ class ResponseRun:
 
     def _last(self, kind: str) -> bytes:
         self._out.clear()
+        for item in self._items.items:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
         if self._numbers.next == 0:
             self._numbers.send("response.created", response=self.response())
         self._numbers.send(kind, response=self.response())

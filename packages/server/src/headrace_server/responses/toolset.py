@@ -79,6 +79,7 @@ async def resolve_tools(
         HTTPException: 424, a tool server does not answer.
     """
     check_size("tools", list(tools))
+    check_size("tool_choice", choice)
     result = ToolSet(harmony=harmony)
     wanted: list[tuple[str, Namespace, Family]] = []
     for index, tool in enumerate(tools):

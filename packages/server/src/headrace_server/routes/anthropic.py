@@ -21,7 +21,7 @@ from headrace_server.anthropic.protocol import (
     MessagesRequest,
     TokenCount,
 )
-from headrace_server.conversation import turn_prompt
+from headrace_server.conversation import count_tokens, turn_prompt
 from headrace_server.errors import report
 from headrace_server.harmony.prompt import is_harmony
 from headrace_server.routing import JsonRoute
@@ -69,19 +69,15 @@ def _add(router: APIRouter) -> None:
         return Response(msgspec.json.encode(result), media_type="application/json")
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount)
-    async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+    async def count(body: CountTokensRequest, request: Request) -> Response:
         state = state_of(request)
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
         prompt = turn_prompt(chat_request(body), state)
         name = request.scope["headrace_request_id"]
-        work = _count(state.engine, prompt)
+        work = count_tokens(state, prompt)
         count = await wait_watching(work, request, state.lifecycle, name)
         return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
-
-
-async def _count(engine: EngineClient, prompt: Any) -> int:
-    return len((await engine.tokenize(prompt)).token_ids)
 
 
 class _Route(JsonRoute):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -196,13 +196,3 @@ class _Kept:
 
 
 _CLOSE_SECONDS = 5.0
-
-
-@asynccontextmanager
-async def sessions(server: ToolServer, session_id: str) -> AsyncIterator[Sessions]:
-    """Sessions for the time of the block."""
-    opened = Sessions(server, session_id)
-    try:
-        yield opened
-    finally:
-        await opened.close()

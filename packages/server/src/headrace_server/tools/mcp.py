@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -63,6 +63,11 @@ class McpToolServer(ToolServer):
                 if address not in known:
                     await self._find(address)
         return self._found
+
+    async def describe(self, label: str, names: Collection[str] | None = None) -> Namespace | None:
+        # A server that is known serves on while another does not answer.
+        found = self._found.get(label)
+        return await super().describe(label, names) if found is None else found.only(names)
 
     async def _find(self, address: Address) -> None:
         """List a server's tools, over the first transport that it speaks."""
