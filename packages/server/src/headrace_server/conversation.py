@@ -9,6 +9,7 @@ pieces; each protocol then only has to spell them.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +31,9 @@ from headrace_server.state import ServerState
 from headrace_server.stream import close
 from headrace_server.tools.base import Namespace
 
+_EDGES = re.compile(r"(?<=[>\])}\n])|(?=[<\[{])")
+"""Where calls begin and end. A parser does not say whether text came before a call or after it, so
+texts are fed to it in parts that hold one or the other, however the engine cut them."""
 _PROMPT_END = 256
 """Characters of the prompt that reasoning parsers are shown."""
 
@@ -244,14 +248,20 @@ class _ParserReader:
         )
 
     def feed(self, text: str, *, last: bool) -> list[Segment]:
-        parsed = self._parser.feed(text, last=last)
+        parts = _EDGES.split(text) if self._tools is not None else [text]
         segments: list[Segment] = []
-        if parsed.reasoning:
-            segments.append(Reasoning(parsed.reasoning))
-        if parsed.content:
-            segments.append(Content(parsed.content))
-        segments += [CallPiece(c.index, c.name, c.arguments) for c in parsed.tool_calls]
-        return segments
+        for part in parts[:-1]:
+            segments += self._feed(part, last=False)
+        return segments + self._feed(parts[-1], last=last)
+
+    def _feed(self, text: str, *, last: bool) -> list[Segment]:
+        called = self._parser.called
+        parsed = self._parser.feed(text, last=last)
+        calls = [CallPiece(c.index, c.name, c.arguments) for c in parsed.tool_calls]
+        said = [Content(parsed.content)] if parsed.content else []
+        thought = [Reasoning(parsed.reasoning)] if parsed.reasoning else []
+        # Once a call has begun, what comes along with a piece of it is what follows it.
+        return [*thought, *calls, *said] if called else [*thought, *said, *calls]
 
     def call_id(self, index: int, name: str) -> str | None:
         return None if self._tools is None else self._tools.call_id(index, name)

@@ -132,7 +132,14 @@ class ResponseService:
         task = asyncio.create_task(self._in_background(run, record, state))
         record.cancel = task.cancel
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not record.ended:  # cancelled before its first step
+                run.cancel()
+                self.keep(run, record)
+
+        task.add_done_callback(ended)
 
     async def _in_background(self, run: ResponseRun, record: Record, state: ServerState) -> None:
         task = asyncio.current_task()
