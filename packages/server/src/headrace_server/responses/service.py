@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -130,7 +131,7 @@ class ResponseService:
         run.queue()
         self.store.add(record)
         task = asyncio.create_task(self._in_background(run, record, state))
-        record.cancel = task.cancel
+        record.cancel = partial(_cancel, task)
         self._tasks.add(task)
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -145,7 +146,7 @@ class ResponseService:
         task = asyncio.current_task()
         assert task is not None
         try:
-            with state.lifecycle.track(record.id, task.cancel):
+            with state.lifecycle.track(record.id, partial(_cancel, task)):
                 await run.whole()
         except asyncio.CancelledError:
             run.cancel()
@@ -212,6 +213,10 @@ class Started:
         assert self.record is not None, "background needs a store"
         self._service.start_background(self.run, self.record, state)
         return self.record
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
 
 
 def owner_of(request: Request) -> str:
