@@ -30,7 +30,8 @@ async def test_every_route_is_closed_but_the_open_ones(connect: Any) -> None:
             answer = await client.request(method, path.replace("{name:path}", "x"))
             assert (answer.status_code == 401) == (path not in OPEN), (method, path)
             if answer.status_code == 401 and method != "HEAD":
-                assert answer.json() == {"error": "Unauthorized"}
+                told = answer.json()["error"]  # an object on Anthropic's routes
+                assert (told if isinstance(told, str) else told["message"]) == "Unauthorized"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ async def test_whose_key_it_is_is_known_inside(connect: Any, tmp_path: Path) -> 
         headers = {"Authorization": f"Bearer {key}"}
         answer = await client.post("/v1/completions", json=body, headers=headers)
         assert answer.status_code == (401 if " " in key else 200)
-    assert seen == ["batch", "line-3", "api_key-0"]
+    assert seen == ["batch", f"key-{digest(b'second-key').hex()[:16]}", "api_key-0"]
     assert OWNER.get() == ""
 
 

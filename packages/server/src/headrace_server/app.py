@@ -18,6 +18,7 @@ from headrace_core import plugins
 from headrace_core.engine import EngineClient
 from headrace_core.errors import ConfigError
 from headrace_server import errors, openapi, profiles
+from headrace_server.anthropic.errors import AnthropicErrors
 from headrace_server.auth import KeyGate
 from headrace_server.browser import BrowserGate
 from headrace_server.cache_scope import scoped
@@ -283,6 +284,7 @@ def _add_middleware(app: FastAPI, state: ServerState, gates: Gates) -> None:
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
         )
+    app.add_middleware(AnthropicErrors)
     if settings.log_responses:
         app.add_middleware(ResponseLog, limit=settings.max_log_len)
     direct = not settings.middleware and not settings.log_responses

@@ -82,12 +82,14 @@ class KeyGate:
 
 
 def _given(scope: Scope) -> bytes:
-    """The request's key; b"" for none, and for two."""
+    """The key of ``Authorization: Bearer``; without that header, of ``x-api-key`` (Anthropic's).
+    b"" for none, and for two."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not given:
+        given = [value for name, value in scope["headers"] if name == b"x-api-key"]
+        return bytes(given[0].strip()) if len(given) == 1 else b""
     kind, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-    if kind.lower() == b"bearer":
-        return bytes(key.strip())
-    return b""
+    return bytes(key.strip()) if kind.lower() == b"bearer" else b""
 
 
 async def _refuse(scope: Scope, send: Send) -> None:

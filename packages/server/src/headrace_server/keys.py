@@ -167,7 +167,7 @@ def read_key_file(path: str, option: str, settings: ServerSettings) -> list[Key]
         if not words or words[0].startswith("#"):
             continue
         try:
-            key, text = _key_of(words, number)
+            key, text = _key_of(words)
         except ValueError as error:
             raise ConfigError(
                 f"{option} = {path!r}, line {number}: {error}", field=option
@@ -184,13 +184,18 @@ def read_key_file(path: str, option: str, settings: ServerSettings) -> list[Key]
     return keys
 
 
-def _key_of(words: Sequence[str], number: int) -> tuple[Key, str]:
+def _key_of(words: Sequence[str]) -> tuple[Key, str]:
     if len(words) > 2:
         raise ValueError("must be a key, or a name and a key")
-    name, text = words if len(words) == 2 else (f"line-{number}", words[0])
+    name, text = words if len(words) == 2 else (_own_name(words[0]), words[0])
     if not _NAME.fullmatch(name):
         raise ValueError("a name has up to 64 letters, digits, '_', '.', '@' and '-'")
     return Key(name, digest(text.encode())), text
+
+
+def _own_name(key: str) -> str:
+    """Of a key without one: the same wherever it stands, so that what is kept for its owner stays."""
+    return f"key-{digest(key.encode()).hex()[:16]}"
 
 
 def _stamp(file: str | None) -> tuple[int, int, int] | None:

@@ -57,8 +57,12 @@ class AnswerParser:
 
     def call_id(self, index: int, name: str) -> str:
         """The id of a call on the wire: the format's own, or a random one."""
-        own = self._tools.call_id(index, name) if self._tools is not None else None
+        own = self.own_call_id(index, name)
         return own if own is not None else call_id()
+
+    def own_call_id(self, index: int, name: str) -> str | None:
+        """The id that the model's format gives to a call; None: any will do."""
+        return self._tools.call_id(index, name) if self._tools is not None else None
 
     def _seek_calls(self, tools: ToolCallParser, delta: ParsedDelta, *, last: bool) -> None:
         found = tools.feed(delta.content)

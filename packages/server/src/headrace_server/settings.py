@@ -187,6 +187,24 @@ class ServerSettings:
     reasoning_parser_plugin: str | None = option(
         None, "Python file that registers more names for --reasoning-parser."
     )
+    enable_responses_store: bool = option(
+        False, "Keep responses (/v1/responses): needed for previous_response_id, background and "
+        "GET. HEADRACE_ENABLE_RESPONSES_API_STORE=1 does the same.",
+    )  # fmt: skip
+    responses_store_count: int = option(1000, "Most responses that are kept.")
+    responses_store_bytes: int = option(
+        256 * 1024 * 1024, "Most bytes of kept responses, events included.", human_int=True
+    )
+    responses_store_seconds: float = option(
+        24 * 3600.0, "Seconds after its last use that a response is forgotten."
+    )
+    max_background_responses: int = option(
+        64, "Most responses that run in the background at once; more is a 429."
+    )
+    tool_server: str | None = option(
+        None, "Servers of built-in tools (MCP): host:port, several separated by commas; or demo. "
+        "Default: this server calls no tools.",
+    )  # fmt: skip
     return_tokens_as_token_ids: bool = option(
         False, "Show tokens in log-probabilities as token_id:N."
     )
@@ -268,6 +286,10 @@ class ServerSettings:
             _check(not isinstance(getattr(self, name), str), name, getattr(self, name), "a list")
         _check(0 <= self.port <= 65535, "port", self.port, "in 0..65535")
         _check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "at least 0")
+        for name in ("responses_store_count", "responses_store_bytes", "max_background_responses"):
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _check(self.responses_store_seconds > 0, "responses_store_seconds",
+               self.responses_store_seconds, "above 0")  # fmt: skip
         for name in ("h11_max_incomplete_event_size", "h11_max_header_count", "max_body_bytes"):
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.max_log_len is None or self.max_log_len >= 0, "max_log_len", self.max_log_len,

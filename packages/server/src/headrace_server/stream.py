@@ -14,6 +14,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,6 +51,30 @@ _encoder = msgspec.json.Encoder()
 def event(data: Any) -> bytes:
     """One server-sent event with a JSON line."""
     return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def named_event(name: str, data: Any) -> bytes:
+    """One server-sent event with an ``event:`` line and a JSON line."""
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    return b"data: " + report(error, request_id).encoded() + b"\n\n"
+
+
+@dataclass(frozen=True)
+class StreamForm:
+    """What a protocol says where a stream has nothing, fails or ends. The default is OpenAI's."""
+
+    done: bytes = DONE
+    """After the last event; b"" if the last event says itself that it is the last."""
+    error: Callable[[Exception, str], bytes] = _error_event
+    """The events for an error (and the request's id, for the log)."""
+    keep_alive: bytes = _COMMENT
+    """Sent in quiet times."""
+
+
+OPENAI_FORM = StreamForm()
 
 
 class EventTemplate:
@@ -239,19 +264,27 @@ class EventStream(Response):
         events: encoded events; ``[DONE]`` is added here.
         lifecycle: told that this request is in flight.
         request_id: for the log.
+        form: the protocol's terminal, error and keep-alive events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Opened, lifecycle: Lifecycle, request_id: str) -> None:
+    def __init__(
+        self,
+        events: Opened,
+        lifecycle: Lifecycle,
+        request_id: str,
+        form: StreamForm = OPENAI_FORM,
+    ) -> None:
         super().__init__()
+        self._form = form
         self.raw_headers = [*_HEADERS]
         self._events = events
         self._lifecycle = lifecycle
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, direct_write(scope))
+        writer = _Writer(send, direct_write(scope), self._form)
         sending = asyncio.create_task(self._send_events(writer, self.raw_headers))
         gone = asyncio.create_task(_wait_disconnect(receive))
         beat = asyncio.create_task(writer.keep_alive())
@@ -301,8 +334,9 @@ class EventStream(Response):
 class _Writer:
     """The sending half of a connection, with keep-alive comments in quiet times."""
 
-    def __init__(self, send: Send, direct: DirectWrite | None) -> None:
+    def __init__(self, send: Send, direct: DirectWrite | None, form: StreamForm) -> None:
         self._send = send
+        self._form = form
         self._direct = direct
         self._clock = asyncio.get_running_loop().time
         self._last = self._clock()
@@ -326,17 +360,15 @@ class _Writer:
 
     async def finish(self, error: Exception | None, request_id: str) -> None:
         """The terminal event, after an error event if there was an error."""
-        tail = DONE
-        if error is not None:
-            tail = b"data: " + report(error, request_id).encoded() + b"\n\n" + DONE
-        await self.write(tail, more=False)
+        said = b"" if error is None else self._form.error(error, request_id)
+        await self.write(said + self._form.done, more=False)
 
     async def keep_alive(self) -> None:
         """Send a comment whenever nothing was sent for a while; ends only by cancellation."""
         while True:
             await asyncio.sleep(max(0.01, self._last + KEEP_ALIVE_AFTER - self._clock()))
             if self._clock() - self._last >= KEEP_ALIVE_AFTER and self.started and not self._busy:
-                await self.write(_COMMENT)
+                await self.write(self._form.keep_alive)
 
     async def _put(self, message: Message) -> None:
         self._busy = True
@@ -349,7 +381,11 @@ class _Writer:
 
 
 async def start_stream(
-    events: Events, request: Request, state: ServerState, request_id: str
+    events: Events,
+    request: Request,
+    state: ServerState,
+    request_id: str,
+    form: StreamForm = OPENAI_FORM,
 ) -> Response:
     """A response that streams ``events``.
 
@@ -364,7 +400,7 @@ async def start_stream(
     except BaseException:
         await opened.aclose()
         raise
-    return EventStream(opened, state.lifecycle, request_id)
+    return EventStream(opened, state.lifecycle, request_id, form)
 
 
 async def wait_watching(

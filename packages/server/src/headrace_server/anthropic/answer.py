@@ -1,0 +1,117 @@
+"""One answer to ``POST /v1/messages``: whole, or as events."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request
+
+from headrace_core.engine import OutputStream
+from headrace_core.errors import GenerateError
+from headrace_core.output import RequestOutput
+from headrace_server import convert
+from headrace_server.anthropic.convert import chat_request
+from headrace_server.anthropic.events import PING, STOP_REASONS, encode_step, whole_block
+from headrace_server.anthropic.protocol import MessagesRequest
+from headrace_server.blocks import Blocks, Step
+from headrace_server.conversation import Piece, Turn
+from headrace_server.state import ServerState
+from headrace_server.stream import Pour, named_event
+
+
+class MessageAnswer:
+    """Checks a request when made; then either :meth:`whole` or :meth:`events`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    def __init__(self, body: MessagesRequest, request: Request, state: ServerState) -> None:
+        convert.check_model(body.model, state.engine.model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        self.body, self.state = body, state
+        self.id = convert.answer_id("msg_", body.request_id, request)
+        # Anthropic's clients must name a limit and name large ones: past the context is no error.
+        self._turn = Turn(chat_request(body), state, self.id, fit=True)
+        self._blocks = Blocks(0, self._call_id)
+        self._last: Piece | None = None
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        async for piece in self._turn.pieces():
+            self._take(piece)
+        content = [whole_block(block) for block in self._blocks.blocks]
+        return {**self._message(content), **self._stop(), "usage": self._usage(with_output=True)}
+
+    async def events(self) -> AsyncGenerator[bytes | Pour, None]:
+        """The answer as server-sent events."""
+        turn = self._turn
+        try:
+            first = await turn.begin()
+            data = self._encode(first)
+            yield self._opening() + PING + data
+            outputs = turn.outputs
+            if isinstance(outputs, OutputStream) and not first.finished:
+                yield Pour(outputs, self._encode)
+            else:
+                async for output in outputs:
+                    if data := self._encode(output):
+                        yield data
+        finally:
+            await turn.close()
+        ending = {"type": "message_delta", "delta": self._stop(),
+                  "usage": self._usage(with_output=True)}  # fmt: skip
+        yield named_event("message_delta", ending) + named_event(
+            "message_stop", {"type": "message_stop"}
+        )
+
+    def _encode(self, output: RequestOutput) -> bytes:
+        return b"".join(map(encode_step, self._take(self._turn.take(output))))
+
+    def _take(self, piece: Piece) -> list[Step]:
+        steps = self._blocks.take(piece)
+        if piece.finish_reason is not None:
+            self._last = piece
+            steps += self._blocks.finish()
+            if piece.finish_reason in ("abort", "error"):
+                raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
+        return steps
+
+    def _opening(self) -> bytes:
+        message = {**self._message([]), "stop_reason": None, "stop_sequence": None,
+                   "usage": self._usage(with_output=False)}  # fmt: skip
+        return named_event("message_start", {"type": "message_start", "message": message})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant",
+                "model": self.state.engine.model.name, "content": content}  # fmt: skip
+
+    def _stop(self) -> dict[str, Any]:
+        """Why it ended."""
+        last = self._last
+        assert last is not None, "an engine's last output has a finish reason"
+        reason, sequence = STOP_REASONS.get(last.finish_reason or "", "end_turn"), None
+        if last.finish_reason == "stop" and isinstance(last.stop_reason, str):
+            reason, sequence = "stop_sequence", last.stop_reason
+        elif last.finish_reason == "stop" and self._blocks.calls:
+            reason = "tool_use"
+        elif last.finish_reason == "length" and self._turn.params.max_tokens is None:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def _usage(self, *, with_output: bool) -> dict[str, int]:
+        """Input tokens are those that were not in the cache, as this protocol counts."""
+        turn = self._turn
+        cached = turn.num_cached_tokens
+        return {
+            "input_tokens": turn.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": turn.num_output_tokens if with_output else 0,
+        }
+
+    def _call_id(self, index: int, name: str) -> str:
+        return self._turn.call_id(index, name) or f"toolu_{uuid.uuid4().hex}"

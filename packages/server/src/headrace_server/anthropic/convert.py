@@ -1,0 +1,270 @@
+"""From Anthropic's messages to a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.anthropic.protocol import (
+    ContentBlock,
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+)
+from headrace_server.protocol.base import check_size
+from headrace_server.protocol.chat import ChatRequest
+
+_COPIED = ("stream", "temperature", "top_p", "top_k")
+_LEAST_BUDGET = 1024
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """The request as a chat.
+
+    Raises:
+        RequestError, RequestValidationError: naming the field.
+    """
+    values: dict[str, Any] = {"messages": chat_messages(body)}
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        thinks = body.thinking.type == "enabled"
+        kwargs = {"enable_thinking": thinks, "thinking": thinks}  # the two names that templates use
+    values["include_reasoning"] = shows_thinking(body)
+    if body.messages[-1].role == "assistant":  # to be continued
+        values.update(continue_final_message=True, add_generation_prompt=False)
+    _add_tools(values, body)
+    if isinstance(body, MessagesRequest):
+        _add_sampling(values, body)
+        kwargs.update(body.chat_template_kwargs or {})
+    if kwargs:
+        values["chat_template_kwargs"] = kwargs
+    if body.output_config is not None:
+        _add_output(values, body.output_config.effort, body.output_config.format)
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        problems = [{**p, "loc": ("body", *p["loc"])} for p in error.errors()]
+        raise RequestValidationError(problems) from error
+
+
+def shows_thinking(body: CountTokensRequest) -> bool:
+    """Whether thoughts are returned: only if they were asked for, as Anthropic's clients expect."""
+    thinking = body.thinking
+    return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
+
+
+def _add_sampling(values: dict[str, Any], body: MessagesRequest) -> None:
+    values.update({n: getattr(body, n) for n in _COPIED if n in body.model_fields_set})
+    values["max_completion_tokens"] = body.max_tokens
+    if body.stop_sequences:
+        values["stop"] = body.stop_sequences
+    budget = body.thinking.budget_tokens if body.thinking is not None else None
+    if budget is not None and not _LEAST_BUDGET <= budget < body.max_tokens:
+        raise RequestError(
+            f"thinking.budget_tokens = {budget}: must be at least {_LEAST_BUDGET} and less than "
+            f"max_tokens ({body.max_tokens})",
+            param="thinking.budget_tokens",
+        )
+
+
+def _add_output(values: dict[str, Any], effort: str | None, form: dict[str, Any] | None) -> None:
+    if effort is not None:
+        values["reasoning_effort"] = effort
+    if form is None:
+        return
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise RequestError(
+            "output_config.format: must be {'type': 'json_schema', 'schema': {...}}",
+            param="output_config.format",
+        )
+    check_size("output_config.format", form)
+    schema = {"name": "output", "schema": form["schema"]}
+    values["response_format"] = {"type": "json_schema", "json_schema": schema}
+
+
+# Tools
+
+
+def _add_tools(values: dict[str, Any], body: CountTokensRequest) -> None:
+    check_size("tools", list(body.tools))
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    if tools:
+        values["tools"] = tools
+    choice = body.tool_choice
+    if choice is None:
+        return
+    if choice.disable_parallel_tool_use:
+        values["parallel_tool_calls"] = False
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise RequestError("tool_choice: type 'tool' needs a name", param="tool_choice")
+            values["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        case "any":
+            values["tool_choice"] = "required"
+        case other:
+            values["tool_choice"] = other
+
+
+def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise UnsupportedFeature(
+            f"{where}: tools of type {str(kind)[:64]!r} run on Anthropic's side and are not served",
+            param="tools",
+        )
+    name, schema = tool.get("name"), tool.get("input_schema")
+    if not isinstance(name, str) or not name or len(name) > 256:
+        raise RequestError(f"{where}.name: must be a string of 1 to 256 characters", param="tools")
+    if not isinstance(schema, dict):
+        raise RequestError(f"{where}.input_schema: must be an object", param="tools")
+    function: dict[str, Any] = {"name": name, "parameters": {"type": "object", **schema}}
+    if isinstance(tool.get("description"), str):
+        function["description"] = tool["description"]
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}
+
+
+# Messages
+
+
+def chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """The messages of a chat, the system prompt first.
+
+    Raises:
+        RequestError: naming the message and block.
+    """
+    result: list[dict[str, Any]] = []
+    if body.system:
+        result.append({"role": "system", "content": _text_of("system", body.system)})
+    names: dict[str, str] = {}
+    for index, message in enumerate(body.messages):
+        where = f"messages[{index}].content"
+        if message.role == "assistant":
+            result.append(_assistant(where, message, names))
+        elif message.role == "system":
+            result.append({"role": "system", "content": _text_of(where, message.content)})
+        else:
+            result += _user(where, message, names)
+    return result
+
+
+def _assistant(where: str, message: InputMessage, names: dict[str, str]) -> dict[str, Any]:
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    texts, thoughts, calls = [], [], []
+    for index, block in enumerate(message.content):
+        place = f"{where}[{index}]"
+        match block.type:
+            case "text":
+                texts.append(_required(place, "text", block.text))
+            case "thinking":
+                thoughts.append(_required(place, "thinking", block.thinking))
+            case "tool_use":
+                calls.append(_call(place, block, names))
+            case _:
+                raise _refusal(place, block.type)
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    if thoughts:
+        made["reasoning"] = "\n".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+        made["content"] = made["content"] or None
+    return made
+
+
+def _call(where: str, block: ContentBlock, names: dict[str, str]) -> dict[str, Any]:
+    call_id, name = _required(where, "id", block.id), _required(where, "name", block.name)
+    if block.input is None:
+        raise RequestError(f"{where}.input: must be an object", param="messages")
+    check_size(f"{where}.input", block.input)
+    names[call_id] = name
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _user(where: str, message: InputMessage, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Results of tools as messages of their own; texts between them stay together."""
+    if isinstance(message.content, str):
+        return [{"role": "user", "content": message.content}]
+    made: list[dict[str, Any]] = []
+    for index, block in enumerate(message.content):
+        place = f"{where}[{index}]"
+        if block.type == "tool_result":
+            made.append(_result(place, block, names))
+        elif block.type == "text":
+            part = {"type": "text", "text": _required(place, "text", block.text)}
+            if made and made[-1]["role"] == "user":
+                made[-1]["content"].append(part)
+            else:
+                made.append({"role": "user", "content": [part]})
+        else:
+            raise _refusal(place, block.type)
+    return [_simple(message) for message in made] or [{"role": "user", "content": ""}]
+
+
+def _simple(message: dict[str, Any]) -> dict[str, Any]:
+    """One text as a string."""
+    content = message["content"]
+    if isinstance(content, list) and len(content) == 1:
+        return {**message, "content": content[0]["text"]}
+    return message
+
+
+def _result(where: str, block: ContentBlock, names: Mapping[str, str]) -> dict[str, Any]:
+    call_id = _required(where, "tool_use_id", block.tool_use_id)
+    name = names.get(call_id)
+    if name is None:
+        raise RequestError(
+            f"{where}.tool_use_id = {call_id[:64]!r}: no tool_use of that id comes before",
+            param="messages",
+        )
+    text = _result_text(where, block.content)
+    if block.is_error:  # no template has a place for it
+        text = f"Error: {text}"
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+
+
+def _result_text(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        place = f"{where}.content[{index}]"
+        if part.get("type") != "text":
+            raise _refusal(place, part.get("type"))
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise RequestError(f"{place}.text: must be a string", param="messages")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _text_of(where: str, content: str | Sequence[ContentBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise _refusal(f"{where}[{index}]", block.type)
+        texts.append(_required(f"{where}[{index}]", "text", block.text))
+    return "\n\n".join(texts)
+
+
+def _required(where: str, name: str, value: str | None) -> str:
+    if value is None:
+        raise RequestError(f"{where}.{name}: must be a string", param="messages")
+    return value
+
+
+def _refusal(where: str, kind: Any) -> UnsupportedFeature:
+    media = ": this model takes text only" if kind in ("image", "document") else ""
+    return UnsupportedFeature(
+        f"{where}: blocks of type {str(kind)[:64]!r} are not served here{media}", param="messages"
+    )

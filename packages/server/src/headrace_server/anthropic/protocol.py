@@ -1,0 +1,189 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: what clients send and get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace_server.protocol.base import (
+    FreeObject,
+    Refusal,
+    RequestBody,
+    ShortText,
+    StopText,
+    Text,
+)
+
+ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
+    "container": Refusal("there are no containers here"),
+    "mcp_servers": Refusal("tool servers are the operator's; they serve /v1/responses", []),
+    "context_management": Refusal("is not served; send the messages that are to be read"),
+    "diagnostics": Refusal("is not served"),
+    "inference_geo": Refusal("there are no regions here"),
+    "speed": Refusal("there is one speed here", "standard"),
+    "workspace_id": Refusal("there are no workspaces here"),
+    "user_profile_id": Refusal("there are no profiles here"),
+    "stop": Refusal("is called stop_sequences here"),
+}
+
+
+class ContentBlock(BaseModel):
+    """A part of a message. Fields that are not declared have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Annotated[str, Field(max_length=64)]
+    text: Text | None = None
+    thinking: Text | None = None
+    signature: Text | None = Field(None, description="Has no effect: nothing here is signed.")
+    source: FreeObject | None = None
+    id: ShortText | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    input: FreeObject | None = None
+    tool_use_id: ShortText | None = None
+    content: Text | Annotated[list[FreeObject], Field(max_length=4096)] | None = None
+    is_error: bool | None = None
+
+
+Blocks = Annotated[list[ContentBlock], Field(max_length=4096)]
+
+
+class InputMessage(BaseModel):
+    """One message."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | Blocks
+
+
+class Thinking(BaseModel):
+    """Whether the model is to think, and thoughts are shown."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class ToolChoice(BaseModel):
+    """Whether and which tool is called."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Field(max_length=256)] | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class OutputConfig(BaseModel):
+    """The answer's form, and how hard to think."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: FreeObject | None = None
+
+
+class Metadata(BaseModel):
+    """About the caller. Has no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    user_id: Annotated[str, Field(max_length=1024)] | None = None
+
+
+class CountTokensRequest(RequestBody):
+    """A conversation whose prompt is to be counted."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = ANTHROPIC_REFUSALS
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=16384)]
+    system: Text | Blocks | None = None
+    tools: Annotated[list[FreeObject], Field(max_length=1024)] = Field([])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: FreeObject | None = Field(
+        None, description="Has no effect: every prompt's beginning is looked up in the cache."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, data: Any) -> Any:
+        """Clients send null for fields that they do not set."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k in _REQUIRED}
+
+
+_REQUIRED = frozenset({"model", "messages", "max_tokens"})
+
+
+class MessagesRequest(CountTokensRequest):
+    """Answer a conversation."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    stop_sequences: Annotated[list[StopText], Field(max_length=64)] | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+    chat_template_kwargs: FreeObject | None = None
+    request_id: ShortText | None = None
+
+
+class AnswerBlock(BaseModel):
+    """A part of an answer: ``text``, ``thinking`` or ``tool_use``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "thinking", "tool_use"]
+
+
+class AnthropicUsage(BaseModel):
+    """Tokens of a message."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class Message(BaseModel):
+    """Answer of ``POST /v1/messages``."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class TokenCount(BaseModel):
+    """Answer of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int
+
+
+class AnthropicErrorInfo(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Body of every error answer below ``/v1/messages``."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorInfo

@@ -1,0 +1,162 @@
+"""Pieces of an answer, grouped: reasoning, texts and calls that open, grow and close in order.
+
+Both the Responses and the Anthropic protocol show an answer as a list of such blocks, of which one
+at a time is being written. A whole answer passes through here too, as one piece, so that it cannot
+differ from what a stream says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from headrace_server.conversation import Piece
+from headrace_server.protocol.chat import ChunkContentLogprob
+from headrace_server.segments import Break, CallPiece, Content, Reasoning, Segment
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A part of an answer."""
+
+    kind: Kind
+    position: int
+    """In the answer, from 0."""
+    name: str = ""
+    """Of a call."""
+    call_id: str = ""
+    parts: list[str] = field(default_factory=list)
+    """The text in pieces: appending to one string would copy it for every token."""
+    logprobs: list[ChunkContentLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Of a call: its arguments, JSON as the model wrote it."""
+        return "".join(self.parts)
+
+
+class Change(Enum):
+    """What happens to a block. The first is OPEN, the last CLOSE."""
+
+    OPEN = "open"
+    GROW = "grow"
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One change of one block."""
+
+    change: Change
+    block: Block
+    text: str = ""
+    """Of GROW: what was appended."""
+    logprobs: tuple[ChunkContentLogprob, ...] = ()
+    """Of GROW: entries of the tokens since the last."""
+
+
+class Blocks:
+    """One turn's blocks. White space alone opens no block of text or reasoning.
+
+    Args:
+        first: position of the first block.
+        make_id: (index, name) of a call -> its id.
+    """
+
+    def __init__(self, first: int, make_id: Callable[[int, str], str]) -> None:
+        self.blocks: list[Block] = []
+        self._first = first
+        self._make_id = make_id
+        self._open: Block | None = None
+        self._space = ""
+        """White space that waits for text of the same kind."""
+        self._space_kind: Kind = "text"
+        self._logprobs: list[ChunkContentLogprob] = []
+        self._call = -1
+
+    @property
+    def open(self) -> Block | None:
+        """The block that is being written."""
+        return self._open
+
+    @property
+    def calls(self) -> list[Block]:
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def take(self, piece: Piece) -> list[Step]:
+        """The changes that a piece brings."""
+        self._logprobs += piece.logprobs
+        steps: list[Step] = []
+        for segment in piece.segments:
+            self._add(segment, steps)
+        return steps
+
+    def finish(self) -> list[Step]:
+        """No more comes: close what is open."""
+        steps: list[Step] = []
+        self._close(steps)
+        return steps
+
+    def _add(self, segment: Segment, steps: list[Step]) -> None:
+        match segment:
+            case Reasoning():
+                self._add_text("reasoning", segment.text, steps)
+            case Content():
+                self._add_text("text", segment.text, steps)
+            case CallPiece():
+                self._add_call(segment, steps)
+            case Break():
+                self._close(steps)
+
+    def _add_text(self, kind: Kind, text: str, steps: list[Step]) -> None:
+        block = self._open
+        if block is None or block.kind != kind:
+            held = self._space if self._space_kind == kind else ""
+            self._space, self._space_kind = held + text, kind
+            if not self._space.strip():
+                return
+            text = self._space
+            self._close(steps)
+            block = self._start(Block(kind, self._first + len(self.blocks)), steps)
+        self._grow(block, text, steps)
+
+    def _add_call(self, piece: CallPiece, steps: list[Step]) -> None:
+        if piece.index != self._call or self._open is None:
+            self._close(steps)
+            self._call = piece.index
+            name = piece.name or ""
+            block = Block("call", self._first + len(self.blocks), name=name)
+            block.call_id = self._make_id(piece.index, name)
+            self._start(block, steps)
+        assert self._open is not None
+        if piece.arguments:
+            self._grow(self._open, piece.arguments, steps)
+
+    def _start(self, block: Block, steps: list[Step]) -> Block:
+        self.blocks.append(block)
+        self._open = block
+        steps.append(Step(Change.OPEN, block))
+        return block
+
+    def _grow(self, block: Block, text: str, steps: list[Step]) -> None:
+        entries: tuple[ChunkContentLogprob, ...] = ()
+        if block.kind == "text":
+            entries, self._logprobs = tuple(self._logprobs), []
+            block.logprobs += entries
+        block.parts.append(text)
+        steps.append(Step(Change.GROW, block, text, entries))
+
+    def _close(self, steps: list[Step]) -> None:
+        """Entries of tokens without a text (the end mark) go to the text before them."""
+        self._space = ""
+        block, self._open = self._open, None
+        if block is None:
+            return
+        if block.kind == "text":
+            block.logprobs += self._logprobs
+            self._logprobs = []
+        steps.append(Step(Change.CLOSE, block))

@@ -1,0 +1,151 @@
+"""Prompts in the gpt-oss format: system and developer message, history, the opened answer."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.request import ChatPrompt
+from headrace_server.harmony.messages import (
+    EFFORTS,
+    HarmonyMessage,
+    drop_old_analysis,
+    from_chat,
+    text_of,
+)
+from headrace_server.harmony.schema import parameters_type
+from headrace_server.tools.base import Namespace, Tool
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN, "<|endoftext|>", "<|startoftext|>")
+_GUARD = "\N{WORD JOINER}"
+_IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
+_KNOWLEDGE = "2024-06"
+"""The models' knowledge cut-off, as published."""
+
+
+def is_harmony(model: ServedModel) -> bool:
+    """Whether a model speaks this format."""
+    return model.architecture.startswith("GptOss")
+
+
+def render(
+    prompt: ChatPrompt,
+    builtin: Sequence[Namespace] = (),
+    *,
+    effort: str | None = None,
+    today: datetime.date | None = None,
+) -> str:
+    """The text of a conversation's prompt.
+
+    Texts of marks inside messages are broken up by a word joiner: nobody's message can open
+    another role's.
+
+    Args:
+        builtin: tools that the server calls.
+        effort: ``low``, ``medium`` (default) or ``high``; wins over the template variable
+            ``reasoning_effort``.
+
+    Raises:
+        RequestError: the effort is another word.
+        UnsupportedFeature: the last message is to be continued.
+    """
+    if prompt.continue_final_message:
+        raise UnsupportedFeature(
+            "continue_final_message: this model's format cannot continue a message",
+            param="continue_final_message",
+        )
+    chosen = effort or prompt.chat_template_kwargs.get("reasoning_effort") or "medium"
+    if chosen not in EFFORTS:
+        raise RequestError(
+            f"reasoning effort = {str(chosen)[:32]!r}: must be one of {', '.join(EFFORTS)}",
+            param="reasoning_effort",
+        )
+    day = today or datetime.datetime.now(datetime.UTC).date()
+    tools = prompt.tools or ()
+    messages = [_system(day, chosen, bool(tools), builtin)]
+    developer = _developer(prompt.messages, tools)
+    if developer:
+        messages.append(HarmonyMessage("developer", developer))
+    history = from_chat(prompt.messages, [space.label for space in builtin])
+    messages += drop_old_analysis(history)
+    opened = f"{START}assistant" if prompt.add_generation_prompt else ""
+    return "".join(map(render_message, messages)) + opened
+
+
+def render_message(message: HarmonyMessage) -> str:
+    """One message with its marks."""
+    head = START + _guard(message.author)
+    if message.recipient is not None and message.channel is None:
+        head += f" to={_guard(message.recipient)}"
+    if message.channel is not None:
+        to = "" if message.recipient is None else f" to={_guard(message.recipient)}"
+        if message.author != "assistant" and to:  # a tool's answer names its recipient first
+            head, to = head + to, ""
+        head += f"{CHANNEL}{message.channel}{to}"
+    if message.content_type is not None:
+        head += f" {message.content_type}"
+    return f"{head}{MESSAGE}{_guard(message.text)}{CALL if message.is_call else END}"
+
+
+def _guard(text: str) -> str:
+    for mark in MARKS:
+        if mark in text:
+            text = text.replace(mark, mark[:1] + _GUARD + mark[1:])
+    return text
+
+
+def _system(
+    day: datetime.date, effort: str, functions: bool, builtin: Sequence[Namespace]
+) -> HarmonyMessage:
+    parts = [
+        f"{_IDENTITY}\nKnowledge cutoff: {_KNOWLEDGE}\nCurrent date: {day.isoformat()}",
+        f"Reasoning: {effort}",
+    ]
+    if builtin:
+        parts.append("# Tools")
+        parts += [_namespace(space) for space in builtin]
+    channels = (
+        "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    )
+    if functions:
+        channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
+    return HarmonyMessage("system", "\n\n".join([*parts, channels]))
+
+
+def _developer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    told = [text_of(m.get("content")) for m in messages if m["role"] in ("system", "developer")]
+    parts = []
+    if any(told):
+        parts.append("# Instructions\n\n" + "\n\n".join(filter(None, told)))
+    if tools:
+        functions = [_function(tool["function"]) for tool in tools]
+        parts.append("# Tools\n\n" + _namespace(Namespace("functions", None, tuple(functions))))
+    return "\n\n".join(parts)
+
+
+def _function(function: Mapping[str, Any]) -> Tool:
+    schema = function.get("parameters")
+    return Tool(
+        str(function["name"]),
+        str(function.get("description") or ""),
+        schema if isinstance(schema, Mapping) else {},
+    )
+
+
+def _namespace(space: Namespace) -> str:
+    head = f"## {space.label}\n\n"
+    about = "".join(f"// {line}\n" for line in (space.description or "").splitlines())
+    if space.label == "python":  # takes code, not parameters
+        return head + (space.description or "Runs Python code.")
+    types = "\n\n".join(_type(tool) for tool in space.tools)
+    return f"{head}{about}namespace {space.label} {{\n\n{types}\n\n}} // namespace {space.label}"
+
+
+def _type(tool: Tool) -> str:
+    about = "".join(f"// {line}\n" for line in tool.description.splitlines())
+    return f"{about}type {tool.name} = {parameters_type(tool.schema)};"

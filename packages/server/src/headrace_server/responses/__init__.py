@@ -1,0 +1,1 @@
+"""The OpenAI Responses protocol: items in, items out, stored, chained, streamed by numbered events."""

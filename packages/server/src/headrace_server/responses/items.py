@@ -1,0 +1,208 @@
+"""Items -> chat messages, and the pieces of a request that belong to a chat.
+
+What a model wrote in one turn (reasoning, text, calls) is several items and becomes one assistant
+message again, as the model's template expects it; so the prompt of a further turn begins with the
+tokens of the turn before and is found in the cache. The specification maps each call to a message
+of its own; templates write parallel calls as one message, and so did the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.protocol.base import check_size
+from headrace_server.responses.protocol import (
+    CodeInterpreterCallItem,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    McpCallItem,
+    MessageItem,
+    OtherItem,
+    ReasoningItem,
+    WebSearchCallItem,
+)
+
+AnyItem = (
+    MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | McpCallItem
+    | WebSearchCallItem | CodeInterpreterCallItem | OtherItem
+)  # fmt: skip
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
+          "summary_text": "text", "reasoning_text": "text"}  # fmt: skip
+_MEDIA = ("input_image", "input_file", "input_audio", "input_video", "computer_screenshot")
+_LEADING = ("system", "developer")
+
+
+class _Assistant:
+    """One turn of the model while its items are gathered. Order: reasoning, text, calls."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.texts: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+
+    def message(self) -> dict[str, Any]:
+        made: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts) or None}
+        if self.reasoning:
+            made["reasoning"] = "\n".join(self.reasoning)
+        if self.calls:
+            made["tool_calls"] = self.calls
+        elif made["content"] is None:
+            made["content"] = ""
+        return made
+
+
+class _Conversation:
+    """Chat messages that grow by items."""
+
+    def __init__(self, history: Sequence[dict[str, Any]]) -> None:
+        self.messages = list(history)
+        self._turn: _Assistant | None = None
+        self._names = {
+            call["id"]: call["function"]["name"]
+            for message in history
+            for call in message.get("tool_calls") or ()
+        }
+        """Calls seen so far: id -> name."""
+
+    def end_turn(self) -> None:
+        if self._turn is not None:
+            self.messages.append(self._turn.message())
+            self._turn = None
+
+    def turn(self, *, new: bool = False) -> _Assistant:
+        if new:
+            self.end_turn()
+        self._turn = self._turn or _Assistant()
+        return self._turn
+
+    def think(self, text: str) -> None:
+        said = self._turn is not None and (self._turn.texts or self._turn.calls)
+        self.turn(new=bool(said)).reasoning.append(text)
+
+    def say(self, text: str) -> None:
+        said = self._turn is not None and (self._turn.texts or self._turn.calls)
+        self.turn(new=bool(said)).texts.append(text)
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        function = {"name": name, "arguments": arguments}
+        self.turn().calls.append({"id": call_id, "type": "function", "function": function})
+        self._names[call_id] = name
+
+    def result(self, where: str, call_id: str, content: Any) -> None:
+        self.end_turn()
+        name = self._names.get(call_id)
+        if name is None:
+            raise RequestError(
+                f"{where}.call_id = {call_id[:64]!r}: no call of that id comes before",
+                param="input",
+            )
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
+        )
+
+
+def to_messages(
+    items: Sequence[AnyItem], history: Sequence[dict[str, Any]] = (), *, developer: bool = False
+) -> list[dict[str, Any]]:
+    """The chat of a list of items.
+
+    Args:
+        history: messages of the conversation so far.
+        developer: the model knows the developer role; for others it is the system's.
+
+    Raises:
+        RequestError: naming the item.
+    """
+    talk = _Conversation(history)
+    for index, item in enumerate(items):
+        _add(talk, f"input[{index}]", item, developer)
+    talk.end_turn()
+    return talk.messages
+
+
+def with_instructions(messages: list[dict[str, Any]], text: str | None) -> list[dict[str, Any]]:
+    """The chat with a system message in front, and no more than one there."""
+    told = [{"role": "system", "content": text}, *messages] if text else messages
+    return _one_system_message(told)
+
+
+def _add(talk: _Conversation, where: str, item: AnyItem, developer: bool) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            talk.say(_joined(_content(where, item.content)))
+        case MessageItem():
+            talk.end_turn()
+            role = "system" if item.role == "developer" and not developer else item.role
+            talk.messages.append({"role": role, "content": _content(where, item.content)})
+        case ReasoningItem():
+            talk.think(_reasoning(where, item))
+        case FunctionCallItem():
+            talk.call(item.call_id, item.name, item.arguments)
+        case FunctionCallOutputItem():
+            talk.result(where, item.call_id, _content(where, item.output, "output"))
+        case McpCallItem():
+            call_id = item.id or where
+            talk.call(call_id, item.name, item.arguments)
+            talk.result(where, call_id, item.output or "")
+        case WebSearchCallItem() | CodeInterpreterCallItem():
+            pass  # its result is in the answer that followed; the item holds none
+        case OtherItem():
+            raise UnsupportedFeature(
+                f"{where}: items of type {str(item.type)[:64]!r} are not served", param="input"
+            )
+
+
+def _reasoning(where: str, item: ReasoningItem) -> str:
+    """The single summary's text, else the single content's."""
+    if item.encrypted_content is not None:
+        raise UnsupportedFeature(
+            f"{where}.encrypted_content: encrypted reasoning cannot be read here", param="input"
+        )
+    parts = item.summary or item.content or []
+    return "\n".join(part.text for part in parts)
+
+
+def _content(where: str, content: str | list[dict[str, Any]], name: str = "content") -> Any:
+    """A text, or its parts if there are several."""
+    if isinstance(content, str):
+        return content
+    check_size(where, content)
+    texts = [_text(f"{where}.{name}[{i}]", part) for i, part in enumerate(content)]
+    if len(texts) == 1:
+        return texts[0]
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text(where: str, part: dict[str, Any]) -> str:
+    kind = part.get("type")
+    if kind in _MEDIA:
+        raise UnsupportedFeature(
+            f"{where}: parts of type {kind!r} are not served; this model takes text only",
+            param="input",
+        )
+    key = _TEXTS.get(kind) if isinstance(kind, str) else None
+    text = None if key is None else part.get(key)
+    if key is None:
+        raise RequestError(
+            f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXTS)}", param="input"
+        )
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{key}: must be a string", param="input")
+    return text
+
+
+def _joined(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _one_system_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Instructions and system messages at the beginning as one: many templates take no more."""
+    count = 0
+    while count < len(messages) and messages[count]["role"] in _LEADING:
+        count += 1
+    if count < 2 or len({m["role"] for m in messages[:count]}) > 1:
+        return messages
+    text = "\n\n".join(_joined(m["content"]) for m in messages[:count])
+    return [{"role": messages[0]["role"], "content": text}, *messages[count:]]

@@ -1,0 +1,328 @@
+"""``POST /v1/responses``: what clients send, and the shape of what they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from headrace_server.protocol.base import (
+    FreeObject,
+    Refusal,
+    RequestBody,
+    ShortText,
+    StopText,
+    Text,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+
+RESPONSES_REFUSALS: Mapping[str, Refusal] = {
+    "prompt": Refusal("prompt templates are not kept here; send input and instructions"),
+    "conversation": Refusal("conversations are not kept here; use previous_response_id"),
+    "context_management": Refusal("is not served; use truncation", []),
+    "moderation": Refusal("nothing is moderated here"),
+    "previous_input_messages": Refusal("is not served; send the messages as items of input", []),
+    "mm_processor_kwargs": Refusal("media input is not served by this version"),
+    "prompt_cache_retention": Refusal("the cache has no retention times", "in_memory"),
+    "background_options": Refusal("is not served"),
+    "n": Refusal("a response is one answer", 1),
+    "max_tokens": Refusal("is called max_output_tokens here"),
+    "max_completion_tokens": Refusal("is called max_output_tokens here"),
+    "response_format": Refusal("is called text.format here"),
+    "messages": Refusal("is called input here"),
+    "reasoning_effort": Refusal("is called reasoning.effort here"),
+    "functions": Refusal("is the old form of tools, which is not served"),
+}
+
+ItemId = Annotated[str, Field(max_length=256)]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class Item(BaseModel):
+    """An item of the input. Fields that are not declared have no effect."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: ItemId | None = None
+    status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None
+
+
+class MessageItem(Item):
+    """A message, of a client or of an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: Text | Annotated[list[FreeObject], Field(max_length=4096)]
+
+
+class FunctionCallItem(Item):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text
+
+
+class FunctionCallOutputItem(Item):
+    """What the client's function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    output: Text | Annotated[list[FreeObject], Field(max_length=4096)]
+
+
+class ReasoningText(BaseModel):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text", "summary_text", "text"] = "reasoning_text"
+    text: Text
+
+
+class ReasoningItem(Item):
+    """Reasoning of an earlier answer."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(max_length=4096)] = []
+    content: Annotated[list[ReasoningText], Field(max_length=4096)] | None = None
+    encrypted_content: Text | None = None
+
+
+class McpCallItem(Item):
+    """A call that the server made, with its result."""
+
+    type: Literal["mcp_call"]
+    server_label: ShortText
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text
+    output: Text | None = None
+    error: Any = None
+
+
+class WebSearchCallItem(Item):
+    """A search of an earlier answer: what it found is not in the item."""
+
+    type: Literal["web_search_call"]
+    action: FreeObject | None = None
+
+
+class CodeInterpreterCallItem(Item):
+    """Code that an earlier answer ran: its output is not in the item."""
+
+    type: Literal["code_interpreter_call"]
+    code: Text | None = None
+    container_id: ShortText | None = None
+
+
+class OtherItem(BaseModel):
+    """An item of a type that is not served; refused by its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Any = None
+
+
+_KINDS = frozenset(
+    {"message", "function_call", "function_call_output", "reasoning", "mcp_call",
+     "web_search_call", "code_interpreter_call"}
+)  # fmt: skip
+
+
+def _kind(value: Any) -> str:
+    """Which model an item belongs to, so that a malformed one is an error of that model alone."""
+    given = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if given is None:
+        has_role = "role" in value if isinstance(value, dict) else hasattr(value, "role")
+        return "message" if has_role else "other"
+    return given if given in _KINDS else "other"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[McpCallItem, Tag("mcp_call")]
+    | Annotated[WebSearchCallItem, Tag("web_search_call")]
+    | Annotated[CodeInterpreterCallItem, Tag("code_interpreter_call")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind),
+]
+
+
+class ReasoningOptions(BaseModel):
+    """How the model is to think."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class TextOptions(BaseModel):
+    """The answer's form."""
+
+    format: FreeObject | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ResponseStreamOptions(BaseModel):
+    """What a stream holds besides the answer."""
+
+    include_obfuscation: bool | None = Field(None, description="Events are never padded.")
+
+
+class ResponsesRequest(RequestBody):
+    """Answer a list of items."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = RESPONSES_REFUSALS
+
+    input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=16384)]
+    instructions: Text | None = None
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    background: bool = False
+    store: bool = Field(True, description="Has an effect where the server keeps responses.")
+    previous_response_id: Annotated[str, Field(max_length=256)] | None = None
+    include: Annotated[list[ShortText], Field(max_length=64)] = Field([])
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    metadata: (
+        Annotated[
+            dict[
+                Annotated[str, Field(max_length=64)],
+                Annotated[str, Field(max_length=512)],
+            ],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] = "auto"
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    text: TextOptions | None = None
+    tool_choice: ShortText | FreeObject = "auto"
+    tools: Annotated[list[FreeObject], Field(max_length=1024)] = Field([])
+    top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    truncation: Literal["auto", "disabled"] = "disabled"
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect."
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    chat_template_kwargs: FreeObject | None = None
+    enable_response_messages: bool = Field(
+        False, description="Return the prompts and outputs of each turn, as text and token ids."
+    )
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: ShortText | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, data: Any) -> Any:
+        """Clients send null for fields that they do not set."""
+        if not isinstance(data, dict):
+            return data
+        return {k: v for k, v in data.items() if v is not None or k == "input"}
+
+
+class IncompleteDetails(BaseModel):
+    """Why a response stopped early."""
+
+    reason: Literal["max_output_tokens", "content_filter"]
+
+
+class ResponseFailure(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class InputTokensDetails(BaseModel):
+    """Where input tokens came from."""
+
+    cached_tokens: int
+    input_tokens_per_turn: list[int]
+    cached_tokens_per_turn: list[int]
+
+
+class OutputTokensDetails(BaseModel):
+    """What output tokens were for."""
+
+    reasoning_tokens: int
+    tool_output_tokens: int
+    output_tokens_per_turn: list[int]
+    tool_output_tokens_per_turn: list[int]
+
+
+class ResponseUsage(BaseModel):
+    """Tokens of a response, summed over the model's turns."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseObject(BaseModel):
+    """Answer of ``POST /v1/responses``; besides these fields it repeats the request's settings."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    model: str
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    output: list[FreeObject]
+    previous_response_id: str | None = None
+    store: bool
+    usage: ResponseUsage | None = None
+
+
+class ItemList(BaseModel):
+    """Answer of ``GET /v1/responses/{id}/input_items``."""
+
+    object: Literal["list"] = "list"
+    data: list[FreeObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class DeletedResponse(BaseModel):
+    """Answer of ``DELETE /v1/responses/{id}``."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

@@ -1,0 +1,154 @@
+"""A request's checks, and its settings in the chat's words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.protocol.base import check_size
+from headrace_server.protocol.chat import ChatRequest
+from headrace_server.responses.protocol import INCLUDABLE, LOGPROBS, ResponsesRequest
+from headrace_server.responses.toolset import ToolSet
+
+SPELLING: Mapping[str, str] = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of a chat -> the client's."""
+_COPIED = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "parallel_tool_calls",
+    "chat_template_kwargs", "skip_special_tokens", "include_stop_str_in_output", "cache_salt",
+    "priority", "stream",
+)  # fmt: skip
+
+
+def check(body: ResponsesRequest, *, stores: bool) -> None:
+    """Refuse what this server does not do.
+
+    Args:
+        stores: responses are kept.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    unknown = sorted(set(body.include) - set(INCLUDABLE))
+    if unknown:
+        raise RequestError(
+            f"include: {unknown[0][:64]!r} must be one of {', '.join(INCLUDABLE)}", param="include"
+        )
+    if "reasoning.encrypted_content" in body.include:
+        raise UnsupportedFeature(
+            "include: 'reasoning.encrypted_content' is not served; reasoning is returned as text",
+            param="include",
+        )
+    if body.top_logprobs and LOGPROBS not in body.include:
+        raise RequestError(
+            f"top_logprobs = {body.top_logprobs}: needs include = [{LOGPROBS!r}]",
+            param="top_logprobs",
+        )
+    if body.service_tier not in ("auto", "default"):
+        raise UnsupportedFeature(
+            f"service_tier = {body.service_tier!r}: there are no tiers here", param="service_tier"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options: only allowed with stream", param="stream_options")
+    _check_reasoning(body)
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise UnsupportedFeature(
+            "text.verbosity: is not served; say it in the instructions", param="text.verbosity"
+        )
+    _check_store(body, stores)
+
+
+def _check_reasoning(body: ResponsesRequest) -> None:
+    for name in ("summary", "generate_summary"):
+        wanted = getattr(body.reasoning, name, None)
+        if wanted not in (None, "auto"):
+            raise UnsupportedFeature(
+                f"reasoning.{name} = {wanted!r}: reasoning is returned whole, not summed up",
+                param=f"reasoning.{name}",
+            )
+
+
+def _check_store(body: ResponsesRequest, stores: bool) -> None:
+    how = "responses are not kept here (--enable-responses-store is off)"
+    if body.background and not stores:
+        raise UnsupportedFeature(f"background: {how}", param="background")
+    if body.background and not body.store:
+        raise RequestError("background: needs store = true", param="background")
+    previous = body.previous_response_id
+    if previous is None:
+        return
+    if not previous.startswith("resp_"):
+        raise RequestError(
+            f"previous_response_id = {previous[:64]!r}: must begin with 'resp_'",
+            param="previous_response_id",
+        )
+    if not stores:
+        raise UnsupportedFeature(f"previous_response_id: {how}", param="previous_response_id")
+
+
+def chat_request(
+    body: ResponsesRequest,
+    messages: Sequence[Mapping[str, Any]],
+    tools: ToolSet,
+    max_tokens: int | None,
+) -> ChatRequest:
+    """The request as a chat.
+
+    Raises:
+        RequestError, RequestValidationError: naming the field.
+    """
+    values: dict[str, Any] = {
+        name: getattr(body, name) for name in _COPIED if name in body.model_fields_set
+    }
+    values["messages"] = messages
+    values["max_completion_tokens"] = max_tokens
+    if tools.functions:
+        values["tools"] = tools.functions
+    if tools.choice is not None:
+        values["tool_choice"] = tools.choice
+    if LOGPROBS in body.include:
+        values.update(logprobs=True, top_logprobs=body.top_logprobs)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        values["reasoning_effort"] = body.reasoning.effort
+    form = _response_format(body)
+    if form is not None:
+        values["response_format"] = form
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        problems = [{**p, "loc": ("body", *p["loc"])} for p in error.errors()]
+        raise RequestValidationError(problems) from error
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """``text.format`` in the chat's form: a schema's fields are one level deeper there."""
+    form = body.text.format if body.text is not None else None
+    if form is None or form.get("type") == "text":
+        return None
+    check_size("text.format", form)
+    match form.get("type"):
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            inner = {
+                key: form[key]
+                for key in ("name", "schema", "strict", "description")
+                if form.get(key) is not None
+            }
+            return {"type": "json_schema", "json_schema": inner}
+        case other:
+            raise RequestError(
+                f"text.format.type = {str(other)[:64]!r}: must be text, json_object or json_schema",
+                param="text.format",
+            )

@@ -1,0 +1,451 @@
+"""One response on its way: turns of the model, calls of built-in tools between them, events.
+
+Whole, streamed and background responses are the same run: what differs is who reads its events.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_core.engine import OutputStream
+from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.output import RequestOutput
+from headrace_server.blocks import Block, Blocks
+from headrace_server.conversation import Counts, Piece, Turn, count_tokens, turn_prompt
+from headrace_server.errors import report
+from headrace_server.harmony.prompt import is_harmony
+from headrace_server.responses.events import Event, ItemEvents, Numbering, new_id
+from headrace_server.responses.items import to_messages, with_instructions
+from headrace_server.responses.protocol import MessageItem, ResponsesRequest
+from headrace_server.responses.request import chat_request
+from headrace_server.responses.store import Record
+from headrace_server.responses.toolset import BuiltinTool, ToolSet, resolve_tools
+from headrace_server.state import ServerState
+from headrace_server.stream import Pour, named_event
+from headrace_server.tools.base import Sessions, ToolResult, ToolServer
+
+MAX_TOOL_CALLS = 128
+"""Of built-in tools in one response, whatever the request allows."""
+
+
+@dataclass
+class _Usage:
+    """Tokens per turn."""
+
+    turns: list[Counts] = field(default_factory=list)
+
+    def tool_tokens(self) -> list[int]:
+        """Tokens that tools added before each turn: what is neither the last prompt nor output."""
+        found = [0] if self.turns else []
+        for before, now in zip(self.turns, self.turns[1:], strict=False):
+            found.append(max(0, now.prompt - before.prompt - before.output))
+        return found
+
+    @property
+    def output(self) -> int:
+        return sum(turn.output for turn in self.turns)
+
+    def body(self) -> dict[str, Any]:
+        prompts = [turn.prompt for turn in self.turns]
+        cached = [turn.cached for turn in self.turns]
+        outputs = [turn.output for turn in self.turns]
+        tools = self.tool_tokens()
+        return {
+            "input_tokens": sum(prompts),
+            "input_tokens_details": {
+                "cached_tokens": sum(cached),
+                "cache_write_tokens": 0,
+                "input_tokens_per_turn": prompts,
+                "cached_tokens_per_turn": cached,
+            },
+            "output_tokens": sum(outputs),
+            "output_tokens_details": {
+                "reasoning_tokens": sum(turn.reasoning for turn in self.turns),
+                "tool_output_tokens": sum(tools),
+                "output_tokens_per_turn": outputs,
+                "tool_output_tokens_per_turn": tools,
+            },
+            "total_tokens": sum(prompts) + sum(outputs),
+        }
+
+
+class ResponseRun:
+    """A response. :meth:`prepare` once, then :meth:`events` or :meth:`whole`, once.
+
+    Args:
+        body: checked by :func:`headrace_server.responses.request.check`.
+        response_id: of the response.
+        previous: the record that this one continues.
+        record: keeps the events as they are made.
+    """
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        state: ServerState,
+        response_id: str,
+        *,
+        previous: Record | None = None,
+        record: Record | None = None,
+        tool_server: ToolServer | None = None,
+        stored: bool = False,
+    ) -> None:
+        self.body, self.state, self.id = body, state, response_id
+        self._record, self._tool_server, self._stored = record, tool_server, stored
+        self._harmony = is_harmony(state.engine.model)
+        items = _input_items(body)
+        history = previous.messages if previous is not None else []
+        self.messages = to_messages(items, history, developer=self._harmony)
+        """The conversation without instructions; grows by what is said."""
+        self.input_items = [_with_id(item.model_dump(exclude_none=True)) for item in items]
+        self.status = "queued" if body.background else "in_progress"
+        self._created = int(time.time())
+        self._completed: int | None = None
+        self._error: dict[str, str] | None = None
+        self._incomplete: str | None = None
+        self._usage = _Usage()
+        self._raw: dict[str, list[Any]] = {"input_messages": [], "output_messages": []}
+        self._out: list[bytes] = []
+        self._keep_out = body.stream and not body.background
+        self._numbers = Numbering(self._emit)
+        self._items: ItemEvents
+        self._blocks: Blocks
+        self._turn: Turn
+        self._tools = ToolSet()
+        self._num_tool_calls = 0
+        self._finish_reason: str | None = None
+        self._opened = False
+
+    # Before
+
+    async def prepare(self) -> None:
+        """Check everything that can be checked without running the model.
+
+        Raises:
+            RequestError: naming the field.
+            HTTPException: 424, a tool server does not answer.
+        """
+        self._tools = await resolve_tools(
+            self.body.tools, self.body.tool_choice, self._tool_server, harmony=self._harmony
+        )
+        self._items = ItemEvents(self._numbers, self._tools.find)
+        self._turn = self._make_turn()
+        if self.body.include and self._turn.body.logprobs and self._turn.parsed:
+            raise UnsupportedFeature(
+                "include: log-probabilities of texts are not served where reasoning or calls are "
+                "parsed out of them",
+                param="include",
+            )
+        if self.body.truncation == "auto":
+            await self._fit()
+
+    def _make_turn(self) -> Turn:
+        limit = self.body.max_output_tokens
+        left = None if limit is None else limit - self._usage.output
+        messages = with_instructions(self.messages, self.body.instructions)
+        return Turn(
+            chat_request(self.body, messages, self._tools, left),
+            self.state,
+            self.id,
+            builtin=self._tools.namespaces,
+            keep_text=self.body.enable_response_messages,
+        )
+
+    async def _fit(self) -> None:
+        """Drop the oldest exchanges until the prompt fits (truncation = auto)."""
+        room = self.state.engine.model.max_model_len - (self.body.max_output_tokens or 1)
+        if await self._length(0) <= room:
+            return
+        starts = [i for i, m in enumerate(self.messages) if m["role"] == "user"] or [0]
+        low, high = 0, len(starts) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if await self._length(starts[middle]) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        self.messages = self._from(starts[low])
+        self._turn = self._make_turn()
+
+    def _from(self, start: int) -> list[dict[str, Any]]:
+        """The messages from one on, and the system's before it."""
+        return [m for m in self.messages[:start] if m["role"] in ("system", "developer")] + (
+            self.messages[start:]
+        )
+
+    async def _length(self, start: int) -> int:
+        """Tokens of the prompt that begins with a message."""
+        told = with_instructions(self._from(start), self.body.instructions)
+        body = chat_request(self.body, told, self._tools, None)
+        prompt = turn_prompt(body, self.state, self._tools.namespaces)
+        try:
+            return await count_tokens(self.state, prompt)
+        except PromptTooLong:
+            return self.state.engine.model.max_model_len + 1
+
+    # The run
+
+    async def whole(self) -> dict[str, Any]:
+        """Run to the end; the response object."""
+        async for _ in self.events():
+            pass
+        return self.response()
+
+    async def events(self) -> AsyncGenerator[bytes | Pour, None]:
+        """Run; the events, encoded, if somebody streams them.
+
+        Raises: RequestError, QueueFull, EngineDead, GenerateError.
+        """
+        sessions: Sessions | None = None
+        if self._tool_server is not None:
+            sessions = Sessions(self._tool_server, self.id)
+        try:
+            while True:
+                async for item in self._play(self._turn):
+                    yield item
+                calls = self._calls()
+                if not calls:
+                    break
+                results: list[tuple[Block, ToolResult]] = []
+                for block, builtin in calls:
+                    result = await self._call(sessions, block, builtin)
+                    self._items.result(block, builtin, result)
+                    results.append((block, result))
+                    if data := self._flush():
+                        yield data
+                if not self._go_on(results):
+                    break
+        finally:
+            await self._turn.close()
+            if sessions is not None:
+                await sessions.close()
+        self._complete()
+        if data := self._flush():
+            yield data
+
+    async def _play(self, turn: Turn) -> AsyncGenerator[bytes | Pour, None]:
+        """One turn of the model, to its end."""
+        self._blocks = Blocks(len(self._items.items), self._call_id)
+        first = await turn.begin()
+        self._open()
+        yield self._encode(first)
+        outputs = turn.outputs
+        if self._keep_out and isinstance(outputs, OutputStream) and not first.finished:
+            yield Pour(outputs, self._encode)
+        else:
+            async for output in outputs:
+                if data := self._encode(output):
+                    yield data
+        await turn.close()
+        await self._count(turn)
+
+    def _encode(self, output: RequestOutput) -> bytes:
+        """The events of one output; b"" if it says nothing or nobody streams."""
+        self._take(self._turn.take(output))
+        return self._flush()
+
+    def _take(self, piece: Piece) -> None:
+        for step in self._blocks.take(piece):
+            self._items.take(step)
+        if piece.finish_reason is not None:
+            self._finish_reason = piece.finish_reason
+            self._items.ending = "incomplete" if piece.finish_reason == "length" else "completed"
+            for step in self._blocks.finish():
+                self._items.take(step)
+            if piece.finish_reason in ("abort", "error"):
+                raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
+
+    async def _count(self, turn: Turn) -> None:
+        self._usage.turns.append(await turn.counts())
+        if self.body.enable_response_messages:
+            for name, text, ids in (
+                ("input_messages", turn.prompt_text, turn.prompt_token_ids),
+                ("output_messages", turn.text, turn.token_ids),
+            ):
+                raw = {"type": "raw_message_tokens", "message": text, "tokens": ids}
+                self._raw[name].append(raw)
+
+    def _call_id(self, index: int, name: str) -> str:
+        return self._turn.call_id(index, name) or new_id("call")
+
+    # Built-in tools
+
+    def _calls(self) -> list[tuple[Block, BuiltinTool]]:
+        """The built-in calls of the turn that has ended, and remembers what it said."""
+        self.messages.append(_assistant_message(self._blocks))
+        if self._finish_reason == "length":
+            return []
+        found = ((block, self._tools.find(block.name)) for block in self._blocks.calls)
+        return [(block, builtin) for block, builtin in found if builtin is not None]
+
+    async def _call(
+        self, sessions: Sessions | None, block: Block, builtin: BuiltinTool
+    ) -> ToolResult:
+        limit = min(self.body.max_tool_calls or MAX_TOOL_CALLS, MAX_TOOL_CALLS)
+        if self._num_tool_calls >= limit:
+            return ToolResult(f"error: not called; {limit} calls is the limit", failed=True)
+        self._num_tool_calls += 1
+        if sessions is None:
+            return ToolResult(f"error: there is no tool {block.name[:64]!r}", failed=True)
+        return await sessions.call(builtin.label, builtin.tool, block.text)
+
+    def _go_on(self, results: list[tuple[Block, ToolResult]]) -> bool:
+        """Tell the model what the tools said; False: the model does not go on."""
+        for block, result in results:
+            self.messages.append(
+                {"role": "tool", "tool_call_id": block.call_id, "name": block.name,
+                 "content": result.text}
+            )  # fmt: skip
+        limit, output = self.body.max_output_tokens, self._usage.output
+        if limit is not None and output >= limit:
+            self._finish_reason = "length"
+            return False
+        others = len(self._blocks.calls) > len(results)
+        told_to_stop = self._tools.choice == "none"
+        if others or told_to_stop:  # the client's functions come first; or it called nevertheless
+            return False
+        self._tools.choice = self._next_choice()
+        self._turn = self._make_turn()
+        return True
+
+    def _next_choice(self) -> str | None:
+        """Calls are required once; past the limit there are none."""
+        limit = min(self.body.max_tool_calls or MAX_TOOL_CALLS, MAX_TOOL_CALLS)
+        if self._num_tool_calls >= limit:
+            return "none"
+        return "auto" if self._tools.functions else None
+
+    # Events and the object
+
+    def _emit(self, event: Event) -> None:
+        if not self._keep_out and self._record is None:
+            return
+        data = named_event(event["type"], event)
+        if self._keep_out:
+            self._out.append(data)
+        if self._record is not None:
+            self._record.append(data)
+
+    def _flush(self) -> bytes:
+        data = b"".join(self._out)
+        self._out.clear()
+        return data
+
+    def _open(self) -> None:
+        if self._opened:
+            return
+        self._opened = True
+        if self._numbers.next == 0:
+            self._numbers.send("response.created", response=self.response())
+        self.status = "in_progress"
+        self._numbers.send("response.in_progress", response=self.response())
+        self._keep()
+
+    def queue(self) -> None:
+        """Say that the response waits (background)."""
+        self._numbers.send("response.created", response=self.response())
+        self._numbers.send("response.queued", response=self.response())
+        self._keep()
+
+    def _complete(self) -> None:
+        stopped = self._finish_reason == "length"
+        self.status = "incomplete" if stopped else "completed"
+        self._incomplete = "max_output_tokens" if stopped else None
+        self._completed = None if stopped else int(time.time())
+        self._numbers.send(f"response.{self.status}", response=self.response())
+        self._keep()
+
+    def fail(self, error: BaseException, request_id: str = "") -> bytes:
+        """End with an error: the last event, encoded."""
+        told = report(error, request_id)
+        code = "rate_limit_exceeded" if told.status == 429 else "server_error"
+        if isinstance(error, RequestError):
+            code = "invalid_prompt"
+        self._error = {"code": code, "message": told.message}
+        self.status = "failed"
+        return self._last("response.failed")
+
+    def cancel(self) -> bytes:
+        """End because somebody asked for it: the last event, encoded."""
+        self.status = "cancelled"
+        return self._last("response.cancelled")
+
+    def _last(self, kind: str) -> bytes:
+        self._out.clear()
+        for item in self._items.items:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
+        if self._numbers.next == 0:
+            self._numbers.send("response.created", response=self.response())
+        self._numbers.send(kind, response=self.response())
+        self._keep()
+        return self._flush()
+
+    def _keep(self) -> None:
+        if self._record is not None:
+            self._record.response = self.response()
+
+    def response(self) -> dict[str, Any]:
+        """The response object as it is now."""
+        body, params = self.body, self._turn.params
+        usage = self._usage.body() if self._usage.turns else None
+        raw = self._raw if body.enable_response_messages else {}
+        return {
+            "id": self.id, "object": "response", "created_at": self._created,
+            "completed_at": self._completed, "model": self.state.engine.model.name,
+            "status": self.status, "background": body.background, "error": self._error,
+            "incomplete_details": self._incomplete and {"reason": self._incomplete},
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls, "metadata": body.metadata or {},
+            "output": [dict(item) for item in self._items.items],
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": _echo_reasoning(body), "safety_identifier": body.safety_identifier,
+            "service_tier": "default", "store": self._stored,
+            "temperature": params.temperature, "top_p": params.top_p,
+            "text": _echo_text(body), "tool_choice": body.tool_choice, "tools": body.tools,
+            "top_logprobs": body.top_logprobs, "truncation": body.truncation, "usage": usage,
+            "user": body.user, **raw,
+        }  # fmt: skip
+
+
+def _input_items(body: ResponsesRequest) -> list[Any]:
+    if isinstance(body.input, str):
+        return [MessageItem(role="user", content=[{"type": "input_text", "text": body.input}])]
+    return body.input
+
+
+def _with_id(item: dict[str, Any]) -> dict[str, Any]:
+    prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(item["type"], "item")
+    return {"id": new_id(prefix), **item}
+
+
+def _assistant_message(blocks: Blocks) -> dict[str, Any]:
+    """What one turn said, as a chat message."""
+    texts = {kind: "\n".join(b.text for b in blocks.blocks if b.kind == kind)
+             for kind in ("reasoning", "text")}  # fmt: skip
+    message: dict[str, Any] = {"role": "assistant", "content": texts["text"]}
+    if texts["reasoning"]:
+        message["reasoning"] = texts["reasoning"]
+    calls = [
+        {"id": b.call_id, "type": "function", "function": {"name": b.name, "arguments": b.text}}
+        for b in blocks.calls
+    ]
+    if calls:
+        message["tool_calls"] = calls
+        message["content"] = texts["text"] or None
+    return message
+
+
+def _echo_reasoning(body: ResponsesRequest) -> Mapping[str, Any]:
+    given = body.reasoning
+    return {"effort": given.effort if given else None, "summary": None}
+
+
+def _echo_text(body: ResponsesRequest) -> Mapping[str, Any]:
+    form = body.text.format if body.text is not None else None
+    return {"format": form or {"type": "text"}}

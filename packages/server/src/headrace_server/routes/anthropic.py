@@ -1,0 +1,100 @@
+"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from headrace_core.engine import EngineClient
+from headrace_server import convert
+from headrace_server.anthropic.answer import MessageAnswer
+from headrace_server.anthropic.convert import chat_request
+from headrace_server.anthropic.errors import error_event
+from headrace_server.anthropic.events import PING
+from headrace_server.anthropic.protocol import (
+    AnthropicError,
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TokenCount,
+)
+from headrace_server.conversation import count_tokens, turn_prompt
+from headrace_server.errors import report
+from headrace_server.harmony.prompt import is_harmony
+from headrace_server.routing import JsonRoute
+from headrace_server.settings import ServerSettings
+from headrace_server.state import state_of
+from headrace_server.stream import StreamForm, start_stream, wait_watching
+
+_FORM = StreamForm(done=b"", error=error_event, keep_alive=PING)
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicError} for status in (400, 401, 404, 413, 429, 500, 503)
+}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The message; with stream, server-sent events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+class AnthropicRouter:
+    """Text generation as Anthropic's clients speak it."""
+
+    name = "anthropic"
+    tasks: Sequence[str] = ("generate",)
+
+    def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
+        router = APIRouter(route_class=_Route, responses=_ERRORS)
+        if (
+            engine.model.has_chat_template
+            or settings.chat_template is not None
+            or is_harmony(engine.model)
+        ):
+            _add(router)
+        return router
+
+
+def _add(router: APIRouter) -> None:
+    @router.post("/v1/messages", response_model=Message, responses=_STREAMED)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        state = state_of(request)
+        answer = MessageAnswer(body, request, state)
+        if body.stream:
+            return await start_stream(answer.events(), request, state, answer.id, _FORM)
+        result = await wait_watching(answer.whole(), request, state.lifecycle, answer.id)
+        return Response(msgspec.json.encode(result), media_type="application/json")
+
+    @router.post("/v1/messages/count_tokens", response_model=TokenCount)
+    async def count(body: CountTokensRequest, request: Request) -> Response:
+        state = state_of(request)
+        convert.check_model(body.model, state.engine.model)
+        body.check_fields(state)
+        prompt = turn_prompt(chat_request(body), state)
+        name = request.scope["headrace_request_id"]
+        work = count_tokens(state, prompt)
+        count = await wait_watching(work, request, state.lifecycle, name)
+        return Response(msgspec.json.encode({"input_tokens": count}), media_type="application/json")
+
+
+class _Route(JsonRoute):
+    """Answers errors here: past the router, the unexpected ones would miss their rewriting."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answered(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except HTTPException:
+                raise
+            except Exception as error:
+                return report(error, request.scope.get("headrace_request_id", "")).response()
+
+        return answered
+
+
+ROUTER = AnthropicRouter()

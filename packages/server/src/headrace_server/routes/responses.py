@@ -1,0 +1,190 @@
+"""``/v1/responses``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
+
+from headrace_core.engine import EngineClient
+from headrace_core.errors import RequestError
+from headrace_server.errors import report
+from headrace_server.harmony.prompt import is_harmony
+from headrace_server.responses.protocol import (
+    DeletedResponse,
+    ItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
+from headrace_server.responses.request import SPELLING
+from headrace_server.responses.service import ResponseService, UnknownResponse, owner_of
+from headrace_server.responses.store import Record
+from headrace_server.routing import json_router
+from headrace_server.settings import ServerSettings
+from headrace_server.state import ServerState, state_of
+from headrace_server.stream import Pour, StreamForm, named_event, start_stream, wait_watching
+from headrace_server.tools.load import load_tool_server
+
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The response; with stream, server-sent events with rising numbers.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+After = Annotated[int | None, Query(ge=0, lt=2**53)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+Word = Annotated[str | None, Query(max_length=256)]
+
+
+class ResponsesRouter:
+    """OpenAI's Responses protocol."""
+
+    name = "responses"
+    tasks: Sequence[str] = ("generate",)
+
+    def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
+        router = json_router()
+        service = ResponseService(settings, load_tool_server(settings.tool_server))
+        has_template = engine.model.has_chat_template or settings.chat_template is not None
+        if has_template or is_harmony(engine.model):
+            _add_create(router, service)
+            _add_stored(router, service)
+        return router
+
+
+def _add_create(router: APIRouter, service: ResponseService) -> None:
+    @router.post("/v1/responses", response_model=ResponseObject, responses=_STREAMED)
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        try:
+            return await _create(body, request, service)
+        except RequestError as error:
+            if error.param not in (body.model_extra or {}):  # those are the client's words already
+                error.param = SPELLING.get(error.param or "", error.param)
+            raise
+        except UnknownResponse as error:
+            return error.answer.response()
+
+
+async def _create(body: ResponsesRequest, request: Request, service: ResponseService) -> Response:
+    state = state_of(request)
+    started = await service.begin(body, request, state)
+    run = started.run
+    if body.background:
+        record = started.in_background(state)
+        return await _replay(record, -1, request, state) if body.stream else _json(run.response())
+    if body.stream:
+        form = StreamForm(done=b"", error=run.fail)
+        return await start_stream(started.events(), request, state, run.id, form)
+    result = await wait_watching(started.whole(), request, state.lifecycle, run.id)
+    return _json(result)
+
+
+def _add_stored(router: APIRouter, service: ResponseService) -> None:
+    @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=_STREAMED)
+    async def show(
+        response_id: str, request: Request, stream: bool = False, starting_after: After = None
+    ) -> Response:
+        record = _find(service, response_id, request)
+        if isinstance(record, Response):
+            return record
+        if not stream and starting_after is None:
+            return _json(record.response)
+        if not record.has_log:
+            raise RequestError(
+                "stream: this response was made without stream and not in the background; its "
+                "events are not kept",
+                param="stream",
+            )
+        after = -1 if starting_after is None else starting_after
+        return await _replay(record, after, request, state_of(request))
+
+    @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+    async def delete(response_id: str, request: Request) -> Response:
+        record = _find(service, response_id, request)
+        if isinstance(record, Response):
+            return record
+        if record.running:
+            await service.cancel(record)
+        service.store.remove(record)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+    async def input_items(
+        response_id: str,
+        request: Request,
+        limit: Limit = 20,
+        order: Word = "desc",
+        after: Word = None,
+    ) -> Response:
+        record = _find(service, response_id, request)
+        if isinstance(record, Response):
+            return record
+        return _json(_page(record.input_items, limit, order, after))
+
+    async def cancel(response_id: str, request: Request) -> Response:
+        record = _find(service, response_id, request)
+        if isinstance(record, Response):
+            return record
+        await service.cancel(record)
+        return _json(record.response)
+
+    router.add_api_route(
+        "/v1/responses/{response_id}/cancel",
+        cancel,
+        methods=["POST"],
+        response_model=ResponseObject,
+        route_class_override=APIRoute,  # a POST without a body, so of no content type
+    )
+
+
+def _find(service: ResponseService, response_id: str, request: Request) -> Record | Response:
+    try:
+        return service.find(owner_of(request), response_id)
+    except UnknownResponse as error:
+        return error.answer.response()
+
+
+async def _replay(record: Record, after: int, request: Request, state: ServerState) -> Response:
+    """Stream kept events, and those that are still to come."""
+    record.check_number(after)
+
+    async def events() -> AsyncGenerator[bytes | Pour, None]:
+        async for data in record.follow(after):
+            yield data
+
+    name = request.scope["headrace_request_id"]
+    return await start_stream(events(), request, state, name, StreamForm(b"", _error_event))
+
+
+def _error_event(error: Exception, request_id: str) -> bytes:
+    """An error of the reading, not of the response: the response goes on."""
+    told = report(error, request_id)
+    body = {"type": "error", "code": str(told.status), "message": told.message, "param": None}
+    return named_event("error", body)
+
+
+def _page(
+    items: list[dict[str, Any]], limit: int, order: str | None, after: str | None
+) -> dict[str, Any]:
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order = {str(order)[:32]!r}: must be asc or desc", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise RequestError(f"after = {after[:64]!r}: no item of that id", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last,
+            "has_more": len(ordered) > limit}  # fmt: skip
+
+
+def _json(data: Any) -> Response:
+    return Response(msgspec.json.encode(data), media_type="application/json")
+
+
+ROUTER = ResponsesRouter()
