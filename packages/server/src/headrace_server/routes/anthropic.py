@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 
 from headrace_core.engine import EngineClient
 from headrace_server import convert
