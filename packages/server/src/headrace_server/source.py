@@ -11,7 +11,7 @@ linear in the length of the text.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,6 +19,8 @@ Steps = Generator[None, None, T]
 """A part of a format: waits for text by yielding, returns what it read."""
 
 JSON_SPACE = " \t\r\n"
+_CHUNK = 4096
+"""Characters that are looked at together: bounds what a search for a mark can cost."""
 
 
 class Broken(Exception):
@@ -149,6 +151,15 @@ class Source:
             if text[at] in beginnings and any(mark.startswith(text[at:]) for mark in marks):
                 return at, ""
         return best, found
+
+
+def chunks(text: str) -> Iterator[str]:
+    """``text`` in pieces, each to be added and read before the next.
+
+    A search for several marks looks through all that is there for each of them; without a bound,
+    a long text full of one mark would be searched to its end for the others again and again.
+    """
+    return (text[at : at + _CHUNK] for at in range(0, len(text), _CHUNK))
 
 
 @functools.lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from headrace_core.text import AnswerContext, ParsedDelta, ReasoningParser
-from headrace_server.source import Source, Steps
+from headrace_server.source import Source, Steps, chunks
 
 
 class ReasoningMachine(ReasoningParser):
@@ -23,12 +23,15 @@ class ReasoningMachine(ReasoningParser):
         """Read the whole answer."""
 
     def feed(self, text: str) -> ParsedDelta:
-        self.source.add(text)
-        return self._resume()
+        for chunk in chunks(text):
+            self.source.add(chunk)
+            self._resume()
+        return self._flush()
 
     def finish(self) -> ParsedDelta:
         self.source.end()
-        return self._resume()
+        self._resume()
+        return self._flush()
 
     def tell(self, text: str) -> None:
         """Text is answer."""
@@ -38,10 +41,12 @@ class ReasoningMachine(ReasoningParser):
         """Text is reasoning."""
         self._reasoning.append(text)
 
-    def _resume(self) -> ParsedDelta:
+    def _resume(self) -> None:
         if self._run is None:
             self._run = self.read()
         next(self._run, None)
+
+    def _flush(self) -> ParsedDelta:
         delta = ParsedDelta("".join(self._content), "".join(self._reasoning))
         self._content, self._reasoning = [], []
         return delta

@@ -148,12 +148,14 @@ class GraniteReasoningParser(MarkedReasoningParser):
 class HunyuanReasoningParser(MarkedReasoningParser):
     """Hunyuan A13B: the answer stands between marks, too."""
 
+    needs_special_tokens = True
     format = ReasoningFormat(wrap=("<answer>", "</answer>"), newlines=True)
 
 
 class Ernie45ReasoningParser(MarkedReasoningParser):
     """ERNIE 4.5: the opening mark is in the prompt; the answer may stand between marks."""
 
+    needs_special_tokens = True
     format = ReasoningFormat(begun=True, wrap=("<response>", "</response>"), newlines=True)
 
 
@@ -202,4 +204,5 @@ class SeedOssReasoningParser(MarkedReasoningParser):
 class Step3ReasoningParser(MarkedReasoningParser):
     """Step 3: the opening mark is in the prompt."""
 
+    needs_special_tokens = True
     format = ReasoningFormat(begun=True)

@@ -22,13 +22,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from headrace_core.text import ParsedDelta, ToolCallDelta, ToolCallParser
-from headrace_server.source import Broken, Source, Steps
+from headrace_server.source import Broken, Source, Steps, chunks
 from headrace_server.tool_parsers.json_text import json_value
 
 MAX_NAME = 256
 """Characters of a function's name; more is no call."""
-_CHUNK = 4096
-"""Characters that are looked at together: bounds what a search for a mark can cost."""
 _NOT_IN_NAMES = frozenset("<>{}[]()\"'`,;=|\\")
 
 
@@ -71,8 +69,8 @@ class Machine(ToolCallParser):
         yield from ()
 
     def feed(self, text: str) -> ParsedDelta:
-        for at in range(0, len(text), _CHUNK):
-            self.source.add(text[at : at + _CHUNK])
+        for chunk in chunks(text):
+            self.source.add(chunk)
             self._resume()
         return self._flush()
 

@@ -106,6 +106,7 @@ class ParametersParser(Machine):
 class Qwen3XmlToolParser(ParametersParser):
     """Qwen3-Coder: ``<function=F>`` and ``<parameter=K>`` in ``<tool_call>``."""
 
+    needs_special_tokens = True
     opens = ("<tool_call>", "<function=")
     closes = ("</tool_call>", "</function>")
     format = ParameterFormat(
@@ -143,6 +144,7 @@ class SeedOssToolParser(ParametersParser):
 class MiniMaxM2ToolParser(ParametersParser):
     """MiniMax M2: ``<invoke name="F">`` and ``<parameter name="K">``."""
 
+    needs_special_tokens = True
     opens = ("<minimax:tool_call>",)
     closes = ("</minimax:tool_call>", "</invoke>")
     format = ParameterFormat(

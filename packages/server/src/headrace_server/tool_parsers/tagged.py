@@ -11,6 +11,7 @@ _THINK = ("<think>", "</think>")
 class LongCatToolParser(ObjectsParser):
     """LongCat-Flash: ``<longcat_tool_call>`` object ``</longcat_tool_call>``."""
 
+    needs_special_tokens = True
     opens = ("<longcat_tool_call>",)
     closes = ("</longcat_tool_call>",)
     frame = ("<longcat_tool_call>\n", "\n</longcat_tool_call>")
@@ -20,6 +21,7 @@ class LongCatToolParser(ObjectsParser):
 class Ernie45ToolParser(ObjectsParser):
     """ERNIE 4.5 Thinking: ``<tool_call>`` object ``</tool_call>``."""
 
+    needs_special_tokens = True
     opens = ("<tool_call>",)
     closes = ("</tool_call>",)
     frame = ("<tool_call>\n", "\n</tool_call>")
@@ -83,6 +85,7 @@ class HunyuanToolParser(ObjectsParser):
 class MiniMaxToolParser(ObjectsParser):
     """MiniMax M1: ``<tool_calls>``, an object a line, ``</tool_calls>``, not in the reasoning."""
 
+    needs_special_tokens = True
     ignored = _THINK
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
