@@ -77,7 +77,8 @@ class KeyGate:
             await _refuse(scope, send)
             return
         # Whose request it is, for what is kept per key; the key itself goes no further.
-        scope["headrace_key_digest"] = _digest(_given_key(scope)).hex()
+        if closed:
+            scope["headrace_key_digest"] = _digest(_given_key(scope)).hex()
         await self._app(scope, receive, send)
 
     def _needs_key(self, scope: Scope) -> bool:
