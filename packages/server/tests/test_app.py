@@ -73,7 +73,8 @@ async def test_the_document_matches_what_is_served(connect: Any) -> None:
     document = (await client.get("/openapi.json")).json()
     paths = document["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize"} <= set(paths)
-    assert not {"/v1/embeddings", "/v1/responses", "/tokenizer_info"} & set(paths)
+    assert {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens"} <= set(paths)
+    assert not {"/v1/embeddings", "/tokenizer_info"} & set(paths)
     for path, methods in paths.items():
         for method in methods:
             answer = await client.request(method.upper(), path.replace("{name}", "fake-model"))
