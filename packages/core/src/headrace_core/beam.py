@@ -182,7 +182,7 @@ class BeamSearch:
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = params.max_tokens
         best = self._live[0].cum_logprob / length**params.length_penalty
-        return best > self._completed[-1].score
+        return bool(best > self._completed[-1].score)
 
     def _score(self, cum_logprob: float) -> float:
         return float(cum_logprob / self._length**self.params.length_penalty)

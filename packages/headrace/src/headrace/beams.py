@@ -133,11 +133,16 @@ def _bar(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[
     if not use_tqdm:
         yield lambda _: None
         return
-    make = use_tqdm
-    if not callable(make):
-        from tqdm import tqdm as make
-    bar = make(total=total, desc="Beam search", unit="prompt", dynamic_ncols=True)
+    bar = _maker(use_tqdm)(total=total, desc="Beam search", unit="prompt", dynamic_ncols=True)
     try:
         yield bar.update
     finally:
         bar.close()
+
+
+def _maker(use_tqdm: bool | Callable[..., Any]) -> Callable[..., Any]:
+    if callable(use_tqdm):
+        return use_tqdm
+    from tqdm import tqdm
+
+    return tqdm

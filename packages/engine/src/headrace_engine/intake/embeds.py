@@ -192,7 +192,7 @@ def _exchange(process: subprocess.Popen[bytes], message: bytes | None, deadline:
 def _is_whole(answer: bytearray) -> bool:
     if len(answer) < LENGTH.size:
         return False
-    (size,) = LENGTH.unpack_from(answer)
+    size: int = LENGTH.unpack_from(answer)[0]
     return len(answer) >= LENGTH.size + size
 
 
