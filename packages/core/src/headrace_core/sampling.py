@@ -80,19 +80,22 @@ class StructuredOutputsParams:
         self._check_types()
 
     def _check_types(self) -> None:
-        texts = isinstance(self.choice, list) and all(isinstance(c, str) for c in self.choice)
-        if self.choice is not None and not (texts and self.choice):
-            self._fail("choice", "a list of at least one text")
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        accepted: tuple[tuple[str, tuple[type, ...], str], ...] = (
+            ("json", (str, dict, bool), "a JSON schema, as an object or as text"),
+            ("regex", (str,), "text"),
+            ("choice", (list,), "a list of at least one text"),
+            ("grammar", (str,), "a grammar in EBNF (root ::= ...) or Lark (start: ...)"),
+            ("structural_tag", (str, dict), "a JSON object, or its text"),
+            ("whitespace_pattern", (str,), "a regex"),
+        )
+        for name, types, what in accepted:
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                self._fail(name, "text")
-        if self.grammar is not None and not self.grammar.strip():
-            self._fail("grammar", "a grammar in EBNF (root ::= ...) or Lark (start: ...)")
-        if self.json is not None and not isinstance(self.json, (str, dict, bool)):
-            self._fail("json", "a JSON schema, as an object or as text")
-        if self.structural_tag is not None and not isinstance(self.structural_tag, (str, dict)):
-            self._fail("structural_tag", "a JSON object, or its text")
+            empty = name == "grammar" and isinstance(value, str) and not value.strip()
+            if value is not None and (not isinstance(value, types) or empty):
+                self._fail(name, what)
+        texts = self.choice
+        if texts is not None and not (texts and all(isinstance(text, str) for text in texts)):
+            self._fail("choice", "a list of at least one text")
 
     def _fail(self, name: str, accepted: str) -> None:
         raise RequestError(

@@ -277,7 +277,7 @@ def test_worker_answers_many_threads(worker: RenderWorker) -> None:
 def test_worker_ends_with_its_input(worker: RenderWorker) -> None:
     made = RenderWorker()
     assert made.render("x", {}, 10) == "x"
-    process = made._process
+    process = made._process._process
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()

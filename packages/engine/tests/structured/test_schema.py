@@ -6,6 +6,7 @@ from headrace_engine.structured.blame import blame
 from headrace_engine.structured.schema import (
     depth,
     entangled,
+    is_recursive,
     malformed_at,
     subschemas,
     unsupported,
@@ -104,3 +105,12 @@ def test_blame_finds_the_innermost_culprit():
     assert blame(schema, error_of, "bad") == (
         "pattern", "/properties/a/items", "bad",
     )  # fmt: skip
+
+
+def test_circles_of_references():
+    node = {"properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
+    assert is_recursive({"$defs": {"node": node}, "$ref": "#/$defs/node"})
+    assert is_recursive({"items": {"$ref": "#"}})
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    assert not is_recursive({"$defs": {**chain, "d3000": {}}, "$ref": "#/$defs/d0"})
+    assert is_recursive({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}})

@@ -51,7 +51,7 @@ def _table() -> dict[str, tuple[str | None, dataclasses.Field[Any]]]:
     for option in options_of(EngineConfig):
         table[flag_name(option)] = (None, option)
     for name, (section, _) in JSON_SECTIONS.items():
-        made = dataclasses.field(default_factory=dict)
+        made: Any = dataclasses.field(default_factory=dict)
         made.name = section
         table[name] = (name, made)
     return table

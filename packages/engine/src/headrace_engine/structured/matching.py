@@ -108,7 +108,8 @@ class RowConstraint:
 
 
 def _bit(token_id: int) -> np.int32:
-    return np.array(1 << (token_id % 32), np.uint32).view(np.int32)[()]
+    bit = 1 << (token_id % 32)
+    return np.int32(bit if bit < 1 << 31 else bit - (1 << 32))
 
 
 def fill_masks(constraints: Iterable[RowConstraint]) -> None:

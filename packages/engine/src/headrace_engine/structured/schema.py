@@ -117,7 +117,7 @@ def unsupported(
     Returns:
         One reason per keyword, with its place.
     """
-    reasons = []
+    reasons: list[str] = []
     for pointer, found in subschemas(schema):
         if not isinstance(found, Mapping):
             continue
@@ -165,20 +165,28 @@ def malformed_at(schema: Any) -> Iterator[str]:
                 yield Refusal.of(keyword, pointer, f"{value!r:.80}: must be {accepted}")
 
 
+_NOWHERE = object()
+
+
 def _leads_nowhere(reference: Any, root: Any) -> bool:
     """Whether a reference by JSON pointer has no target."""
-    if not isinstance(reference, str) or not reference.startswith("#/"):
-        return False
+    return isinstance(reference, str) and _target(reference, root) is _NOWHERE
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a reference by JSON pointer leads to; None if it is of another kind."""
+    if not (reference == "#" or reference.startswith("#/")):
+        return None
     found = root
-    for part in unquote(reference[2:]).split("/"):
+    for part in unquote(reference[2:]).split("/") if reference != "#" else ():
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, Mapping) and name in found:
             found = found[name]
         else:
-            return True
-    return False
+            return _NOWHERE
+    return found
 
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -274,7 +282,7 @@ def entangled(schema: Any) -> list[str]:
     """What a compiler gets wrong that looks at one keyword after the other: alternatives that
     stand beside other keywords, keywords of a type that the schema does not state, and required
     properties that it does not describe."""
-    reasons = []
+    reasons: list[str] = []
     for pointer, found in subschemas(schema):
         if not isinstance(found, Mapping):
             continue
@@ -323,3 +331,29 @@ def _untyped(schema: Schema, asserted: list[str], pointer: str) -> Iterator[str]
         for keyword in asserted:
             if keyword in keywords and type_ not in stated:
                 yield Refusal.of(keyword, pointer, f"not enforced by it unless 'type' is {type_!r}")
+
+
+def is_recursive(schema: Any) -> bool:
+    """Whether a reference by JSON pointer leads back to itself. Takes linear time."""
+    known = {id(found): found for _, found in subschemas(schema) if isinstance(found, Mapping)}
+    left = {}
+    coming_from: dict[int, list[int]] = {key: [] for key in known}
+    for key, found in known.items():
+        followers = _followers(found, schema, known)
+        left[key] = len(followers)
+        for follower in followers:
+            coming_from[follower].append(key)
+    free = [key for key, count in left.items() if not count]
+    for gone in free:  # takes away what leads nowhere any more; a circle stays
+        for key in coming_from[gone]:
+            left[key] -= 1
+            if not left[key]:
+                free.append(key)
+    return len(free) < len(known)
+
+
+def _followers(schema: Schema, root: Any, known: Mapping[int, Schema]) -> set[int]:
+    found = {id(inner) for _, inner in _inner("", schema)}
+    if isinstance(schema.get("$ref"), str):
+        found.add(id(_target(schema["$ref"], root)))
+    return found & known.keys()

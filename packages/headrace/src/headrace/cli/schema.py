@@ -8,7 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser
 from headrace_core.config import StructuredOutputsConfig
@@ -95,7 +95,8 @@ def _params(args: Namespace) -> StructuredOutputsParams:
             return StructuredOutputsParams(choice=json.loads(text))
         except json.JSONDecodeError as error:
             raise ConfigError(f"{args.file}: must hold a JSON list of texts: {error}") from error
-    return StructuredOutputsParams(**{kind: text})
+    fields: dict[str, Any] = {kind: text}
+    return StructuredOutputsParams(**fields)
 
 
 def _lines(report: Report) -> list[str]:

@@ -121,7 +121,7 @@ def _plain_string(value: Any) -> bool:
 
 
 def _peculiar(schema: Any) -> list[str]:
-    reasons = []
+    reasons: list[str] = []
     for pointer, found in subschemas(schema):
         if found is False and pointer.endswith("/additionalProperties"):
             continue  # others than the named ones are never written

@@ -23,6 +23,7 @@ from headrace_core.errors import MissingDependency
 from headrace_core.grammar import GrammarBackend, GrammarSpec, Refusal, Vocabulary, malformed
 from headrace_engine.structured.schema import (
     entangled,
+    is_recursive,
     parse_json,
     subschemas,
     unsupported,
@@ -114,7 +115,9 @@ def _literal(text: str) -> str:
 
 def _peculiar(schema: Any) -> list[str]:
     """What its translation of schemas does not do as the standard says."""
-    reasons = []
+    reasons: list[str] = []
+    if is_recursive(schema):
+        reasons.append(Refusal.of("$ref", "", "its schemas are not recursive"))
     for pointer, found in subschemas(schema):
         if found is False and pointer.endswith("/additionalProperties"):
             continue  # others than the named ones are never written
