@@ -100,7 +100,7 @@ def test_a_used_port_fails_before_anything_is_loaded():
             [sys.executable, "-m", "headrace", "serve", "--port", str(port)],
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-    assert done.returncode == 2
+    assert done.returncode == 8
     last = done.stderr.strip().splitlines()[-1]
     assert str(port) in last
     assert "load model" not in done.stderr
