@@ -167,17 +167,6 @@ def test_log_lines_are_json(server):
     assert any("memory plan" in line["message"] for line in lines)
 
 
-@pytest.mark.req("REL-11")
-def test_a_port_in_use_has_its_own_status(server):
-    port = server.url.rpartition(":")[2]
-    words = [sys.executable, "-m", "headrace", "serve", "--port", port]
-    begin = time.monotonic()
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 8
-    assert f"port = {port}" in done.stderr.strip().splitlines()[-1]
-    assert time.monotonic() - begin < 20
-
-
 @pytest.mark.spec("API-DEMO")
 def test_the_minimal_server():
     process = subprocess.Popen(

@@ -23,6 +23,7 @@ ASKED: list[tuple[str, str, Any]] = [
     ("GET", "/ping", None), ("POST", "/ping", None), ("GET", "/version", None),
     ("GET", "/load", None), ("GET", "/metrics", None), ("GET", "/v1/models", None),
     ("GET", "/v1/models/fake-model", None), ("GET", "/v1/models/other", None),
+    ("GET", "/v1/models/a%0Ab", None),
     ("POST", "/v1/completions", {"prompt": "a"}),
     ("POST", "/v1/completions", {"prompt": "a", "stream": True}),
     ("POST", "/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, "n": 2, "echo": True}),

@@ -17,7 +17,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from headrace_core.engine import OutputStream
-from headrace_core.errors import EngineDead, GenerateError, MissingDependency, RequestError
+from headrace_core.errors import (
+    ConfigError,
+    EngineDead,
+    GenerateError,
+    MissingDependency,
+    RequestError,
+)
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.testing.engine import FakeEngine
@@ -322,6 +328,15 @@ def test_tracing_needs_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(MissingDependency, match=r"headrace-server\[otel\]"):
         create_app(FakeEngine(), ServerSettings(otlp_traces_endpoint="http://127.0.0.1:1"))
+
+
+def test_other_protocols_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServerSettings(otlp_traces_endpoint="http://127.0.0.1:1")
+    for variable in tracing.PROTOCOL_VARIABLES:
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "grpc")
+            with pytest.raises(ConfigError, match="http/protobuf"):
+                create_app(FakeEngine(), settings)
 
 
 class _Sink(BaseHTTPRequestHandler):

@@ -93,7 +93,8 @@ def configure(
     formatter = JsonLines() if log_format == "json" else LineFormatter(_is_coloured(stream))
     handler.setFormatter(formatter)
     for old in logging.getLogger(ROOTS[0]).handlers:
-        old.close()
+        if isinstance(old, ThreadedHandler):
+            old.close()
     for name in ROOTS:
         root = logging.getLogger(name)
         root.handlers = [handler]

@@ -13,6 +13,20 @@ from headrace_server.paths import OPEN_PATHS
 _ERROR = {
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
 }
+_ERROR_OR_DETAIL = {
+    "application/json": {
+        "schema": {
+            "anyOf": [
+                {"$ref": "#/components/schemas/ErrorResponse"},
+                {
+                    "type": "object",
+                    "properties": {"detail": {"type": "string"}},
+                    "required": ["detail"],
+                },
+            ]
+        }
+    }
+}
 _UNAUTHORIZED = {
     "description": "No key, or a wrong one.",
     "content": {
@@ -74,6 +88,9 @@ def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:
             if responses.pop("422", None) is not None:
                 responses.setdefault("400", {"description": "The request is wrong.", **_ERROR})
             texts = {**_ALWAYS, **(_BODY_ERRORS if "requestBody" in operation else {})}
+            if "{" in path and "404" in responses:
+                # A parameter that no route takes (a line break, say) has the framework's body.
+                responses["404"]["content"] = _ERROR_OR_DETAIL
             if path not in OPEN_PATHS:
                 for status, text in texts.items():
                     responses.setdefault(status, {"description": text, **_ERROR})

@@ -9,6 +9,7 @@ they are dropped and counted, and serving goes on.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_core.engine import ServedModel
-from headrace_core.errors import MissingDependency
+from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 QUEUE_SIZE = 2048
 """Spans that may wait for the exporter."""
 EXPORT_TIMEOUT = 5.0
@@ -57,6 +59,7 @@ class Tracing:
 
     Raises:
         MissingDependency: OpenTelemetry is not installed.
+        ConfigError: the environment asks for another protocol.
     """
 
     every_output = False
@@ -215,6 +218,13 @@ def _provider(exporter: SpanExporter, counts: SpanCounts) -> TracerProvider:
 
 
 def _otlp(endpoint: str) -> SpanExporter:
+    for variable in PROTOCOL_VARIABLES:
+        wanted = os.environ.get(variable)
+        if wanted is not None and wanted != "http/protobuf":
+            raise ConfigError(
+                f"{variable} = {wanted!r}: must be 'http/protobuf'; others are not spoken here",
+                field="otlp_traces_endpoint",
+            )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
