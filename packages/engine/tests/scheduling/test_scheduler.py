@@ -448,6 +448,21 @@ def test_steps_end_in_order(make_world: Any) -> None:
         world.scheduler.fail(second, "")
 
 
+@pytest.mark.req("REL-22")
+def test_owners_share_by_tokens(make_world: Any) -> None:
+    """One asks for 20 times as much; as long as the other waits, each gets half."""
+    world = make_world(1000, max_num_seqs=4, policy="fair")
+    for number in range(60):
+        world.add(f"a{number}", 3, max_tokens=5, owner="a")
+    for number in range(12):
+        world.add(f"b{number}", 3, max_tokens=5, owner="b")
+    counts = {"a": 0, "b": 0}
+    while any(state.request.owner == "b" for state in world.scheduler._requests.values()):
+        for request_id, number in world.step().items():
+            counts[request_id[0]] += number
+    assert 0.9 < counts["a"] / counts["b"] < 1.1
+
+
 # -- statistics --------------------------------------------------------------------------------
 
 

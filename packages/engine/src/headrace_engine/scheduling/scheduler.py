@@ -104,9 +104,11 @@ class Scheduler:
         self._long_threshold = config.long_prefill_token_threshold
         self._requests: dict[str, RequestState] = {}
         self._fair = FairQueue(config.fair_weights) if config.policy == "fair" else None
-        self._waiting: WaitingQueue = self._fair or (
-            PriorityQueue() if self._by_priority else FCFSQueue()
-        )
+        self._waiting: WaitingQueue = FCFSQueue()
+        if self._fair is not None:
+            self._waiting = self._fair
+        elif self._by_priority:
+            self._waiting = PriorityQueue()
         self._suspects: list[RequestState] = []
         """To be computed alone, in this order; see the module's docstring."""
         self._refused: list[CoreOutput] = []
