@@ -117,9 +117,7 @@ def test_anthropics_client(server):
         final = stream.get_final_message()
     assert text == whole.content[0].text
     assert final.usage.output_tokens == whole.usage.output_tokens
-    counted = client.messages.count_tokens(
-        model="headrace-demo", messages=[question], tools=[tool]
-    )
+    counted = client.messages.count_tokens(model="headrace-demo", messages=[question], tools=[tool])
     usage = asked.usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
     with pytest.raises(anthropic.NotFoundError):

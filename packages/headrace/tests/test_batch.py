@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.batch.inprocess import Answer, InProcess
 from headrace.batch.journal import Journal
-from headrace.batch.lines import BatchInput, failure, read_line, requests, scan
+from headrace.batch.lines import BatchInput, output_of, read_line, requests, scan
 from headrace.batch.runner import Runner
 from headrace.cli.run_batch import journal_path, make_parser
 from headrace_core.errors import ConfigError, EngineDead, RequestError
@@ -219,7 +219,7 @@ def test_a_journal_survives_a_crash_at_any_byte(
     with Journal(path, SOURCE, "m") as journal:
         ends.append(path.stat().st_size)
         for number in range(count):
-            journal.add(number, failure(made, 400, f"größe {number}"))
+            journal.add(number, output_of(made, 200, "", f'"größe {number}"'.encode()))
             ends.append(path.stat().st_size)
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
@@ -228,7 +228,7 @@ def test_a_journal_survives_a_crash_at_any_byte(
     with Journal(path, SOURCE, "m") as journal:
         assert [number in journal for number in range(4)] == [n < survivors for n in range(4)]
         for number in range(survivors, 4):
-            journal.add(number, failure(made, 400, f"again {number}"))
+            journal.add(number, output_of(made, 200, "", b"{}"))
         answers = outputs(journal, path.with_name("out"))
     assert len(answers) == 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,53 @@ def test_addresses_that_are_not_public(address: str) -> None:
 )
 def test_public_addresses(address: str) -> None:
     assert is_public(address)
+
+
+INNER = [
+    "127.0.0.1", "127.8.9.1", "10.1.2.3", "172.16.9.9", "192.168.0.7", "169.254.169.254", "0.0.0.0",
+    "100.64.3.2", "198.18.0.9", "224.0.0.5",
+]  # fmt: skip
+
+
+def spellings(address: str) -> list[str]:
+    """Hosts that some resolver or library takes for an IPv4 address."""
+    a, b, c, d = map(int, address.split("."))
+    whole = int.from_bytes(bytes((a, b, c, d)))
+    return [
+        address, address + ".", str(whole), hex(whole), f"0{whole:o}", f"{a}.{(b << 16) + (c << 8) + d}",
+        f"{a}.{b}.{(c << 8) + d}", f"0x{a:x}.0x{b:x}.0x{c:x}.0x{d:x}", f"0{a:o}.0{b:o}.0{c:o}.0{d:o}",
+        f"0x{a:02x}{b:02x}{c:02x}{d:02x}", f"{a}.{b}.{c}.0x{d:x}", f"[::ffff:{address}]",
+        f"[::ffff:{whole >> 16:x}:{whole & 0xFFFF:x}]", f"[0:0:0:0:0:FFFF:{address}]",
+        f"[64:ff9b::{address}]", f"[2002:{whole >> 16:x}:{whole & 0xFFFF:x}::1]", f"[::{address}]",
+        f"%{ord(address[0]):x}{address[1:]}", f"x@{address}", f"example.org\\@{address}",
+        address.replace(".", "\u3002"), address.replace(".", "%2e"), f"{address}%00.example.org",
+        f"{address}#@example.org", f"{address}?@example.org",
+    ]  # fmt: skip
+
+
+CORPUS = [
+    f"{scheme}://{host}{rest}"
+    for address in INNER
+    for host in spellings(address)
+    for scheme, rest in (("http", "/x"), ("https", ":8443/x"))
+]
+
+
+async def test_a_corpus_of_inner_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However an inner address is spelled, nothing is connected to."""
+    assert len(CORPUS) >= 300
+    connected: list[str] = []
+
+    async def send(request: Any, **_: object) -> None:
+        connected.append(str(request.url))
+        raise OSError
+
+    async with Fetcher(FetchRules()) as fetcher:
+        monkeypatch.setattr(fetcher._client, "send", send)
+        for url in CORPUS:
+            with pytest.raises(FetchError):
+                await fetcher.read(url)
+    assert connected == []
 
 
 async def resolves_to(*addresses: str) -> list[str]:

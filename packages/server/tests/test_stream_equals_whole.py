@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator
@@ -88,17 +89,34 @@ def whole_chat(answer: Any) -> tuple[dict[int, dict[str, Any]], Any]:
     return choices, answer["usage"]
 
 
-async def both(engine: Any, url: str, body: Any, **settings: Any) -> tuple[Any, list[Any]]:
-    """The whole answer and the events of the stream."""
-    app = create_app(engine, ServerSettings(**settings))
-    transport = httpx2.ASGITransport(app=app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
-        whole = await client.post(url, json=body)
-        assert whole.status_code == 200, whole.text
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        stream = await client.post(url, json={**body, **options})
-        assert stream.status_code == 200, stream.text
-        return whole.json(), list(parse_events(stream.text))
+class Server:
+    """An application over an engine whose script may change; making one costs more than asking."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.engine = FakeEngine("")
+        app = create_app(self.engine, ServerSettings(**settings))
+        self._transport = httpx2.ASGITransport(app=app)
+
+    async def both(
+        self, text: Any, seed: int, pours: bool, url: str, body: Any
+    ) -> tuple[Any, list[Any]]:
+        """The whole answer and the events of the stream, if the engine says ``text``."""
+        self.engine.reply, self.engine.pours = text, pours
+        self.engine.tokens_per_output = cuts(seed)
+        async with httpx2.AsyncClient(transport=self._transport, base_url="http://x") as client:
+            whole = await client.post(url, json=body)
+            assert whole.status_code == 200, whole.text
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            stream = await client.post(url, json={**body, **options})
+            assert stream.status_code == 200, stream.text
+            return whole.json(), list(parse_events(stream.text))
+
+
+@functools.cache
+def server(parsed: bool) -> Server:
+    """One with a reasoning parser, one without."""
+    on = {"reasoning_parser": "qwen3"} if parsed else {}
+    return Server(enable_auto_tool_choice=True, tool_call_parser="hermes", **on)
 
 
 TEXTS = st.one_of(
@@ -119,20 +137,12 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(TEXTS, BODIES, st.integers(0, 10**6), st.booleans(), st.booleans())
 async def test_chats(text: str, body: Any, seed: int, parsed: bool, pours: bool) -> None:
-    on = {"reasoning_parser": "qwen3"} if parsed else {}
-    engine = FakeEngine(
-        lambda prompt, index: text + str(index), tokens_per_output=cuts(seed), pours=pours
-    )
-    whole, chunks = await both(
-        engine,
-        CHAT,
-        {**body, "tools": TOOLS, "messages": [{"role": "user", "content": "Hi"}]},
-        enable_auto_tool_choice=True,
-        tool_call_parser="hermes",
-        **on,
+    asked = {**body, "tools": TOOLS, "messages": [{"role": "user", "content": "Hi"}]}
+    whole, chunks = await server(parsed).both(
+        lambda prompt, index: text + str(index), seed, pours, CHAT, asked
     )
     found, usage = gather_chat(chunks)
     assert (found, usage) == whole_chat(whole)
@@ -152,13 +162,13 @@ COMPLETION_BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TEXTS, COMPLETION_BODIES, st.integers(0, 10**6), st.booleans())
 async def test_completions(text: str, body: Any, seed: int, pours: bool) -> None:
-    engine = FakeEngine(
-        lambda prompt, index: text + str(index), tokens_per_output=cuts(seed), pours=pours
-    )
-    whole, chunks = await both(engine, "/v1/completions", {"prompt": "p", **body})
+    whole, chunks = await server(False).both(
+        lambda prompt, index: text + str(index), seed, pours, "/v1/completions",
+        {"prompt": "p", **body},
+    )  # fmt: skip
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c for k in chunks for c in k["choices"] if c["index"] == choice["index"]]
@@ -173,11 +183,9 @@ async def test_completions(text: str, body: Any, seed: int, pours: bool) -> None
 @settings(max_examples=15, deadline=None)
 @given(TEXTS, st.integers(1, 2), st.integers(0, 10**6))
 async def test_tokens(text: str, n: int, seed: int) -> None:
-    engine = FakeEngine(text + ".", tokens_per_output=cuts(seed))
     sampling = {"n": n, "temperature": 0.5, "logprobs": 1, "max_tokens": None}
-    whole, chunks = await both(
-        engine, "/inference/v1/generate", {"token_ids": [72], "sampling_params": sampling}
-    )
+    body = {"token_ids": [72], "sampling_params": sampling}
+    whole, chunks = await server(False).both(text + ".", seed, True, "/inference/v1/generate", body)
     assert chunks[-1]["usage"] == whole["usage"]
     for choice in whole["choices"]:
         mine = [c for k in chunks for c in k["choices"] if c["index"] == choice["index"]]

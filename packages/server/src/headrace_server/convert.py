@@ -353,7 +353,8 @@ def chat_prompt(
     kwargs = body.chat_template_kwargs or {}
     check_size("chat_template_kwargs", kwargs)
     check_size("documents", body.documents or [])
-    check_tools(body.tools or [])
+    if body.tools:
+        check_tools(body.tools)
     for name in sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
         raise RequestError(
             f"chat_template_kwargs: {name!r} is set by a field of its own or by the server",

@@ -44,6 +44,7 @@ class InProcess:
 
     def _scope(self, path: str, body: bytes) -> dict[str, Any]:
         headers = [
+            (b"host", b"localhost"),
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
         ]

@@ -14,7 +14,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from headrace.batch.lines import BatchInput, BatchOutput
+from headrace.batch.lines import BatchInput, BatchOutput, encode
 from headrace_core.errors import ConfigError
 
 _Form = TypeVar("_Form")
@@ -77,7 +77,7 @@ class Journal:
 
     def add(self, line: int, output: BatchOutput) -> None:
         """Keep the answer to a line of the input."""
-        data = msgspec.json.encode(_Entry(line, msgspec.Raw(msgspec.json.encode(output)))) + b"\n"
+        data = msgspec.json.encode(_Entry(line, msgspec.Raw(encode(output)))) + b"\n"
         start = self._end
         self._append(data)
         self._found[line] = (start, len(data))

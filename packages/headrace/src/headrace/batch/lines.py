@@ -6,7 +6,7 @@ import hashlib
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -36,20 +36,11 @@ class BatchInput(NamedTuple):
 
 
 class BatchResponse(msgspec.Struct):
-    """The answer to a request. ``body`` is null if there is an ``error``."""
+    """The answer to a request. ``body`` is null if the output has an ``error``."""
 
     status_code: int
     request_id: str
     body: msgspec.Raw = msgspec.Raw(b"null")
-
-
-class BatchError(msgspec.Struct):
-    """Why a request was not answered."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: int = 400
 
 
 class BatchOutput(msgspec.Struct):
@@ -58,7 +49,10 @@ class BatchOutput(msgspec.Struct):
     id: str
     custom_id: str
     response: BatchResponse
-    error: BatchError | None = None
+    error: msgspec.Raw = msgspec.Raw(b"null")
+    """As the body of the refusal has it."""
+    failed: bool = False
+    """Not part of the file."""
 
 
 def scan(path: Path) -> BatchInput:
@@ -104,29 +98,42 @@ def read_line(number: int, raw: bytes) -> BatchLine:
     return line
 
 
-def output_of(
-    line: BatchLine, status: int, request_id: str, body: bytes, error: BatchError | None = None
-) -> BatchOutput:
-    """The output line for an answer."""
-    response = BatchResponse(status, request_id)
-    if error is None:
-        response.body = msgspec.Raw(body)
-    return BatchOutput(f"batch_req_{uuid.uuid4().hex}", line.custom_id, response, error)
+def output_of(line: BatchLine, status: int, request_id: str, body: bytes) -> BatchOutput:
+    """The output line for an answer. Of an error's body only the error is kept."""
+    name, response = f"batch_req_{uuid.uuid4().hex}", BatchResponse(status, request_id)
+    if status >= 400:
+        return BatchOutput(name, line.custom_id, response, _error_of(status, body), failed=True)
+    response.body = msgspec.Raw(body)
+    return BatchOutput(name, line.custom_id, response)
 
 
-def failure(line: BatchLine, status: int, message: str, request_id: str = "") -> BatchOutput:
-    """The output line for a request that was refused before it was run."""
-    error = BatchError(message, "BadRequestError", code=status)
-    return output_of(line, status, request_id, b"", error)
+def encode(output: BatchOutput) -> bytes:
+    """The line, without its end."""
+    return msgspec.json.encode(
+        {
+            "id": output.id,
+            "custom_id": output.custom_id,
+            "response": output.response,
+            "error": output.error,
+        }
+    )
 
 
-def error_of(status: int, body: bytes) -> BatchError:
-    """The error that an answer's body describes."""
+def _error_of(status: int, body: bytes) -> msgspec.Raw:
+    """The error that a body holds; one that says the status if it holds none (401, 404)."""
     try:
-        described: Any = msgspec.json.decode(body)["error"]
-        return msgspec.convert(described, BatchError)
-    except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError):
-        return BatchError(f"the request failed with status {status}", "APIError", code=status)
+        found = msgspec.json.decode(body, type=_ErrorBody).error
+        if bytes(found).startswith(b"{"):
+            return found
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        pass
+    said = {"message": f"the request failed with status {status}", "type": "APIError",
+            "param": None, "code": status}  # fmt: skip
+    return msgspec.Raw(msgspec.json.encode(said))
+
+
+class _ErrorBody(msgspec.Struct):
+    error: msgspec.Raw
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:

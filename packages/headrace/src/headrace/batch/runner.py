@@ -12,8 +12,9 @@ import msgspec
 
 from headrace.batch.inprocess import Answer
 from headrace.batch.journal import Journal
-from headrace.batch.lines import BatchLine, BatchOutput, error_of, failure, output_of
+from headrace.batch.lines import BatchLine, BatchOutput, output_of
 from headrace_core.errors import EngineDead
+from headrace_server.errors import Answer as Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +95,13 @@ class Runner:
             self._slots.release()
         self._journal.add(number, output)
         self.counts.completed += 1
-        self.counts.failed += output.error is not None
+        self.counts.failed += output.failed
         self._progress(self.counts)
 
     async def _answer(self, line: BatchLine) -> BatchOutput:
         refused = self._refusal(line)
         if refused is not None:
-            return failure(line, 400, refused)
+            return output_of(line, 400, "", Refusal(400, refused).encoded())
         wait = 0.1
         while True:
             answer = await self._client.post(line.url, bytes(line.body))
@@ -110,8 +111,7 @@ class Runner:
             wait = min(MAX_WAIT, max(2 * wait, _retry_after(answer)))
             await asyncio.sleep(wait)
         name = answer.headers.get("x-request-id", "")
-        error = error_of(answer.status, answer.body) if answer.status >= 400 else None
-        return output_of(line, answer.status, name, answer.body, error)
+        return output_of(line, answer.status, name, answer.body)
 
     def _refusal(self, line: BatchLine) -> str | None:
         if line.method != "POST":

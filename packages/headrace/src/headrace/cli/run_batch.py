@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import secrets
 import signal
 import tempfile
 from argparse import ArgumentTypeError, Namespace
@@ -132,10 +133,15 @@ def _at_least_one(text: str) -> int:
 
 
 def settings_from(args: Namespace) -> ServerSettings:
-    """The server's settings from a parsed command line. Answers carry their request's id."""
+    """The server's settings from a parsed command line.
+
+    Answers carry their request's id. The application may ask for a key (the environment can hold
+    one); the batch has its own.
+    """
     from headrace_server.settings import ServerSettings
 
-    values: dict[str, Any] = {"enable_request_id_headers": True}
+    key = secrets.token_hex(32)
+    values: dict[str, Any] = {"enable_request_id_headers": True, "api_key": (key,)}
     for option in options_of(ServerSettings):
         if option.name in SETTINGS:
             value = getattr(args, flag_name(option))

@@ -81,6 +81,8 @@ def check_size(name: str, value: Any, *, depth: int = MAX_DEPTH) -> None:
     Raises:
         RequestError: naming the field.
     """
+    if not value:
+        return
     level, reached, nodes = [value], 0, 0
     while level:
         reached += 1
