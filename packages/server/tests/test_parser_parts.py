@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import pkgutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 import headrace_server.reasoning_parsers
 import headrace_server.tool_parsers
+from headrace_core.testing.work import assert_linear
 from headrace_server.source import Broken, Source, Steps
 from headrace_server.tool_parsers.hermes import HermesToolParser
 from headrace_server.tool_parsers.json_text import MAX_DEPTH, JsonScanner
@@ -288,14 +288,12 @@ def _names(node: ast.AST) -> list[str]:
         (PythonicToolParser, "[f(a='\\'"),
     ],
 )
-def test_a_megabyte_takes_sixteen_times_as_long_as_a_sixteenth(parser: Any, text: str) -> None:
-    times = []
-    for size in (2**16, 2**20):
-        whole = text + text * (size // len(text))
-        begin = time.thread_time()
+def test_time_for_a_megabyte_is_linear(parser: Any, text: str) -> None:
+    def read(whole: str) -> None:
         made = parser()
-        for at in range(0, size, 64):
+        for at in range(0, len(whole), 64):
             made.feed(whole[at : at + 64])
         made.finish()
-        times.append(time.thread_time() - begin)
-    assert times[1] < 16 * 3 * times[0]
+
+    # 21 repetitions make the larger of the two texts a megabyte.
+    assert_linear(read, lambda size: text + text * (21 * size // len(text)))

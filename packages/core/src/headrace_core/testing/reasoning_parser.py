@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import pytest
 
+from headrace_core.testing.work import assert_linear
 from headrace_core.text import AnswerContext, ReasoningParser
 
 NUM_SPLITS = int(os.environ.get("HEADRACE_TEST_SPLITS", "1000"))
@@ -92,15 +92,12 @@ class ReasoningParserConformance:
     def test_time_is_linear(self) -> None:
         """Eight times the text takes about eight times as long, whatever the text."""
         for unit in (*self.alphabet, "".join(self.alphabet), " ", "\n", "x"):
-            small, large = (unit * (size // len(unit)) for size in (6_000, 48_000))
-            short = min(self._time(small) for _ in range(3))
-            assert (long := self._time(large)) < max(0.05, 8 * 3 * short), (unit, short, long)
+            assert_linear(self._read_both, _repeated(unit))
 
-    def _time(self, text: str) -> float:
-        begin = time.thread_time()
+    def _read_both(self, text: str) -> None:
+        """In pieces, and in one."""
         self.read(text[at : at + 11] for at in range(0, len(text), 11))
         self.read([text])
-        return time.thread_time() - begin
 
     def test_random_texts_in_random_pieces(self) -> None:
         """Cuts do not matter."""
@@ -111,3 +108,7 @@ class ReasoningParserConformance:
             cuts = sorted(seeded.randint(0, len(text)) for _ in range(seeded.randint(1, 12)))
             pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
             assert self.read(pieces) == self.read([text]), pieces
+
+
+def _repeated(unit: str) -> Callable[[int], str]:
+    return lambda size: unit * (size // len(unit))

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
+from headrace_core.testing.work import assert_linear
 from headrace_core.text import ParsedDelta, ToolCall, ToolCallParser
 
 TOOLS: Sequence[Mapping[str, Any]] = [
@@ -180,16 +180,13 @@ class ToolCallParserConformance:
         start = self.write_call("add", '{"a": 1}')[:-3]
         inside = self.write_call("add", '{"a": [1]}').partition("1")[0]
         for unit, first in ((start, ""), ("[", inside), (" ", ""), ("\\", inside), ('"', inside)):
-            small, large = (first + unit * (size // len(unit)) for size in (6_000, 48_000))
-            short = min(self._time(small) for _ in range(3))
-            assert (long := self._time(large)) < max(0.05, 8 * 3 * short), (unit, short, long)
+            assert_linear(self._read_both, _repeated(unit, first))
 
-    def _time(self, text: str) -> float:
-        begin = time.thread_time()
+    def _read_both(self, text: str) -> None:
+        """In pieces, and in one."""
         content, _ = self.read(text[at : at + 11] for at in range(0, len(text), 11))
         assert len(content) <= len(text)
         self.read([text])
-        return time.thread_time() - begin
 
     def test_random_texts_in_random_pieces(self) -> None:
         """Cuts do not matter, and nothing but white space is lost beside calls."""
@@ -208,6 +205,10 @@ class ToolCallParserConformance:
             assert self.read(pieces) == whole, pieces
             if not calls:
                 assert _without(content, self.drops) == _without(text, self.drops), text
+
+
+def _repeated(unit: str, first: str) -> Callable[[int], str]:
+    return lambda size: first + unit * (size // len(unit))
 
 
 def _without(text: str, marks: Sequence[str]) -> str:
