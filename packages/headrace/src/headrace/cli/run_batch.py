@@ -113,16 +113,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--url", default="127.0.0.1", help="address of /metrics")
     parser.add_argument("--port", type=int, default=8000, help="port of /metrics")
-    try:
-        from headrace_server.settings import ServerSettings
-    except ImportError as error:
-        raise MissingDependency(
-            error.name or "headrace-server",
-            needed_for="headrace run-batch",
-            install="pip install 'headrace[all]'",
-        ) from error
-    parser.add_config(ServerSettings, "Frontend", SETTINGS)
-    return EngineArgs.add_cli_args(parser)
 
 
 def _at_least_one(text: str) -> int:
