@@ -119,7 +119,8 @@ def test_exit_statuses(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "headrace.cli.plugins", Broken)
     assert main.run("plugins", []) == 70
     last = shown(capsys).err.splitlines()[-1]
-    assert last.startswith("headrace plugins: HR-") and "a bug" in last
+    assert last.startswith("headrace plugins: HR-")
+    assert "a bug" in last
 
 
 class _Stalled(io.StringIO):

@@ -245,7 +245,7 @@ class _ParserReader:
         return [*thought, *calls, *said] if called else [*thought, *said, *calls]
 
     def call_id(self, index: int, name: str) -> str | None:
-        return self._parser.own_call_id(index, name)
+        return self._parser.own_id(index, name)
 
 
 def _plan(body: ChatRequest, state: ServerState, harmony: bool) -> AnswerPlan:

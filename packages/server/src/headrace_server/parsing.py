@@ -55,14 +55,14 @@ class AnswerParser:
             delta.reasoning = _filtered(self._filters[1], delta.reasoning, last=last)
         return delta
 
-    def call_id(self, index: int, name: str) -> str:
-        """The id of a call on the wire: the format's own, or a random one."""
-        own = self.own_call_id(index, name)
-        return own if own is not None else call_id()
-
-    def own_call_id(self, index: int, name: str) -> str | None:
+    def own_id(self, index: int, name: str) -> str | None:
         """The id that the model's format gives to a call; None: any will do."""
         return self._tools.call_id(index, name) if self._tools is not None else None
+
+    def call_id(self, index: int, name: str) -> str:
+        """The id of a call on the wire: the format's own, or a random one."""
+        own = self.own_id(index, name)
+        return own if own is not None else call_id()
 
     def _seek_calls(self, tools: ToolCallParser, delta: ParsedDelta, *, last: bool) -> None:
         found = tools.feed(delta.content)

@@ -78,6 +78,21 @@ def make_parser() -> Parser:
         "stopped when the same command is run again.",
         epilog="Try: headrace run-batch -i requests.jsonl -o answers.jsonl",
     )
+    _add_arguments(parser)
+    try:
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise MissingDependency(
+            error.name or "headrace-server",
+            needed_for="headrace run-batch",
+            install="pip install 'headrace[all]'",
+        ) from error
+    parser.add_config(ServerSettings, "Frontend", SETTINGS)
+    return EngineArgs.add_cli_args(parser)
+
+
+def _add_arguments(parser: Parser) -> None:
+    """What only this command knows."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of flags; the command line wins"
@@ -113,16 +128,6 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--url", default="127.0.0.1", help="address of /metrics")
     parser.add_argument("--port", type=int, default=8000, help="port of /metrics")
-    try:
-        from headrace_server.settings import ServerSettings
-    except ImportError as error:
-        raise MissingDependency(
-            error.name or "headrace-server",
-            needed_for="headrace run-batch",
-            install="pip install 'headrace[all]'",
-        ) from error
-    parser.add_config(ServerSettings, "Frontend", SETTINGS)
-    return EngineArgs.add_cli_args(parser)
 
 
 def _at_least_one(text: str) -> int:
