@@ -34,6 +34,8 @@ class SchemaValues:
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._schemas: dict[str, Mapping[str, Any]] = {}
+        self._types: dict[tuple[str, str], frozenset[str]] = {}
+        """Of parameters that the schemas know and that were asked for."""
         for tool in tools:
             function = tool.get("function", tool)
             if isinstance(function, Mapping):
@@ -50,11 +52,15 @@ class SchemaValues:
 
         A parameter that is not in the schema is a string.
         """
+        known = self._types.get((function, parameter))
+        if known is not None:
+            return known
         schema = self._schemas.get(function, {})
         properties = schema.get("properties")
         if not isinstance(properties, Mapping) or parameter not in properties:
             return frozenset({"string"})
-        return _types(properties[parameter], schema)
+        found = self._types[function, parameter] = _types(properties[parameter], schema)
+        return found
 
 
 def spell(text: str, types: frozenset[str]) -> str:
@@ -69,10 +75,10 @@ def spell(text: str, types: frozenset[str]) -> str:
         return "null"
     if types & {"boolean", "any"} and value.lower() in ("true", "false"):
         return value.lower()
-    for candidate in (value, _as_json(value, types)):
-        if candidate is not None and (spelled := _checked(candidate, types)) is not None:
-            return spelled
-    return spell_string(text)
+    spelled = _checked(value, types)
+    if spelled is None and (rewritten := _as_json(value, types)) is not None:
+        spelled = _checked(rewritten, types)
+    return spell_string(text) if spelled is None else spelled
 
 
 def spell_string(text: str) -> str:
