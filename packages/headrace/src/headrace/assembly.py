@@ -195,7 +195,8 @@ def front_end(
         reasoning_parser=reasoning_parser(config.structured_outputs),
     )
     check_backend(config.structured_outputs)
-    return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
+    client = core_client(config, resolved, timeline, intake.vocabulary)
+    return FrontEnd(client, intake, resolved.config, resolved.info)
 
 
 def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] | None:
@@ -220,15 +221,23 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
     return load_parsers(ServerSettings(**named)).reasoning
 
 
-def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:
-    """The way to a core: a thread of this process, or a process of its own."""
+def core_client(
+    config: EngineConfig,
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> CoreClient:
+    """The way to a core: a thread of this process, or a process of its own, which reads the
+    vocabulary itself."""
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
         return ProcessClient(CORE_FACTORY, config, timeline)
     from headrace_engine.clients.inproc import InprocClient
 
-    return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
+    return InprocClient(
+        lambda started: build_resolved_core(resolved, started, vocabulary), timeline
+    )
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
@@ -290,19 +299,32 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
         return build_resolved_core(resolved, timeline)
 
 
-def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
-    """Build the engine's core here: workers started, model loaded, cache allocated."""
+def build_resolved_core(
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> EngineCore:
+    """Build the engine's core here: workers started, model loaded, cache allocated.
+
+    Args:
+        vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
+    """
     with timeline.phase("import torch"):
         import torch  # noqa: F401 - timed here, so that no other phase hides it
 
         import headrace_engine.execution.capture
         import headrace_engine.execution.worker  # noqa: F401 - likewise
         from headrace_engine.core import EngineCore
+        from headrace_engine.structured.backend_loading import backend_order
         from headrace_engine.structured.store import GrammarStore
     config = resolved.config
+    structured = config.structured_outputs
     grammars = GrammarStore(
-        lambda: grammar_vocabulary(resolved), config.structured_outputs.cache_bytes
+        vocabulary or (lambda: grammar_vocabulary(resolved)), structured.cache_bytes
     )
+    if structured.prepare_at_start:
+        with timeline.phase("prepare grammars"):
+            grammars.prepare(next(backend_order(structured, fallback=True)))
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )

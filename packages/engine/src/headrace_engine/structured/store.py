@@ -69,6 +69,14 @@ class GrammarStore:
             self._evict(key)
             return future
 
+    def prepare(self, backend: str) -> None:
+        """Make a backend ready before the first constraint comes; takes seconds.
+
+        Raises:
+            MissingDependency, PluginError: it cannot be used.
+        """
+        self._ready().get(backend)
+
     @property
     def vocabulary(self) -> Vocabulary:
         """The vocabulary; made now if nothing has been compiled yet."""
