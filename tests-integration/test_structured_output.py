@@ -86,6 +86,7 @@ def expected(llm, bias):
         {"num_gpu_blocks_override": 40, "enable_prefix_caching": False, "preempted": True},
         {"engine_process": True},
         {"enforce_eager": True},
+        {"structured_outputs_config": {"prepare_at_start": True}},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -337,3 +338,29 @@ def test_outputs_of_the_corpus_validate_or_the_schema_is_refused(llm, bias):
     assert not [r for r in refusals.items() if " at '#" not in r[1] and "no text" not in r[1]]
     assert finished > 0.6 * len(outputs)
     assert valid(PERSON, {"name": "a", "age": 3}), "the oracle itself"
+
+
+def test_schema_check_says_what_each_backend_supports(tmp_path, capsys):
+    from headrace.cli.main import run
+
+    def check(name, text, *words):
+        (tmp_path / name).write_text(text)
+        status = run("schema", ["check", str(tmp_path / name), *words])
+        return status, capsys.readouterr()
+
+    status, said = check("good.json", json.dumps(PERSON), "--backend", "llguidance")
+    assert status == 0
+    assert re.search(r"guidance +yes", said.out)
+    status, said = check("bad.json", '{"items": {"not": {}}}', "--backend", "guidance", "outlines")
+    assert status == 1
+    assert said.out.count("'not' at '#/items'") == 2
+    status, said = check("zip.regex", "[0-9]{5}\n", "--backend", "guidance", "--json")
+    assert status == 0
+    assert json.loads(said.out)[0]["supported"] is True
+    assert check("some.ebnf", 'root ::= "a" b', "--backend", "guidance")[0] == 1
+    status, said = check("broken.json", "{")
+    assert status == 2
+    assert "line 1 column 2" in said.err
+    status, said = check("odd.txt", "a")
+    assert status == 2
+    assert "--kind" in said.err

@@ -6,7 +6,8 @@ import dataclasses
 import pytest
 
 from headrace.arguments import Parser, default_of, human_int
-from headrace.engine_args import ENGINE_OPTIONS, EngineArgs
+from headrace.engine_args import ENGINE_OPTIONS, JSON_SECTIONS, EngineArgs
+from headrace_core.errors import ConfigError
 
 pytestmark = pytest.mark.spec("ARGS-CLI")
 
@@ -141,14 +142,11 @@ def test_unknown_keywords_are_a_type_error_with_a_hint():
 
 
 def test_flags_cover_every_config_field():
-    from headrace.engine_args import JSON_SECTIONS
     from headrace_core.config import EngineConfig
 
-    whole = {section for section, _ in JSON_SECTIONS.values()}
+    whole = [section for section, _ in JSON_SECTIONS.values()]  # one flag each
     for section in dataclasses.fields(EngineConfig):
-        if section.name in whole:
-            continue  # one flag takes all of it
-        if isinstance(section.default_factory, type):
+        if isinstance(section.default_factory, type) and section.name not in whole:
             for option in dataclasses.fields(section.default_factory):
                 assert (section.name, option) in [(s, o) for s, o in ENGINE_OPTIONS.values()]
 
@@ -169,3 +167,31 @@ def test_lists_as_words_or_as_json(capsys):
         assert "JSON" in capsys.readouterr().err
     assert parser.parse_args([]).strict_requests is None
     assert parser.parse_args(["--no-strict-requests"]).strict_requests is False
+
+
+@pytest.mark.spec("SO-CONFIG")
+@pytest.mark.spec("CFG-STRUCT")
+def test_a_section_whole_or_in_parts():
+    flag = "--structured-outputs-config"
+    parser = EngineArgs.add_cli_args(Parser(prog="test"))
+    whole = parser.parse_args([flag, '{"backend": "guidance", "compile_seconds": 2}'])
+    parts = parser.parse_args([f"{flag}.backend", "guidance", f"{flag}.compile_seconds", "2"])
+    made = [EngineArgs.from_cli_args(args).create_engine_config() for args in (whole, parts)]
+    assert made[0] == made[1]
+    assert made[0].structured_outputs.compile_seconds == 2
+    assert made[0].structured_outputs.backend == "guidance"
+
+
+@pytest.mark.spec("SO-CONFIG")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"backnd": "auto"}, "did you mean backend"),
+        ({"max_depth": "deep"}, "of type int"),
+        ({"disable_any_whitespace": True}, "must be False with backend 'auto'"),
+        ("guidance", "must be an object"),
+    ],
+)
+def test_a_section_with_what_it_has_not(given, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(structured_outputs_config=given).create_engine_config()

@@ -243,7 +243,8 @@ def front_end(
         check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
     )
     check_backend(config.structured_outputs)
-    return FrontEnd(core_client(config, resolved, timeline), intake, resolved.config, resolved.info)
+    client = core_client(config, resolved, timeline, intake.vocabulary)
+    return FrontEnd(client, intake, resolved.config, resolved.info)
 
 
 def logits_processors(
@@ -279,15 +280,23 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
     return load_parsers(ServerSettings(**named)).reasoning
 
 
-def core_client(config: EngineConfig, resolved: Resolved, timeline: StartupTimeline) -> CoreClient:
-    """The way to a core: a thread of this process, or a process of its own."""
+def core_client(
+    config: EngineConfig,
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> CoreClient:
+    """The way to a core: a thread of this process, or a process of its own, which reads the
+    vocabulary itself."""
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
         return ProcessClient(CORE_FACTORY, _portable(config), timeline)
     from headrace_engine.clients.inproc import InprocClient
 
-    return InprocClient(lambda started: build_resolved_core(resolved, started), timeline)
+    return InprocClient(
+        lambda started: build_resolved_core(resolved, started, vocabulary), timeline
+    )
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
@@ -385,8 +394,16 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
         return build_resolved_core(resolved, timeline)
 
 
-def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> EngineCore:
-    """Build the engine's core here: workers started, model loaded, cache allocated."""
+def build_resolved_core(
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> EngineCore:
+    """Build the engine's core here: workers started, model loaded, cache allocated.
+
+    Args:
+        vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
+    """
     failpoints.warn()
     brings_worker = isinstance(resolved.platform, BringsWorker)
     if not brings_worker:
@@ -397,11 +414,16 @@ def build_resolved_core(resolved: Resolved, timeline: StartupTimeline) -> Engine
             import headrace_engine.execution.worker  # noqa: F401 - likewise
     with timeline.phase("import core"):
         from headrace_engine.core import EngineCore
+        from headrace_engine.structured.backend_loading import backend_order
         from headrace_engine.structured.store import GrammarStore
     config = resolved.config
+    structured = config.structured_outputs
     grammars = GrammarStore(
-        lambda: grammar_vocabulary(resolved), config.structured_outputs.cache_bytes
+        vocabulary or (lambda: grammar_vocabulary(resolved)), structured.cache_bytes
     )
+    if structured.prepare_at_start:
+        with timeline.phase("prepare grammars"):
+            grammars.prepare(next(backend_order(structured, fallback=True)))
     executor_class = plugins.load(
         "headrace.executors", config.parallel.distributed_executor_backend
     )

@@ -92,9 +92,10 @@ class Intake:
         self._check_device = check_params
         self._serial = itertools.count()  # next() is atomic
         self._reasoning_parser = reasoning_parser
+        self._vocabulary: Vocabulary | None = None
         structured = structured_outputs or StructuredOutputsConfig()
         self._constrains_reasoning = structured.enable_in_reasoning
-        self._admission = Admission(structured, self._vocabulary)
+        self._admission = Admission(structured, self.vocabulary)
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
             self._renderer = ChatRenderer(
@@ -259,9 +260,16 @@ class Intake:
             )
         return tuple(sorted(ends))
 
-    def _vocabulary(self) -> Vocabulary:
-        tokenizer, model = self._need_tokenizer("structured_outputs"), self.model
-        return vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
+    def vocabulary(self) -> Vocabulary:
+        """The tokens' bytes; made at the first call.
+
+        Raises:
+            RequestError: there is no tokenizer, or its tokens are no byte strings.
+        """
+        if self._vocabulary is None:
+            tokenizer, model = self._need_tokenizer("structured_outputs"), self.model
+            self._vocabulary = vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
+        return self._vocabulary
 
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool | None = None, strings: bool = False

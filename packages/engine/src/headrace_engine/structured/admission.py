@@ -74,7 +74,9 @@ class Admission:
         for name in backend_order(self.config, fallback=fallback):
             try:
                 return self._admit(source, name, params)
-            except UnsupportedFeature as error:  # another backend may have it
+            except RequestError as error:
+                if not (errors or isinstance(error, UnsupportedFeature)):
+                    raise  # malformed: no other backend would take it
                 errors.append(error)
             except (MissingDependency, PluginError) as error:
                 if name == self.config.backend:

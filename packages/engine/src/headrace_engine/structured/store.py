@@ -57,7 +57,9 @@ class GrammarStore:
         key = constraint.grammar.key
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None:
+            if kept is not None and _failed(kept.future):
+                self._bytes -= self._kept.pop(key).size_bytes  # it may have been the moment's fault
+            elif kept is not None:
                 self._kept.move_to_end(key)
                 return kept.future
             if self._pool is None:
@@ -68,6 +70,14 @@ class GrammarStore:
             self._bytes += size
             self._evict(key)
             return future
+
+    def prepare(self, backend: str) -> None:
+        """Make a backend ready before the first constraint comes; takes seconds.
+
+        Raises:
+            MissingDependency, PluginError: it cannot be used.
+        """
+        self._ready().get(backend)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -105,3 +115,7 @@ class GrammarStore:
     def _compile(self, constraint: Constraint) -> Compiled:
         backend = self._ready().get(constraint.grammar.backend)
         return Compiled(backend.compile(constraint.grammar), backend)
+
+
+def _failed(future: Future[Compiled]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)

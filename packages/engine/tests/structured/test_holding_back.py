@@ -1,0 +1,113 @@
+"""A request whose grammar still compiles waits in the core; nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from headrace_core.errors import QueueFull
+from headrace_core.grammar import Constraint, GrammarSpec
+from headrace_core.request import CoreRequest
+from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_engine import engine as engine_module
+from headrace_engine.core import EngineCore
+from headrace_engine.structured.store import GrammarStore
+
+
+class Scheduler:
+    def __init__(self):
+        self.added = []
+        self.has_unfinished = False
+
+    def add(self, request):
+        self.added.append(request.request_id)
+
+    def abort(self, request_ids):
+        return []
+
+    def stats(self, *, drain=False):
+        return SimpleNamespace(num_requests_waiting=0, block_size=0)
+
+
+class SlowStore(GrammarStore):
+    """Compiles when it is told to."""
+
+    def __init__(self):
+        super().__init__(lambda: None, 1 << 20)
+        self.go = threading.Event()
+        self.fail = False
+
+    def _compile(self, constraint):
+        assert self.go.wait(10)
+        if self.fail:
+            raise ValueError("not now")
+        return constraint
+
+
+@pytest.fixture
+def core():
+    executor = SimpleNamespace(shutdown=lambda: None)
+    made = EngineCore(Scheduler(), executor, grammars=SlowStore())
+    yield made
+    made.grammars.go.set()
+    made.shutdown()
+
+
+def request(name, regex=None):
+    spec = None if regex is None else Constraint(GrammarSpec("guidance", "regex", regex), (1,))
+    return CoreRequest(name, [1], SamplingParams(), frozenset([1]), 5, 0.0, constraint=spec)
+
+
+def ready(core, regex):
+    core.grammars.request(request("", regex).constraint).exception(10)
+
+
+@pytest.mark.req("REL-05")
+def test_it_waits_alone_and_can_be_aborted(core):
+    for one in (request("a", "x"), request("free"), request("b", "y")):
+        core.add(one)
+    assert core.scheduler.added == ["free"]
+    assert core.has_unfinished
+    assert core.stats().num_requests_waiting == 2
+    assert core.compiled() == []
+    [ended] = core.abort(["b", "unknown"])
+    assert (ended.request_id, ended.finish_reason) == ("b", "abort")
+    core.grammars.go.set()
+    ready(core, "x")
+    for one in core.compiled():
+        core.add(one)
+    assert core.scheduler.added == ["free", "a"]
+    assert not core.has_unfinished
+
+
+def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
+    core.grammars.fail = True
+    core.add(request("a", "x"))
+    core.grammars.go.set()
+    ready(core, "x")
+    core.grammars.fail = False
+    [one] = core.compiled()
+    core.add(one)
+    ready(core, "x")
+    for again in core.compiled():
+        core.add(again)
+    assert core.scheduler.added == ["a"]
+
+
+async def test_too_many_waiting_constraints_are_refused(monkeypatch):
+    monkeypatch.setattr(engine_module, "MAX_COMPILING", 1)
+    released = threading.Event()
+    fake = SimpleNamespace(
+        _compiling=0, _grammar_pool=None, _intake=SimpleNamespace(admit=lambda p: released.wait(5))
+    )
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    first = asyncio.create_task(engine_module.Engine._admit(fake, params))
+    await asyncio.sleep(0.01)
+    with pytest.raises(QueueFull):
+        await engine_module.Engine._admit(fake, params)
+    released.set()
+    await first
+    assert fake._compiling == 0
