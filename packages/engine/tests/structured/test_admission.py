@@ -168,6 +168,28 @@ def test_a_compilation_that_takes_too_long_is_killed_and_the_next_one_works():
         processes.close()
 
 
+def test_closing_ends_a_compilation_that_runs():
+    pytest.importorskip("outlines_core")
+    processes = CompileProcesses(word_vocabulary, count=1, seconds=60, memory_bytes=1 << 30)
+    processes.prepare("outlines")
+    said = []
+
+    def compile_slowly():
+        try:
+            processes.compile(GrammarSpec("outlines", "regex", "[ab]*a[ab]{24}"))
+        except RequestError as error:
+            said.append(error)
+
+    thread = threading.Thread(target=compile_slowly)
+    thread.start()
+    time.sleep(0.3)
+    processes.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert len(said) == 1
+    assert not any(child.process.running for child in processes._children)
+
+
 @pytest.mark.req("SEC-14")
 def test_a_compilation_that_takes_too_much_memory_ends():
     pytest.importorskip("outlines_core")

@@ -290,6 +290,15 @@ class GrammarConformance:
             assert set(value["tags"]) <= {"a", "b"}
         assert done > 10
 
+    def test_white_space_comes_to_an_end(self, by_bytes: GrammarBackend) -> None:
+        matcher = self.compiled(by_bytes, "json", json.dumps(SCHEMA)).matcher()
+        assert matcher.advance(b"{")
+        count = 0
+        while matcher.advance(b" "):
+            count += 1
+            assert count < 100
+        assert matcher.advance(b'"name"')
+
     def test_any_object(self, by_words: GrammarBackend) -> None:
         grammar = self.compiled(by_words, "json_object", "")
         texts = [walk(grammar, by_words.vocabulary, seed, structural=0.8) for seed in range(30)]

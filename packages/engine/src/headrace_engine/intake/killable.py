@@ -67,6 +67,12 @@ class KillableProcess:
             raise ProcessEnded("needed more memory or time than it may have") from None
         return dict(answer)
 
+    def interrupt(self) -> None:
+        """Make a job that runs fail. May be called from another thread than :meth:`ask`."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def kill(self) -> None:
         """End the process. Idempotent."""
         process, self._process = self._process, None

@@ -90,11 +90,18 @@ class CompileProcesses:
         return int(answer["size_bytes"])
 
     def close(self) -> None:
-        """End the processes; those that compile end after it."""
+        """End the processes, also those that compile."""
         self._closed = True
+        free: list[_Child] = []
         with contextlib.suppress(queue.Empty):
             while True:
-                self._free.get_nowait().process.kill()
+                free.append(self._free.get_nowait())
+        for child in self._children:
+            if child in free:
+                child.process.kill()
+                self._free.put(child)
+            else:
+                child.process.interrupt()
 
     def prepare(self, backend: str) -> None:
         """Let one process load a backend, which takes longer than most compilations.

@@ -12,6 +12,9 @@ from headrace_core.grammar import Refusal, malformed
 
 Schema = Mapping[str, Any]
 
+MAX_WHITESPACE = 32
+"""Characters of white space in a row that JSON may hold unless a request says otherwise: enough for
+an indented text, and an end to what some models write once they have begun."""
 ONE = frozenset(
     {
         "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if",

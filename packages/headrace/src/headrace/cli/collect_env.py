@@ -16,7 +16,8 @@ from headrace_core.cores import cpu_quota, format_cores, usable_cores
 
 PACKAGES = re.compile(
     r"^(headrace.*|torch|numpy|triton|transformers|tokenizers|safetensors|huggingface.hub|fastapi|"
-    r"starlette|uvicorn|pydantic|msgspec|pyzmq|jinja2|prometheus.client|nvidia.*)$",
+    r"starlette|uvicorn|pydantic|msgspec|pyzmq|jinja2|prometheus.client|llguidance|xgrammar|"
+    r"outlines.core|lm.format.enforcer|nvidia.*)$",
     re.IGNORECASE,
 )
 SECRET = re.compile(r"token|key|secret|password", re.IGNORECASE)

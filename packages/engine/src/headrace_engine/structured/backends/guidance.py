@@ -26,7 +26,7 @@ from headrace_core.grammar import (
     refuse,
 )
 from headrace_engine.structured.blame import blame
-from headrace_engine.structured.schema import parse_json, unsupported
+from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, unsupported
 from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
 from headrace_engine.structured.wording import plain, position
 
@@ -177,7 +177,9 @@ def _json_options(spec: GrammarSpec) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if spec.whitespace_pattern is not None:
         options["whitespace_pattern"] = spec.whitespace_pattern
-    elif not spec.any_whitespace:
+    elif spec.any_whitespace:
+        options["whitespace_pattern"] = rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
+    else:
         options["whitespace_flexible"] = False
     return options
 

@@ -22,7 +22,7 @@ from headrace_core.grammar import (
     Vocabulary,
     malformed,
 )
-from headrace_engine.structured.schema import entangled, parse_json, unsupported
+from headrace_engine.structured.schema import MAX_WHITESPACE, entangled, parse_json, unsupported
 from headrace_engine.structured.structural_tag import parse_tag, schemas_of
 from headrace_engine.structured.wording import plain
 
@@ -110,9 +110,12 @@ class XGrammarBackend(GrammarBackend):
             matcher.fill_bitmask(bitmask, row)
 
     def _schema(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
-        compact = None if spec.any_whitespace else (",", ":")
         return self._compiler.compile_json_schema(
-            text, any_whitespace=spec.any_whitespace, separators=compact, strict_mode=False
+            text,
+            any_whitespace=spec.any_whitespace,
+            separators=None if spec.any_whitespace else (",", ":"),
+            strict_mode=False,
+            max_whitespace_cnt=MAX_WHITESPACE if spec.any_whitespace else None,
         )
 
 
