@@ -7,6 +7,7 @@ import torch
 from headrace.logits_process import (
     AdapterLogitsProcessor,
     LogitsProcessor,
+    MoveDirectionality,
     process_dict_updates,
 )
 
@@ -62,3 +63,53 @@ class AdaptedTargetToken(_Checked, AdapterLogitsProcessor):
             return forced
 
         return force
+
+
+class Recorder(LogitsProcessor):
+    """Changes nothing; replays the updates and checks what it is given in every step."""
+
+    made: list[Recorder] = []  # noqa: RUF012
+
+    def __init__(self, config, device, is_pin_memory):
+        self.slots = {}
+        self.lengths = {}
+        self.outputs = {}
+        self.problems = []
+        self.num_steps = self.largest = self.num_moves = 0
+        self.made.append(self)
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        self.num_steps += 1
+        if batch_update is None:
+            return
+        for slot in batch_update.removed:
+            del self.slots[slot]
+        for slot, params, prompt_ids, output_ids in batch_update.added:
+            name = params.extra_args["name"]
+            self.slots[slot] = name
+            self.outputs[name] = output_ids
+            self.lengths[name] = len(output_ids)
+            if prompt_ids != params.extra_args["prompt"]:
+                self.problems.append(f"{name}: prompt {prompt_ids}")
+        for source, target, kind in batch_update.moved:
+            assert kind is MoveDirectionality.UNIDIRECTIONAL
+            self.slots[target] = self.slots.pop(source)
+            self.num_moves += 1
+        if sorted(self.slots) != list(range(batch_update.batch_size)):
+            self.problems.append(f"slots {self.slots} for {batch_update}")
+        if len(set(self.slots.values())) != len(self.slots):
+            self.problems.append(f"twice in {self.slots}")
+
+    def apply(self, logits):
+        self.largest = max(self.largest, len(self.slots))
+        if logits.shape[0] != len(self.slots):
+            self.problems.append(f"{logits.shape[0]} rows for {len(self.slots)} requests")
+        for slot, name in self.slots.items():
+            grown = len(self.outputs[name]) - self.lengths[name]
+            self.lengths[name] += grown
+            if grown not in (0, 1):
+                self.problems.append(f"{name} in slot {slot} grew by {grown}")
+        return logits

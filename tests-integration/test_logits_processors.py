@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import openai
 import pytest
-from processors import AdaptedTargetToken, TargetToken
+from families import save_model
+from processors import AdaptedTargetToken, Recorder, TargetToken
 from servers import serving
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, EngineArgs, LLMEngine, SamplingParams
 from headrace_core.errors import ConfigError, RequestError
 
 HERE = str(Path(__file__).parent)
@@ -49,6 +51,54 @@ def test_targets_are_forced_and_neighbours_are_as_without(
             llm.generate(PROMPTS[0], params("67"), use_tqdm=False)
         assert ids(llm, params(None)) == plain
     assert got == [[128] * 12, plain[1], [0] * 12, plain[3]]
+
+
+@pytest.mark.spec("LOGITSPROC-BATCHUPDATE")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_recording_processor_under_the_real_scheduler(tmp_path, seed):
+    """Arrivals, chunked prompts, finishes, aborts and preemption; tokens are as without it."""
+    save_model("llama", tmp_path)
+    settings = {
+        "model": str(tmp_path), "skip_tokenizer_init": True, "dtype": "float32", "block_size": 8,
+        "max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 12,
+        "num_gpu_blocks_override": 16, "num_threads": 1, "log_stats": False,
+    }  # fmt: skip
+    rng = random.Random(seed)
+    prompts = {
+        f"r{i}": [rng.randrange(3, 320) for _ in range(rng.randint(1, 20))] for i in range(24)
+    }
+    lengths = {name: rng.randint(1, 30) for name in prompts}
+    doomed = {name for name in prompts if rng.random() < 0.2}
+    waiting, found = list(prompts), {}
+    with LLMEngine(EngineArgs(**settings, logits_processors=[Recorder])) as engine:
+        while waiting or engine.has_unfinished_requests():
+            for name in [waiting.pop(0) for _ in range(min(len(waiting), rng.randint(0, 4)))]:
+                extra = {"name": name, "prompt": prompts[name]}
+                params = SamplingParams(
+                    temperature=0, max_tokens=lengths[name], ignore_eos=True, extra_args=extra
+                )
+                engine.add_request(name, prompts[name], params)
+            for output in engine.step():
+                found[output.request_id] = output.outputs[0]
+                if output.request_id in doomed and len(output.outputs[0].token_ids) > 3:
+                    engine.abort_request(output.request_id)
+        preemptions = engine._engine.stats().num_preemptions
+    recorder = Recorder.made.pop()
+    assert recorder.problems == []
+    assert preemptions > 0
+    assert recorder.num_moves > 0
+    assert recorder.largest > 2
+    with LLM(**{**settings, "num_gpu_blocks_override": 64}) as llm:
+        params = [
+            SamplingParams(temperature=0, max_tokens=lengths[name], ignore_eos=True)
+            for name in prompts
+        ]
+        plain = llm.generate(list(prompts.values()), params, use_tqdm=False)
+    for name, wanted in zip(prompts, plain, strict=True):
+        tokens = found[name].token_ids
+        assert tokens == wanted.outputs[0].token_ids[: len(tokens)]
+        assert name in doomed or len(tokens) == lengths[name]
+        assert recorder.outputs[name][: len(tokens)] == tokens
 
 
 @pytest.mark.spec("LOGITSPROC-LOAD")

@@ -179,7 +179,7 @@ def test_progress_bars_can_be_replaced(llm):
 
 
 def test_what_is_not_served_says_so(llm):
-    for call in (llm.embed, llm.score, llm.classify, llm.encode, llm.beam_search):
+    for call in (llm.embed, llm.score, llm.classify, llm.encode):
         with pytest.raises(UnsupportedFeature):
             call("x")
     with pytest.raises(UnsupportedFeature, match="lora_request"):

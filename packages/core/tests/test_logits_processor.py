@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_core import logits_processor, plugins
+from headrace_core.config import ModelConfig
 from headrace_core.errors import ConfigError, PluginLoadError
 from headrace_core.logits_processor import (
     AdapterLogitsProcessor,
@@ -245,3 +246,11 @@ def test_forbidden_words() -> None:
     assert impossible(2, 5) == {1}
     with pytest.raises(ValueError, match=r"\[-1, 9\]: must be in 0..5"):
         ForbiddenWords([[9, 1], [-1]])([], Row([0.0] * 6))  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("LOGITSPROC-LOAD")
+def test_one_processor_needs_no_list_and_others_are_refused() -> None:
+    assert ModelConfig(logits_processors="a.b:C").logits_processors == ("a.b:C",)  # type: ignore[arg-type]
+    assert ModelConfig(logits_processors=Other).logits_processors == (Other,)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="logits_processors = 3"):
+        ModelConfig(logits_processors=(3,))

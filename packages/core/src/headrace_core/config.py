@@ -138,6 +138,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        processors: object = self.logits_processors
+        if isinstance(processors, (str, type)):
+            object.__setattr__(self, "logits_processors", (processors,))
         for processor in self.logits_processors:
             _check(isinstance(processor, (str, type)), "model.logits_processors", processor,
                    "a class, or its name as package.module:Class")  # fmt: skip

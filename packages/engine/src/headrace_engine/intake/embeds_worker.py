@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from headrace_core.request import EMBEDS_DTYPES
-from headrace_engine.intake.embeds import LENGTH, Job, Rows
+from headrace_engine.intake.embeds import DECODE_SECONDS, LENGTH, Job, Rows
 
 _ZIP = b"PK\x03\x04"
 """How a file of ``torch.save`` begins; the older form is not read."""
@@ -101,6 +101,7 @@ def main() -> None:
     _send(output, b"")
     while (message := _receive(sys.stdin.buffer)) is not None:
         job = msgspec.msgpack.decode(message, type=Job)
+        _limit_time()
         try:
             rows = decode(job)
         except MemoryError:
@@ -113,6 +114,15 @@ def _limit(max_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _limit_time() -> None:
+    """End this process if one file takes so long, also if nobody is there to kill it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = int(usage.ru_utime + usage.ru_stime + DECODE_SECONDS) + 2
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    if most == resource.RLIM_INFINITY or seconds < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
 
 
 def _address_space() -> int:
