@@ -193,6 +193,48 @@ def test_the_minimal_server():
         process.wait(30)
 
 
+@pytest.mark.req("SEC-18")
+@pytest.mark.req("SEC-19")
+@pytest.mark.req("SEC-23")
+def test_hardened(tmp_path):
+    first, second = "first-" + "k" * 24, "second-" + "k" * 24
+    file = tmp_path / "keys"
+    file.write_text(f"a {first}\nb {second}\n")
+    words = ("--api-key-file", str(file), "--enable-prompt-tokens-details")
+    with serving(*words, environment={"HEADRACE_HARDENED": "1"}) as server:
+        prompt = {"prompt": "word " * 60, "max_tokens": 1}
+
+        def ask(key: str, body=prompt, **headers: str) -> tuple[int, dict]:
+            sent = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            request = urllib.request.Request(
+                server.api + "/completions", json.dumps(body).encode(), {**sent, **headers}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=30) as response:
+                    return response.status, json.load(response)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)
+
+        def cached(key: str) -> int:
+            usage = ask(key)[1]["usage"]
+            return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+        assert ask("other")[0] == 401
+        assert [cached(first), cached(second)] == [0, 0], "nothing of another owner's is found"
+        assert min(cached(first), cached(second)) > 0
+        assert ask(first, Host="evil.example")[0] == 403
+        assert ask(first, Origin="http://evil.example")[0] == 403
+        status, answer = ask(first, {**prompt, "temprature": 0})
+        assert (status, "temperature" in answer["error"]["message"]) == (400, True)
+        file.write_text(f"b {second}\n")
+        wait_for(lambda: ask(first)[0] == 401, 10, "the key that was taken away still works")
+        assert ask(second)[0] == 200
+        log = "".join(server.log)
+        assert first not in log
+        assert second not in log
+        assert "open settings" not in log
+
+
 @pytest.mark.spec("ENGINE-LLM-CONTROL")
 def test_offline_control(tmp_path):
     config = {

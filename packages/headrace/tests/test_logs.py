@@ -74,6 +74,17 @@ def test_text_is_the_default(capsys):
     assert not writes_json("headrace")
 
 
+def test_other_libraries_warn_the_same_way(monkeypatch, capsys):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    logs.configure(log_format="json")
+    logs.configure(log_format="json")
+    logging.getLogger("opentelemetry.sdk").warning("here")
+    logging.getLogger("opentelemetry.sdk").info("not here")
+    (line,) = shown(capsys).err.splitlines()
+    assert json.loads(line)["message"] == "here"
+
+
 def test_colours(monkeypatch, capsys):
     for wanted, is_shown in (("1", True), ("0", False), ("auto", False)):
         monkeypatch.setenv("HEADRACE_LOGGING_COLOR", wanted)

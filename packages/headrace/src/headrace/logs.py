@@ -100,6 +100,17 @@ def configure(
         root.handlers = [handler]
         root.propagate = False
         root.setLevel(level)
+    _replace_last_resort(handler)
+
+
+def _replace_last_resort(handler: logging.Handler) -> None:
+    """What other libraries have to say goes the same way, as far as it is a warning: logging's own
+    last resort would have them wait for whoever reads the log."""
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(h, ThreadedHandler)]:
+        root.removeHandler(old)
+    if not root.handlers:
+        root.addHandler(handler)
 
 
 def flush() -> None:

@@ -114,10 +114,10 @@ class _CudaRange:
     """Switches a profiler that is attached from outside on and off."""
 
     def __init__(self) -> None:
-        torch.cuda.profiler.start()
+        torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
-        torch.cuda.profiler.stop()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 class _TorchTrace:
@@ -137,11 +137,11 @@ class _TorchTrace:
             with_stack=config.torch_profiler_with_stack,
             with_flops=config.torch_profiler_with_flops,
         )
-        self._profile.start()  # type: ignore[no-untyped-call]
+        self._profile.start()
 
     def finish(self) -> None:
         """Write the files under their final names only once they are whole."""
-        self._profile.stop()  # type: ignore[no-untyped-call]
+        self._profile.stop()
         folder = Path(self._config.torch_profiler_dir)
         folder.mkdir(parents=True, exist_ok=True)
         suffix = ".pt.trace.json" + (".gz" if self._config.torch_profiler_use_gzip else "")
