@@ -131,6 +131,8 @@ class _Scan(ast.NodeVisitor):
             self._bounded.update(id(argument) for argument in node.args)
         self._check_keywords(node, ast.unparse(node.func))
         waits = isinstance(node.func, ast.Attribute) and name in WAITS
+        if name == "get" and isinstance(node.func, ast.Attribute):
+            waits = not _root_of(node.func).isupper()  # a context variable
         if waits and not node.args and not node.keywords and id(node) not in self._bounded:
             self._note(f"{'.'.join(self._where)}: wait {name}", node.lineno)
         self.generic_visit(node)

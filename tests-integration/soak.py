@@ -11,10 +11,12 @@ import argparse
 import asyncio
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -223,25 +225,37 @@ async def watch_livez(url: str, found: list[float]) -> None:
 async def soak(
     url: str, num_streams: int, seconds: float, tokens: int, *, by_text: bool = False
 ) -> Report:
-    """Keep streams open for so long; those that are open then are read to their ends."""
+    """Keep streams open for so long; those that are open then are read to their ends.
+
+    They begin one after the other, over a second or two, and differ in length by up to a quarter, so
+    that they do not end and begin in step with each other for the whole time.
+    """
     done: list[Stream] = []
     livez: list[float] = []
     begin = time.monotonic()
 
-    async def keep_going(seeds: Iterator[int]) -> None:
-        while not done or time.monotonic() - begin < seconds:
-            stream = Stream(next(seeds), tokens, by_text=by_text)
+    async def keep_going(number: int, seeds: Iterator[int]) -> None:
+        await asyncio.sleep(0.01 * number)
+        while time.monotonic() - begin < seconds:
+            seed = next(seeds)
+            stream = Stream(seed, tokens - seed * 37 % (tokens // 4), by_text=by_text)
             done.append(stream)
             await run_stream(url, stream)
 
     watching = asyncio.create_task(watch_livez(url, livez))
     seeds = iter(range(1, 1 << 40))
-    await asyncio.gather(*(keep_going(seeds) for _ in range(num_streams)))
+    await asyncio.gather(*(keep_going(number, seeds) for number in range(num_streams)))
     spent = time.monotonic() - begin
     if watching.done():
         watching.result()
     watching.cancel()
     return Report(spent, done, livez)
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed since it began, its ended children included (proc(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
@@ -262,6 +276,12 @@ def main() -> int:
         )
         report.step_seconds = args.step_ms / 1000
         print(report.describe())
+        share = cpu_seconds(server.process.pid) / report.seconds
+        own = time.process_time() / report.seconds
+        print(
+            f"cores used: server {share:.2f}, this client {own:.2f}; load average "
+            f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        )
         status = server.stop()
     print(f"exit status {status}")
     return 1 if report.wrong or status else 0

@@ -53,6 +53,7 @@ def test_the_scan_sees(source, what):
         "async def f(e):\n await e.wait()",
         "async def f(e):\n create_task(e.wait())",
         "', '.join(x)",
+        "OWNER.get()",
     ],
 )
 def test_the_scan_leaves_alone(source):

@@ -15,7 +15,7 @@ from headrace_core.testing.guards.fixtures import no_leaks, no_network, no_pickl
 @pytest.mark.usefixtures("no_network", "no_pickles", "no_leaks")
 def test_a_model_in_a_folder(engine_process):
     with LLM(device="sim", sim_step_ms=0.0, engine_process=engine_process) as llm:
-        [output] = llm.generate(["Hello"], SamplingParams(max_tokens=20, seed=1))
+        [output] = llm.generate(["Hello"], SamplingParams(max_tokens=20, seed=1), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 20
 
 
