@@ -736,3 +736,13 @@ def test_no_tool_is_served_by_default() -> None:
     assert ServerSettings().tool_server is None
     assert not ServerSettings().enable_responses_store
     create_app(FakeEngine(), ServerSettings())
+
+
+async def test_the_variable_keeps_responses_too(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_ENABLE_RESPONSES_API_STORE", "1")
+    client = connect()
+    answer = await post(client)
+    assert answer["store"] is True
+    assert (await client.get(f"{URL}/{answer['id']}")).status_code == 200
