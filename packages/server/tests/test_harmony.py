@@ -150,6 +150,15 @@ def test_types(schema: Any, shown: str) -> None:
     assert parameters_type(schema) == shown
 
 
+@pytest.mark.req("SEC-13")
+def test_a_hostile_schema_takes_no_longer_than_its_length() -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(60):
+        schema = {"type": ["array", "object", "array", "string", ["array"]] * 20, "items": schema,
+                  "properties": {"a": {"type": "null"}}, "required": [[]]}  # fmt: skip
+    assert len(parameters_type({"properties": {"x": schema}})) < 10_000
+
+
 ANSWER = (
     "<|channel|>analysis<|message|>I < think\n<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>Wait.<|end|><|start|>assistant<|channel|>commentary to=functions.add "

@@ -246,6 +246,9 @@ async def test_items_become_messages(connect: Any) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input",
          "no call of that id"),
         ({"input": [{"type": "computer_call"}]}, "input", "'computer_call' are not served"),
+        ({"input": [{"type": ["message"]}]}, "input", "are not served"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": []}], "mode": "required"}},
+         "tool_choice", "tool"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
          "'input_image' are not served"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input",
@@ -736,3 +739,13 @@ def test_no_tool_is_served_by_default() -> None:
     assert ServerSettings().tool_server is None
     assert not ServerSettings().enable_responses_store
     create_app(FakeEngine(), ServerSettings())
+
+
+async def test_the_variable_keeps_responses_too(
+    connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_ENABLE_RESPONSES_API_STORE", "1")
+    client = connect()
+    answer = await post(client)
+    assert answer["store"] is True
+    assert (await client.get(f"{URL}/{answer['id']}")).status_code == 200

@@ -276,7 +276,9 @@ async def count_tokens(state: ServerState, prompt: Prompt) -> int:
 def turn_prompt(
     body: ChatRequest, state: ServerState, builtin: tuple[Namespace, ...] = ()
 ) -> Prompt:
-    """What the engine is given: the model's template, or the gpt-oss format.
+    """What the engine is given: the model's template, or the gpt-oss format as we write it.
+
+    A template that the operator (or a trusted client) brought wins over both.
 
     Raises:
         RequestError: naming the message and part.
@@ -284,7 +286,7 @@ def turn_prompt(
     drops = state.settings.exclude_tools_when_tool_choice_none
     with_tools = not (drops and body.tool_choice == "none")
     prompt = convert.chat_prompt(body, state, salt=body.cache_salt, with_tools=with_tools)
-    if not is_harmony(state.engine.model) or body.chat_template is not None:
+    if not is_harmony(state.engine.model) or prompt.chat_template is not None:
         return prompt
     text = TextPrompt(prompt=render(prompt, builtin, effort=body.reasoning_effort))
     if body.cache_salt is not None:

@@ -41,20 +41,26 @@ def type_of(schema: Any, indent: str = "", depth: int = 0) -> str:
 
 
 def _by_name(schema: Mapping[str, Any], indent: str, depth: int) -> str:
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return " | ".join(type_of({**schema, "type": k}, indent, depth + 1) for k in kind)
+    """Each part of a schema is visited once: no schema's type takes longer than its length."""
+    given = schema.get("type")
+    if isinstance(given, list):
+        kinds = dict.fromkeys(kind for kind in given if isinstance(kind, str))
+        return " | ".join(_named(kind, schema, indent, depth) for kind in kinds) or "any"
+    return _named(given, schema, indent, depth)
+
+
+def _named(kind: Any, schema: Mapping[str, Any], indent: str, depth: int) -> str:
     if kind == "array":
         item = type_of(schema.get("items"), indent, depth + 1)
         return f"({item})[]" if " | " in item else f"{item}[]"
-    if _properties(schema):
+    if kind in (None, "object") and _properties(schema):
         return _object(schema, indent, depth)
     return _NAMES.get(kind, "any") if isinstance(kind, str) else "any"
 
 
 def _object(schema: Mapping[str, Any], indent: str, depth: int) -> str:
     required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    needed = required if isinstance(required, list) else []
     lines = ["{"]
     for name, field in _properties(schema).items():
         lines += [f"{indent}// {line}" for line in _comment(field)]

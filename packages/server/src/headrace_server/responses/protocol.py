@@ -146,7 +146,7 @@ def _kind(value: Any) -> str:
     if given is None:
         has_role = "role" in value if isinstance(value, dict) else hasattr(value, "role")
         return "message" if has_role else "other"
-    return given if given in _KINDS else "other"
+    return given if isinstance(given, str) and given in _KINDS else "other"
 
 
 InputItem = Annotated[

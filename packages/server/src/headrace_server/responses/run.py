@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from headrace_core.engine import OutputStream
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_server.blocks import Block, Blocks
-from headrace_server.conversation import Counts, Piece, Turn, count_tokens, turn_prompt
+from headrace_server.conversation import Piece, Turn, count_tokens, turn_prompt
 from headrace_server.errors import report
 from headrace_server.harmony.prompt import is_harmony
 from headrace_server.responses.events import Event, ItemEvents, Numbering, new_id
@@ -23,53 +22,13 @@ from headrace_server.responses.protocol import MessageItem, ResponsesRequest
 from headrace_server.responses.request import chat_request
 from headrace_server.responses.store import Record
 from headrace_server.responses.toolset import BuiltinTool, ToolSet, resolve_tools
+from headrace_server.responses.usage import TurnUsage
 from headrace_server.state import ServerState
 from headrace_server.stream import Pour, named_event
 from headrace_server.tools.base import Sessions, ToolResult, ToolServer
 
 MAX_TOOL_CALLS = 128
 """Of built-in tools in one response, whatever the request allows."""
-
-
-@dataclass
-class _Usage:
-    """Tokens per turn."""
-
-    turns: list[Counts] = field(default_factory=list)
-
-    def tool_tokens(self) -> list[int]:
-        """Tokens that tools added before each turn: what is neither the last prompt nor output."""
-        found = [0] if self.turns else []
-        for before, now in zip(self.turns, self.turns[1:], strict=False):
-            found.append(max(0, now.prompt - before.prompt - before.output))
-        return found
-
-    @property
-    def output(self) -> int:
-        return sum(turn.output for turn in self.turns)
-
-    def body(self) -> dict[str, Any]:
-        prompts = [turn.prompt for turn in self.turns]
-        cached = [turn.cached for turn in self.turns]
-        outputs = [turn.output for turn in self.turns]
-        tools = self.tool_tokens()
-        return {
-            "input_tokens": sum(prompts),
-            "input_tokens_details": {
-                "cached_tokens": sum(cached),
-                "cache_write_tokens": 0,
-                "input_tokens_per_turn": prompts,
-                "cached_tokens_per_turn": cached,
-            },
-            "output_tokens": sum(outputs),
-            "output_tokens_details": {
-                "reasoning_tokens": sum(turn.reasoning for turn in self.turns),
-                "tool_output_tokens": sum(tools),
-                "output_tokens_per_turn": outputs,
-                "tool_output_tokens_per_turn": tools,
-            },
-            "total_tokens": sum(prompts) + sum(outputs),
-        }
 
 
 class ResponseRun:
@@ -106,7 +65,7 @@ class ResponseRun:
         self._completed: int | None = None
         self._error: dict[str, str] | None = None
         self._incomplete: str | None = None
-        self._usage = _Usage()
+        self._usage = TurnUsage()
         self._raw: dict[str, list[Any]] = {"input_messages": [], "output_messages": []}
         self._out: list[bytes] = []
         self._keep_out = body.stream and not body.background

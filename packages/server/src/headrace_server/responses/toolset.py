@@ -216,9 +216,7 @@ def _allow(result: ToolSet, choice: Mapping[str, Any]) -> None:
             "tool_choice: allowed_tools needs tools (a list) and mode (auto or required)",
             param="tool_choice",
         )
-    names = {tool.get("name") for tool in allowed if isinstance(tool, dict)}
-    labels = {tool.get("server_label") for tool in allowed if isinstance(tool, dict)}
-    labels.discard(None)
+    names, labels = _texts(allowed, "name"), _texts(allowed, "server_label")
 
     def is_allowed(name: str) -> bool:
         builtin = result.builtin.get(name)
@@ -228,6 +226,12 @@ def _allow(result: ToolSet, choice: Mapping[str, Any]) -> None:
     result.functions, result.choice = kept, _word_of(kept, mode)
     result.builtin = {n: b for n, b in result.builtin.items() if is_allowed(n)}
     result.namespaces = tuple(s for s in result.namespaces if s.label in labels)
+
+
+def _texts(tools: Sequence[Any], key: str) -> set[str]:
+    """The texts that tools have under a key."""
+    found = (tool.get(key) for tool in tools if isinstance(tool, dict))
+    return {text for text in found if isinstance(text, str)}
 
 
 def _word_of(functions: Sequence[Any], mode: str) -> str | None:
