@@ -78,7 +78,7 @@ async def test_no_route_tells_what_it_does_not_know() -> None:
     [
         ("application/json", b"{", "HR-REQ-006"),
         ("text/plain", b"{}", "HR-REQ-007"),
-        ("application/json", b"{}", "HR-REQ-005"),
+        ("application/json", b"{}", "HR-REQ-001"),
         ("application/json", b'{"prompt": "a", "temperature": -1}', "HR-REQ-005"),
         ("application/json", b'{"prompt": "a", "model": "other"}', "HR-REQ-004"),
     ],

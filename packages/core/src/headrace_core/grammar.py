@@ -66,6 +66,9 @@ class Constraint:
     start_after: str = ""
     """The constraint holds from the first occurrence of this text in the output on; "": from the
     first token on."""
+    may_begin_with: str = ""
+    """The output may begin with this text, and is free from there to the end of ``start_after``; if
+    it does not, the constraint holds from the first token on. "": it is free in any case."""
     size_bytes: int = 0
     """About what the compiled grammar takes; 0 = not known."""
 

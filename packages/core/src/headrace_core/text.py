@@ -173,6 +173,9 @@ class ReasoningParser(ABC):
     start_marker: ClassVar[str] = ""
     """The text with which reasoning begins, in the output or already in the prompt; "": none, the
     output begins with reasoning."""
+    begins_reasoning: ClassVar[bool] = True
+    """Whether an answer begins with reasoning even if neither prompt nor output holds the start
+    marker. False: such an answer is all answer."""
     end_marker: ClassVar[str] = ""
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""

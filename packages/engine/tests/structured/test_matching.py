@@ -22,9 +22,11 @@ def store():
     made.close()
 
 
-def make(store, regex, output=(), start_after=""):
+def make(store, regex, output=(), start_after="", may_begin_with=""):
     spec = GrammarSpec("guidance", "regex", regex)
-    return ConstraintMaker(store).make(Constraint(spec, (END,), start_after), list(output))
+    return ConstraintMaker(store).make(
+        Constraint(spec, (END,), start_after, may_begin_with), list(output)
+    )
 
 
 def mask(constraint):
@@ -122,6 +124,11 @@ def test_an_end_token_in_the_reasoning_ends_it_all(store):
 class Marked:
     start_marker = "<think>"
     end_marker = "</think>"
+    begins_reasoning = False
+
+
+class Begun(Marked):
+    begins_reasoning = True
 
 
 class Unmarked:
@@ -133,23 +140,52 @@ class Unmarked:
 @pytest.mark.parametrize(
     ("tail", "begins_answer", "expected"),
     [
-        ("<|assistant|>", True, "</think>"),
-        ("<|assistant|><think>\n", True, "</think>"),
-        ("<|assistant|><think>\n\n</think>\n\n", True, ""),
-        ("<think>old</think>answer<|user|>more<|assistant|>", True, "</think>"),
-        ("<|assistant|><think>done</think>The ans", False, ""),
-        ("<|assistant|><think>done</think>The ans<think>", False, "</think>"),
-        ("plain text", False, "</think>"),
+        ("<|assistant|>", True, ("</think>", "<think>")),
+        ("<|assistant|><think>\n", True, ("</think>", "")),
+        ("<|assistant|><think>\n\n</think>\n\n", True, ("", "")),
+        ("<think>old</think>answer<|user|>more<|assistant|>", True, ("</think>", "<think>")),
+        ("<|assistant|><think>done</think>The ans", False, ("", "")),
+        ("<|assistant|><think>done</think>The ans<think>", False, ("</think>", "")),
+        ("<|assistant|><think>not done", False, ("</think>", "")),
+        ("plain text", False, ("", "")),
     ],
 )
 def test_where_the_prompt_has_ended_the_reasoning(tail, begins_answer, expected):
-    assert reasoning.start_after(Marked, tail, begins_answer=begins_answer) == expected
-    assert reasoning.start_after(None, tail, begins_answer=begins_answer) == ""
+    assert reasoning.start_of(Marked, tail, begins_answer=begins_answer) == expected
+    assert reasoning.start_of(None, tail, begins_answer=begins_answer) == ("", "")
+    begun = reasoning.start_of(Begun, tail, begins_answer=begins_answer)
+    assert begun == (expected[0], ""), "the start mark may be missing"
+
+
+@pytest.mark.spec("SO-REASONING")
+def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(store):
+    marks = {"start_after": "</think>", "may_begin_with": "<think>"}
+    opening = VOCABULARY.spell(b"<think>")
+    constraint = make(store, "[0-9]", **marks)
+    assert set(mask(constraint)) == {*b"0123456789", opening[0]}
+    constraint.observe(ord("7"))
+    assert mask(constraint) == [END]
+    thinks = make(store, "[0-9]", opening, **marks)
+    free = mask(thinks)
+    assert free is None or ord("x") in free
+    for token in VOCABULARY.spell(b"</think>"):
+        thinks.observe(token)
+    assert set(mask(thinks)) == set(b"0123456789")
+
+
+def test_what_may_be_either_stays_both_until_it_is_decided(store):
+    marks = {"start_after": "</think>", "may_begin_with": "<think>"}
+    opening = VOCABULARY.spell(b"<think>")
+    constraint = make(store, "<[a-z]{2}", opening[:1], **marks)
+    if len(opening) > 1:
+        assert opening[1] in mask(constraint)
+        constraint.observe(ord("a"))
+        assert ord("b") in mask(constraint)
 
 
 def test_a_format_without_an_end_is_refused():
     with pytest.raises(UnsupportedFeature, match="does not mark"):
-        reasoning.start_after(Unmarked, "", begins_answer=True)
+        reasoning.start_of(Unmarked, "", begins_answer=True)
 
 
 def test_grammars_are_kept_up_to_their_bytes():

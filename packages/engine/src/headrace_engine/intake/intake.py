@@ -34,7 +34,7 @@ from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.template import ChatRenderer
 from headrace_engine.structured.admission import Admission, Admitted
-from headrace_engine.structured.reasoning import PROMPT_TAIL, start_after
+from headrace_engine.structured.reasoning import PROMPT_TAIL, start_of
 from headrace_engine.structured.vocabulary import vocabulary_of
 
 logger = logging.getLogger(__name__)
@@ -237,9 +237,9 @@ class Intake:
         begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
         tail = self._need_tokenizer("structured_outputs").decode(ids[-PROMPT_TAIL:])
         parser = None if self._constrains_reasoning else self._reasoning_parser
-        start = start_after(parser, tail, begins_answer=begins_answer)
+        start = start_of(parser, tail, begins_answer=begins_answer)
         ends = self._end_token_ids(params)
-        return Constraint(admitted.grammar, ends, start, admitted.size_bytes)
+        return Constraint(admitted.grammar, ends, *start, size_bytes=admitted.size_bytes)
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that end an output with a constraint: not those that are text."""

@@ -31,8 +31,7 @@ class RowConstraint:
         constraint: as admitted.
         compiled: its grammar.
         vocabulary: the tokens' bytes.
-        gate: watches for the text from which on the constraint holds; None: it holds from the
-            first token on.
+        marker: the text from which on the constraint holds; None: it holds from the first token on.
     """
 
     def __init__(
@@ -48,8 +47,15 @@ class RowConstraint:
         self._ends = [i for i in constraint.end_token_ids if 0 <= i < vocabulary.size]
         self._vocabulary = vocabulary
         self._grammar = compiled.grammar
-        self._gate = MarkerGate(marker, vocabulary, self._may_begin) if marker else None
-        self._matcher: GrammarMatcher | None = None if marker else compiled.grammar.matcher()
+        self._marker = marker
+        self._opening = _marks(constraint.may_begin_with, vocabulary) if marker else []
+        """What is left of the text that may stand in front of the marker, as tokens."""
+        self._gate: MarkerGate | None = None
+        self._matcher: GrammarMatcher | None = None
+        if marker is None or self._opening:
+            self._matcher = compiled.grammar.matcher()
+        else:
+            self._shut()
         self._ended = False
         self._broken = False
 
@@ -59,15 +65,33 @@ class RowConstraint:
             return
         if token_id in self._ends:
             self._ended = True
+        elif self._opening and token_id == self._opening[0]:
+            self._open(token_id)
         elif self._gate is not None:
             behind = self._gate.feed(token_id)
             if behind is not None:
                 self._gate = None
                 self._matcher = self._grammar.matcher()
                 self._broken = not self._matcher.advance(self._spelled(behind))
+        else:
+            self._opening = []
+            if self._matcher is None or not self._matcher.advance([token_id]):
+                logger.error("the grammar takes no token %d, which its mask allowed", token_id)
+                self._broken = True
+
+    def _open(self, token_id: int) -> None:
+        """The output goes on as what may stand in front; the grammar follows as far as it can."""
+        del self._opening[0]
+        if not self._opening:
+            self._shut()
         elif self._matcher is not None and not self._matcher.advance([token_id]):
-            logger.error("the grammar takes no token %d, which its mask allowed", token_id)
-            self._broken = True
+            self._matcher = None
+
+    def _shut(self) -> None:
+        """Nothing holds until the marker has come."""
+        assert self._marker is not None
+        self._gate = MarkerGate(self._marker, self._vocabulary, self._may_begin)
+        self._matcher = None
 
     @property
     def matcher(self) -> GrammarMatcher | None:
@@ -83,6 +107,8 @@ class RowConstraint:
             bit = _bit(token_id)
             word = words[token_id // 32]
             words[token_id // 32] = word | bit if ends else word & ~bit
+        if self._opening:
+            words[self._opening[0] // 32] |= _bit(self._opening[0])
         self.words = words
 
     def take_none(self) -> None:
@@ -90,6 +116,9 @@ class RowConstraint:
         self.words = None
         if self._broken:
             self.words = np.zeros(self._vocabulary.num_words, np.int32)
+        elif self._opening and not self._ended:
+            self.words = np.zeros(self._vocabulary.num_words, np.int32)
+            self.words[self._opening[0] // 32] |= _bit(self._opening[0])
         elif self._gate is not None and not self._ended:
             forbidden = self._gate.forbidden()
             if forbidden:
@@ -105,6 +134,17 @@ class RowConstraint:
 
     def _spelled(self, text: bytes) -> list[int]:
         return self._vocabulary.spell(text) if text else []
+
+
+def _marks(text: str, vocabulary: Vocabulary) -> list[int]:
+    """The tokens of a mark: its own, or those of its text; [] if there are none."""
+    if not text:
+        return []
+    own = vocabulary.special_ids.get(text)
+    try:
+        return [own] if own is not None else vocabulary.spell(text.encode())
+    except ValueError:
+        return []
 
 
 def _bit(token_id: int) -> np.int32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.text import ReasoningParser
 
@@ -9,24 +11,32 @@ PROMPT_TAIL = 4096
 """Last characters of a prompt in which reasoning may have ended already."""
 
 
-def start_after(
+class Start(NamedTuple):
+    """Where a constraint begins to hold; fields of :class:`headrace_core.grammar.Constraint`."""
+
+    start_after: str = ""
+    may_begin_with: str = ""
+
+
+def start_of(
     parser: type[ReasoningParser] | None, prompt_tail: str, *, begins_answer: bool
-) -> str:
-    """The text in the output from which on a constraint holds; "": from the first token on.
+) -> Start:
+    """Where in the output a constraint begins to hold.
 
     Args:
         parser: of the model's reasoning; None: it does not reason, or its reasoning is constrained.
         prompt_tail: the last :data:`PROMPT_TAIL` characters of the prompt or more, special tokens
             included.
-        begins_answer: the prompt ends where an answer begins; reasoning that it holds belongs to
-            earlier answers, unless it ends with it.
+        begins_answer: the prompt ends where a chat's answer begins; reasoning that it holds belongs
+            to earlier answers, unless it ends with it. False: nothing is expected but what the
+            prompt itself has begun.
 
     Raises:
         UnsupportedFeature: the reasoning format has no end marker.
     """
     if parser is None:
-        return ""
-    end = parser.end_marker
+        return Start()
+    begin, end = parser.start_marker, parser.end_marker
     if not end:
         raise UnsupportedFeature(
             f"structured_outputs: not with reasoning parser {parser.__name__}, whose "
@@ -34,14 +44,12 @@ def start_after(
             "structured_outputs.enable_in_reasoning",
             param="structured_outputs",
         )
-    tail = prompt_tail[-PROMPT_TAIL:]
-    return "" if _ended(tail, parser.start_marker, end, begins_answer) else end
-
-
-def _ended(tail: str, begin: str, end: str, begins_answer: bool) -> bool:
-    """Whether the prompt holds the end of the reasoning that belongs to the coming output."""
-    if tail.rstrip().endswith(end):
-        return True
-    if begins_answer:
-        return False
-    return tail.rfind(end) > (tail.rfind(begin) if begin else -1)
+    tail = prompt_tail[-PROMPT_TAIL:].rstrip()
+    if tail.endswith(end):
+        return Start()
+    if not begins_answer:
+        is_open = bool(begin) and tail.rfind(begin) > tail.rfind(end)
+        return Start(end) if is_open else Start()
+    if not begin or parser.begins_reasoning or tail.endswith(begin):
+        return Start(end)
+    return Start(end, begin)

@@ -48,6 +48,10 @@ class MarkedReasoningParser(ReasoningMachine):
     format: ClassVar[ReasoningFormat] = ReasoningFormat()
     start_marker: ClassVar[str] = "<think>"
     end_marker: ClassVar[str] = "</think>"
+    begins_reasoning: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.begins_reasoning = cls.format.begun
 
     def read(self) -> Steps[None]:
         opened = self._opened()
