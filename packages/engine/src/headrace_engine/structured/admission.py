@@ -57,6 +57,8 @@ class Admission:
             seconds=config.compile_seconds,
             memory_bytes=config.compile_memory_bytes,
         )
+        self._unusable: set[str] = set()
+        """Backends whose library is there and cannot be imported."""
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._under_way: dict[bytes, Future[_Verdict]] = {}
@@ -72,6 +74,8 @@ class Admission:
         fallback = not (self.config.disable_fallback or params.disable_fallback)
         errors: list[RequestError] = []
         for name in backend_order(self.config, fallback=fallback):
+            if name in self._unusable:
+                continue
             try:
                 return self._admit(source, name, params)
             except RequestError as error:
@@ -81,6 +85,7 @@ class Admission:
             except (MissingDependency, PluginError) as error:
                 if name == self.config.backend:
                     raise
+                self._unusable.add(name)
                 logger.warning("grammar backend %s cannot be used: %s", name, error)
         raise _summary(source, errors)
 
