@@ -35,12 +35,13 @@ def refused(admission, **constraint):
 @pytest.mark.spec("SO-API")
 def test_a_constraint_is_admitted_once(admission):
     params = StructuredOutputsParams(json={"type": "object"})
+    assert admission.known(params) is None
     first = admission.admit(params)
     assert first.grammar.backend == "guidance"
     assert first.size_bytes > 0
     begin = time.perf_counter()
     for _ in range(50):
-        assert admission.admit(params) == first
+        assert admission.admit(params) == admission.known(params) == first
     assert time.perf_counter() - begin < 0.5
     assert len(children(admission)) == 1
 
