@@ -272,7 +272,8 @@ def test_the_constraint_begins_where_the_reasoning_ends(folder, llm):
 async def test_a_compiling_constraint_blocks_nobody(folder):
     """A compilation of seconds, ended by its limit: free and known requests do not wait for it."""
     pytest.importorskip("outlines_core")
-    config = {"backend": "outlines", "disable_fallback": True, "compile_seconds": 3.0}
+    config = {"backend": "outlines", "disable_fallback": True, "compile_seconds": 3.0,
+              "compile_processes": 1}  # fmt: skip
     args = EngineArgs(model=folder, **SETTINGS | {"structured_outputs_config": config})
     engine = AsyncLLM.from_engine_args(args)
 

@@ -374,14 +374,18 @@ class Engine:
             )
 
     async def _admit(self, params: SamplingParams) -> Admitted | None:
-        """Let a constraint compile, in threads that nothing else waits for."""
+        """Let a constraint compile, in threads that nothing else waits for: nor do requests whose
+        constraints are known, or refused at first sight."""
+        loop = asyncio.get_running_loop()
+        known = await loop.run_in_executor(self._pool, self._intake.known, params)
+        if known is not None:
+            return known
         if self._compiling >= MAX_COMPILING:
             raise QueueFull(
                 f"{self._compiling} constraints wait already to be compiled", retry_after=1.0
             )
         self._compiling += 1
         try:
-            loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._grammar_pool, self._intake.admit, params)
         finally:
             self._compiling -= 1

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace_core.config import StructuredOutputsConfig
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.testing.grammar import word_vocabulary
@@ -35,12 +35,13 @@ def refused(admission, **constraint):
 @pytest.mark.spec("SO-API")
 def test_a_constraint_is_admitted_once(admission):
     params = StructuredOutputsParams(json={"type": "object"})
+    assert admission.known(params) is None
     first = admission.admit(params)
     assert first.grammar.backend == "guidance"
     assert first.size_bytes > 0
     begin = time.perf_counter()
     for _ in range(50):
-        assert admission.admit(params) == first
+        assert admission.admit(params) == admission.known(params) == first
     assert time.perf_counter() - begin < 0.5
     assert len(children(admission)) == 1
 
@@ -87,6 +88,26 @@ def test_a_pinned_backend_without_fallback_says_what_it_lacks():
         other.close()
     finally:
         admission.close()
+
+
+def test_a_library_that_is_broken_is_passed_over_once_and_for_all(monkeypatch, caplog):
+    asked = []
+
+    def compile_(spec):
+        asked.append(spec.backend)
+        raise PluginError("it does not import")
+
+    admission = Admission(StructuredOutputsConfig(), word_vocabulary)
+    monkeypatch.setattr(admission._processes, "compile", compile_)
+    for _ in range(2):
+        with pytest.raises(UnsupportedFeature, match="no grammar backend"):
+            admission.admit(StructuredOutputsParams(regex="a"))
+    assert len(asked) == len(set(asked)) >= 1
+    assert "cannot be used" in caplog.text
+    pinned = Admission(StructuredOutputsConfig(backend="guidance"), word_vocabulary)
+    monkeypatch.setattr(pinned._processes, "compile", compile_)
+    with pytest.raises(PluginError):
+        pinned.admit(StructuredOutputsParams(regex="a"))
 
 
 HOSTILE = {

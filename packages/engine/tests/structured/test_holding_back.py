@@ -101,11 +101,15 @@ async def test_too_many_waiting_constraints_are_refused(monkeypatch):
     monkeypatch.setattr(engine_module, "MAX_COMPILING", 1)
     released = threading.Event()
     fake = SimpleNamespace(
-        _compiling=0, _grammar_pool=None, _intake=SimpleNamespace(admit=lambda p: released.wait(5))
+        _compiling=0,
+        _pool=None,
+        _grammar_pool=None,
+        _intake=SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None),
     )
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     first = asyncio.create_task(engine_module.Engine._admit(fake, params))
-    await asyncio.sleep(0.01)
+    while not fake._compiling:
+        await asyncio.sleep(0.01)
     with pytest.raises(QueueFull):
         await engine_module.Engine._admit(fake, params)
     released.set()

@@ -224,6 +224,15 @@ class Intake:
         self._end_token_ids(params)
         return self._admission.admit(wanted)
 
+    def known(self, params: SamplingParams) -> Admitted | None:
+        """As :meth:`admit`, but None if the constraint must be compiled first."""
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        self._need_tokenizer("structured_outputs")
+        self._end_token_ids(params)
+        return self._admission.known(wanted)
+
     def _constraint(
         self,
         prompt: Prompt,

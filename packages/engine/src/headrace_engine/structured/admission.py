@@ -39,6 +39,10 @@ class _Verdict(NamedTuple):
     error: RequestError | None
 
 
+class _NotKnown(Exception):
+    """A constraint has not been compiled yet."""
+
+
 class Admission:
     """Finds the backend for each constraint and lets it compile. Thread-safe.
 
@@ -57,6 +61,8 @@ class Admission:
             seconds=config.compile_seconds,
             memory_bytes=config.compile_memory_bytes,
         )
+        self._unusable: set[str] = set()
+        """Backends whose library is there and cannot be imported."""
         self._lock = threading.Lock()
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._under_way: dict[bytes, Future[_Verdict]] = {}
@@ -68,12 +74,30 @@ class Admission:
             RequestError: malformed, too large, or no backend can serve it; names keyword and
                 JSON pointer.
         """
+        return self._find(params, self._verdict)
+
+    def known(self, params: StructuredOutputsParams) -> Admitted | None:
+        """The same as far as it is known without compiling; None: it must be compiled.
+
+        Raises:
+            RequestError: as :meth:`admit`.
+        """
+        try:
+            return self._find(params, self._remembered)
+        except _NotKnown:
+            return None
+
+    def _find(
+        self, params: StructuredOutputsParams, verdict_of: Callable[[GrammarSpec], _Verdict]
+    ) -> Admitted:
         source = source_of(params, self.config)
         fallback = not (self.config.disable_fallback or params.disable_fallback)
         errors: list[RequestError] = []
         for name in backend_order(self.config, fallback=fallback):
+            if name in self._unusable:
+                continue
             try:
-                return self._admit(source, name, params)
+                return _admit(source, name, params, verdict_of)
             except RequestError as error:
                 if not (errors or isinstance(error, UnsupportedFeature)):
                     raise  # malformed: no other backend would take it
@@ -81,6 +105,7 @@ class Admission:
             except (MissingDependency, PluginError) as error:
                 if name == self.config.backend:
                     raise
+                self._unusable.add(name)
                 logger.warning("grammar backend %s cannot be used: %s", name, error)
         raise _summary(source, errors)
 
@@ -88,18 +113,12 @@ class Admission:
         """End the processes."""
         self._processes.close()
 
-    def _admit(self, source: Source, name: str, params: StructuredOutputsParams) -> Admitted:
-        spec = source.spec(name)
-        reasons = [*backend_class(name).refuse(spec), *_option_refusals(params, name)]
-        if reasons:
-            raise refuse(spec, reasons)
-        if spec.kind in BOUNDED:
-            return Admitted(spec, 1 << 16)
-        verdict = self._verdict(spec)
-        if verdict.error is not None:
-            # One object's traceback must not be shared between requests.
-            raise type(verdict.error)(str(verdict.error), param=verdict.error.param)
-        return Admitted(spec, verdict.size_bytes)
+    def _remembered(self, spec: GrammarSpec) -> _Verdict:
+        with self._lock:
+            known = self._verdicts.get(spec.key)
+        if known is None:
+            raise _NotKnown
+        return known
 
     def _verdict(self, spec: GrammarSpec) -> _Verdict:
         """The remembered verdict, or a new one; equal constraints at once compile once."""
@@ -142,6 +161,25 @@ class Admission:
             self._verdicts[key] = verdict
             while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
+
+
+def _admit(
+    source: Source,
+    name: str,
+    params: StructuredOutputsParams,
+    verdict_of: Callable[[GrammarSpec], _Verdict],
+) -> Admitted:
+    spec = source.spec(name)
+    reasons = [*backend_class(name).refuse(spec), *_option_refusals(params, name)]
+    if reasons:
+        raise refuse(spec, reasons)
+    if spec.kind in BOUNDED:
+        return Admitted(spec, 1 << 16)
+    verdict = verdict_of(spec)
+    if verdict.error is not None:
+        # One object's traceback must not be shared between requests.
+        raise type(verdict.error)(str(verdict.error), param=verdict.error.param)
+    return Admitted(spec, verdict.size_bytes)
 
 
 def _option_refusals(params: StructuredOutputsParams, name: str) -> list[str]:
