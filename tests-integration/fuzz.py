@@ -48,8 +48,16 @@ class Fuzz:
         return sum(self.statuses.values())
 
     def run(self, num_requests: int, number: int = 0, log: Callable[[str], None] = print) -> None:
-        """Send about so many, the same for the same ``number``."""
+        """Send at least so many, the same for the same ``number``. Most go where bodies are read."""
         operations = [result.ok() for result in self._schema.get_all_operations()]
+        while (missing := num_requests - self.num_requests) > 0:
+            self._run_all(operations, missing, number, log)
+            number += 1000
+            operations = [operation for operation in operations if operation.body]
+
+    def _run_all(
+        self, operations: list[Any], num_requests: int, number: int, log: Callable[[str], None]
+    ) -> None:
         weights = [10 if operation.body else 1 for operation in operations]
         for operation, weight in zip(operations, weights, strict=True):
             each = max(2, -(-num_requests * weight // (2 * sum(weights))))

@@ -16,7 +16,7 @@ from malformed import RAW, Client, bodies, exchange, mutations
 from servers import serving
 
 ALL = os.environ.get("HEADRACE_FUZZ") == "all"
-NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 1000)
+NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 300)
 pytestmark = [pytest.mark.req("F5"), pytest.mark.req("SEC-09"), pytest.mark.timeout(1800)]
 
 
@@ -71,5 +71,5 @@ def test_wrong_http(server):
 def test_generated_requests(server):
     fuzz = Fuzz(server.url)
     fuzz.run(NUM_GENERATED, log=lambda line: None)
-    assert fuzz.num_requests >= NUM_GENERATED * 0.7
+    assert fuzz.num_requests >= NUM_GENERATED
     assert not fuzz.problems, f"{len(fuzz.problems)}:\n" + "\n".join(fuzz.problems[:20])

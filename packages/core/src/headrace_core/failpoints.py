@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from headrace_core.errors import ConfigError
 
@@ -108,9 +109,9 @@ def parse(text: str) -> Plan:
     return plan
 
 
-def _options(part: str, text: str) -> dict[str, str | int | float]:
-    kinds = {"match": str, "after": int, "times": int, "seconds": float}
-    options: dict[str, str | int | float] = {}
+def _options(part: str, text: str) -> dict[str, Any]:
+    kinds: dict[str, type] = {"match": str, "after": int, "times": int, "seconds": float}
+    options: dict[str, Any] = {}
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
         try:

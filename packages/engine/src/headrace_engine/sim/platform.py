@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, UnsupportedFeature
@@ -12,7 +13,7 @@ from headrace_core.platform import CpuPlatform
 from headrace_core.sampling import SamplingParams
 from headrace_engine.sim.worker import SimWorker
 
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT: Mapping[str, Any] = {
     "model.quantization": None,
     "attention.backend": None,
     "device.num_threads": 0,
