@@ -504,6 +504,7 @@ class EchoServer(ToolServer):
         self.calls: list[tuple[str, Any]] = []
         self.sessions = 0
         self.open = 0
+        self.hangs = False
 
     async def namespaces(self) -> Mapping[str, Namespace]:
         tools = (Tool("echo", "Repeats.", {"type": "object"}), Tool("fail"))
@@ -534,6 +535,8 @@ class EchoSession(ToolSession):
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         self.server.calls.append((tool, arguments))
+        if self.server.hangs:
+            await asyncio.sleep(60)
         if tool == "fail":
             return ToolResult("it broke", failed=True)
         return ToolResult(f"echo {json.dumps(arguments)}")
@@ -611,6 +614,33 @@ async def test_errors_are_told_to_the_model(connect: Any, echo: EchoServer) -> N
     told = [m["content"] for m in engine.requests[1].prompt.messages if m["role"] == "tool"]  # type: ignore[union-attr]
     assert told == ["it broke"]
     assert echo.calls == [("fail", {"x": 1})]
+
+
+@pytest.mark.req("REL-05")
+@pytest.mark.parametrize("background", [False, True])
+async def test_leaving_and_cancelling_end_a_call(
+    live: Any, until: Any, echo: EchoServer, background: bool
+) -> None:
+    echo.hangs = True
+    engine = FakeEngine(turns(write("echo"), "Done."))
+    server = await live(engine, enable_responses_store=True, **PARSERS)
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        body = {"input": "Hi", "tools": [MCP]}
+        if background:
+            begun = await post(client, background=True, tools=[MCP])
+            await until(lambda: echo.calls)
+            answer = (await client.post(f"{URL}/{begun['id']}/cancel")).json()
+            assert answer["status"] == "cancelled"
+            assert [i["status"] for i in answer["output"]] == ["incomplete"]
+        else:
+            async with client.stream("POST", URL, json={**body, "stream": True}) as stream:
+                async for line in stream.aiter_lines():
+                    if line == "event: response.mcp_call_arguments.done":
+                        break
+                await until(lambda: echo.calls)
+        await until(lambda: echo.open == 0, 2.0)
+        await until(lambda: server.state.lifecycle.num_in_flight == 0)
+    assert len(engine.requests) == 1
 
 
 async def test_calls_are_bounded(connect: Any, echo: EchoServer) -> None:
