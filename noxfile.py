@@ -95,7 +95,7 @@ def everything(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     _everything(session)
-    session.install("--quiet", "schemathesis>=4.3")
+    session.install("--quiet", "schemathesis>=4.3", "anthropic>=1")
     _pytest(session, "tests-integration")
 
 
@@ -111,7 +111,8 @@ def oldest(session: nox.Session) -> None:
     session.install("--quiet", "-c", str(constraints), "-e", _path("core"), *words, "-e",
                     _path("headrace"))  # fmt: skip
     session.install("--quiet", "pytest>=8", "pytest-asyncio", "pytest-timeout", "hypothesis", "numpy",
-                    "httpx2", "openai")  # fmt: skip
+                    "httpx2", "openai", "ijson", "jsonschema", "mcp", "opentelemetry-sdk",
+                    "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
     _pytest(session, "packages/core/tests", "packages/engine/tests/scheduling",
             "packages/engine/tests/kv", "packages/engine/tests/intake", "packages/server/tests",
             "packages/quant/tests", "packages/attention/tests")  # fmt: skip
@@ -201,7 +202,7 @@ def soak(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
     _everything(session)
-    session.install("--quiet", "schemathesis>=4.3")
+    session.install("--quiet", "schemathesis>=4.3", "anthropic>=1")
     session.run("pytest", "tests-integration/test_malformed.py", *session.posargs,
                 env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
 

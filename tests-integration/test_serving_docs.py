@@ -15,7 +15,10 @@ import pytest
 from servers import serving
 
 PAGES = Path(__file__).parent.parent / "docs" / "serving"
-NAMES = ["chat.md", "completions.md", "tokens.md", "batch.md"]
+NAMES = [
+    "chat.md", "completions.md", "tools.md", "reasoning.md", "responses.md", "anthropic.md",
+    "tool-server.md", "tokens.md", "batch.md",
+]  # fmt: skip
 ADDRESS = "http://localhost:8000"
 
 

@@ -351,3 +351,13 @@ async def test_counting(connect: Any) -> None:
     assert len(engine.requests) == 1
     missing = await client.post(URL + "/count_tokens", json={"model": "fake-model"})
     assert "messages" in told(missing)
+
+
+@pytest.mark.spec("API-ANTHROPIC")
+async def test_a_budget_of_thoughts_reaches_an_engine_that_can_tell_them(connect: Any) -> None:
+    engine = FakeEngine("<think>so</think>yes")
+    body = filled({"thinking": THINK})
+    for options, budget in (({"reasoning_parser": "qwen3"}, 1024), ({}, None)):
+        answer = await connect(engine, **options).post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        assert engine.requests[-1].params.thinking_token_budget == budget

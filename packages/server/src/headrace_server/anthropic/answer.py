@@ -34,8 +34,13 @@ class MessageAnswer:
         convert.refuse_rank(request)
         self.body, self.state = body, state
         self.id = convert.answer_id("msg_", body.request_id, request)
+        chat = chat_request(body)
+        reasoning = state.parsers.reasoning
+        if body.thinking is not None and reasoning is not None and reasoning.end_marker:
+            # Without a parser nobody knows where thoughts end, and none are returned either.
+            chat.thinking_token_budget = body.thinking.budget_tokens
         # Anthropic's clients must name a limit and name large ones: past the context is no error.
-        self._turn = Turn(chat_request(body), state, self.id, fit=True)
+        self._turn = Turn(chat, state, self.id, fit=True)
         self._blocks = Blocks(0, self._call_id)
         self._last: Piece | None = None
 
