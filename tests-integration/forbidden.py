@@ -23,6 +23,14 @@ SCHEDULES = frozenset({"create_task", "ensure_future", "wait_for", "gather", "sh
 
 ALLOWED = {
     ("engine/intake/sandbox.py", "jinja2 environment"): "the one renderer",
+    ("core/beam.py", "_Requests.extend: wait result"): "the tasks are done",
+    ("core/log_lines.py", "ThreadedHandler._write_all: wait get"):
+        "idle: a daemon thread, ended by the end mark",
+    ("engine/structured/admission.py", "Admission._verdict: wait result"):
+        "of who compiles the same constraint, which has a limit and always ends",
+    ("engine/structured/compile_process.py", "CompileProcesses.compile: wait get"):
+        "of a process, which whoever has it gives back within the limit of a compilation",
+    ("engine/structured/compile_process.py", "CompileProcesses.prepare: wait get"): "the same",
     ("distributed/uni.py", "UniExecutor.start: wait result"):
         "what a worker's creation takes is its own affair (CUDA's first start takes a minute)",
     ("distributed/uni.py", "UniExecutor.call: wait result"):

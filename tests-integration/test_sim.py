@@ -51,7 +51,7 @@ def test_fifty_requests_in_a_pool_for_hardly_more_than_one():
 def test_a_flood_does_not_take_more_than_its_share(tmp_path):
     """320 requests of one key against 16 of another, 16 at once: equal shares within 10 %."""
     keys = tmp_path / "keys"
-    keys.write_text("flood-key name=flood\nquiet-key name=quiet\n")
+    keys.write_text("flood flood-key\nquiet quiet-key\n")
     words = ("--api-key-file", str(keys), "--scheduling-policy", "fair", "--max-num-seqs", "16")
     with serving(*SIM, "--sim-step-ms", "5", *words) as server:
         counts = asyncio.run(_compete(server.url, {"flood": 320, "quiet": 16}, seconds=8.0))
