@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
 
@@ -111,11 +111,15 @@ class Chat:
         self._parsers = await self._plan.make_parsers(last, self._prompt)
         ids = bool(self.body.return_token_ids)
         wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
+        choices = []
+        for part in sorted(last.outputs, key=lambda p: p.index):
+            choices.append(self._choice(part))
+            await asyncio.sleep(0)  # a choice may be long, and others wait
         return ChatResponse(
             id=self.id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
+            choices=choices,
             usage=self._usage(),
             prompt_logprobs=prompt_logprobs(last.prompt_logprobs or []) if wanted else None,
             prompt_token_ids=last.prompt_token_ids if ids else None,
@@ -195,14 +199,15 @@ class Chat:
     def _choice(self, part: CompletionOutput) -> ChatChoice:
         parser = self._parsers[part.index]
         parsed = parser.feed(part.text, last=True)
-        return ChatChoice(
+        choice = ChatChoice(
             index=part.index,
             message=self._message(parser, parsed),
-            logprobs=_model(self._logprobs(part)),
             finish_reason=self._finish_reason(part),
             stop_reason=part.stop_reason,
             token_ids=part.token_ids if self.body.return_token_ids else None,
         )
+        choice.logprobs = cast(ChatLogprobs | None, self._logprobs(part))  # see encode_answer
+        return choice
 
     def _message(self, parser: AnswerParser, parsed: ParsedDelta) -> ChatAnswer:
         calls = [
@@ -316,7 +321,3 @@ def _joined(parsed: ParsedDelta) -> list[tuple[int, ToolCall]]:
         names[piece.index] = names.get(piece.index) or piece.name or ""
         arguments.setdefault(piece.index, []).append(piece.arguments)
     return [(i, ToolCall(names[i], "".join(arguments[i]))) for i in sorted(names)]
-
-
-def _model(block: ChunkChatLogprobs | None) -> ChatLogprobs | None:
-    return None if block is None else ChatLogprobs.model_validate(msgspec.to_builtins(block))

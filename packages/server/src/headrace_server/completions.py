@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
-import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
 
@@ -112,6 +113,7 @@ class Completion:
                 for part in output.outputs:
                     index = position * self.body.n + part.index
                     choices[index] = self._choice(index, part, output, echo)
+                    await asyncio.sleep(0)  # a choice may be long, and others wait
         finally:
             await close(outputs)
         return CompletionResponse(
@@ -252,16 +254,17 @@ class Completion:
         shown = self._show(part, output, echo, self._format())
         ids = bool(self.body.return_token_ids)
         wanted = self.body.prompt_logprobs is not None and output.prompt_logprobs is not None
-        return CompletionChoice(
+        choice = CompletionChoice(
             index=index,
             text=shown.text,
-            logprobs=_model(shown.logprobs),
             finish_reason="length" if self._prompt_only else part.finish_reason,
             stop_reason=None if self._prompt_only else part.stop_reason,
             prompt_logprobs=prompt_logprobs(output.prompt_logprobs or []) if wanted else None,
             token_ids=shown.token_ids if ids else None,
             prompt_token_ids=output.prompt_token_ids if ids else None,
         )
+        choice.logprobs = cast(CompletionLogprobs | None, shown.logprobs)  # see encode_answer
+        return choice
 
     def _chunk(
         self,
@@ -313,9 +316,3 @@ def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:
         first.tokens += other.tokens
         first.top_logprobs += other.top_logprobs
     return first
-
-
-def _model(block: ChunkLogprobs | None) -> CompletionLogprobs | None:
-    if block is None:
-        return None
-    return CompletionLogprobs.model_validate(msgspec.to_builtins(block))

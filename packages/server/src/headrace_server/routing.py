@@ -103,4 +103,14 @@ async def answer_with(call: Call, request: Request) -> Response:
     except RequestError as error:
         error.param = call.spelling.get(error.param or "", error.param)
         raise
-    return Response(result.model_dump_json(by_alias=True), media_type="application/json")
+    return Response(encode_answer(result), media_type="application/json")
+
+
+def encode_answer(answer: BaseModel) -> bytes:
+    """A whole answer as JSON.
+
+    Blocks of log-probabilities are msgspec structs in the place of the models that describe them:
+    there may be hundreds of thousands of entries, for which models would stop the event loop for
+    seconds.
+    """
+    return msgspec.json.encode(answer.model_dump(by_alias=True, warnings=False))

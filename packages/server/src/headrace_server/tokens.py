@@ -6,9 +6,8 @@ For deployments that turn text into tokens somewhere else. Nothing is made text 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-import msgspec
 from fastapi import Request
 from msgspec import UNSET, UnsetType
 
@@ -121,16 +120,14 @@ class TokenGeneration:
         return choice
 
     def _choice(self, part: CompletionOutput) -> GenerateChoice:
-        block = self._logprobs(part)
-        return GenerateChoice(
+        choice = GenerateChoice(
             index=part.index,
             token_ids=part.token_ids,
-            logprobs=None
-            if block is None
-            else ChatLogprobs.model_validate(msgspec.to_builtins(block)),
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
         )
+        choice.logprobs = cast(ChatLogprobs | None, self._logprobs(part))  # see encode_answer
+        return choice
 
     def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
         count = self._params.logprobs

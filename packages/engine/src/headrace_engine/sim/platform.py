@@ -25,6 +25,8 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     "graph.cudagraph_capture_sizes": (),
     "graph.max_cudagraph_capture_size": None,
     "load.load_format": "auto",
+    "model.logits_processors": (),
+    "model.enable_prompt_embeds": False,
 }
 """Settings about computing -> their defaults: they must be left alone."""
 
@@ -54,11 +56,12 @@ class SimPlatform:
 
     def check_params(self, params: SamplingParams) -> None:
         """See :class:`headrace_core.platform.BringsWorker`."""
-        if params.structured_outputs is not None:
-            raise UnsupportedFeature(
-                "structured_outputs: device 'sim' has no probabilities to mask",
-                param="structured_outputs",
-            )
+        for name, reason in (
+            ("structured_outputs", "has no probabilities to mask"),
+            ("thinking_token_budget", "does not reason"),
+        ):
+            if getattr(params, name) is not None:
+                raise UnsupportedFeature(f"{name}: device 'sim' {reason}", param=name)
 
     def make_worker(self, config: EngineConfig, info: ModelInfo) -> SimWorker:
         """See :class:`headrace_core.platform.BringsWorker`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 from headrace_core import failpoints
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from headrace_core.sampling import SamplingParams
@@ -99,6 +102,18 @@ class SimWorker:
     def when_launching(self, call: Callable[[], None]) -> None:
         """See :meth:`headrace_core.executor.Worker.when_launching`."""
         self._launching = call
+
+    def report(self) -> dict[str, Any]:
+        """Facts about this worker."""
+        return {"rank": 0, "pid": os.getpid(), "device": "sim", "num_requests": len(self._held)}
+
+    def start_profile(self) -> None:
+        """Refused: there is nothing to record."""
+        raise UnsupportedFeature("device 'sim' computes nothing that a profile could show")
+
+    def stop_profile(self) -> None:
+        """Refused, as :meth:`start_profile`."""
+        self.start_profile()
 
     def close(self) -> None:
         """Forget all requests."""
