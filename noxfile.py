@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -24,8 +25,17 @@ LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
 """Packages that know core and nothing else of headrace."""
 WITHOUT_TORCH = ("server", "demo", "multimodal")
 
+CLIENTS = {
+    "openai": (("openai>=3",), ("test_openai.py",)),
+    "openai-before": (("openai>=2,<3",), ("test_openai.py",)),
+    "anthropic": (("anthropic",), ("test_anthropic.py",)),
+    "frameworks": (("langchain-openai", "litellm", "instructor"), ("test_frameworks.py",)),
+}
+"""Environment -> what it holds, and the files of tests-clients that run in it."""
+
 nox.options.sessions = [
-    "lint", "imports", "types", "tests", "everything", "integration", "oldest", "wheels", "docs",
+    "lint", "imports", "types", "tests", "everything", "integration", "clients", "oldest",
+    "wheels", "docs",
 ]  # fmt: skip
 nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "venv"
@@ -97,6 +107,28 @@ def integration(session: nox.Session) -> None:
     _everything(session)
     session.install("--quiet", "schemathesis>=4.3", "anthropic>=1")
     _pytest(session, "tests-integration")
+
+
+@nox.session
+def clients(session: nox.Session) -> None:
+    """The clients that people use, each in an environment of its own, against a real server."""
+    _everything(session)
+    folder, words = Path(session.create_tmp()), list[str]()
+    for name, (wanted, files) in CLIENTS.items():
+        home = folder / name
+        session.run("python", "-m", "venv", str(home), silent=True)
+        python = str(home / "bin" / "python")
+        session.run(python, "-m", "pip", "install", "--quiet", "pytest>=8", "jsonschema", *wanted,
+                    external=True)  # fmt: skip
+        words += [python, "-m", "pytest", "-c", "tests-clients/pytest.ini",
+                  *(f"tests-clients/{file}" for file in files), "--"]  # fmt: skip
+    if shutil.which("npm"):
+        session.run("npm", "install", "--prefix", "tests-clients/node", "--silent", "--no-audit",
+                    "--no-save", "--no-package-lock", external=True)  # fmt: skip
+        words += ["node", "--test", "tests-clients/node/"]
+    else:
+        session.log("the Node client is left out: npm is not installed")
+    session.run("python", "tests-clients/with_server.py", *words)
 
 
 @nox.session

@@ -30,8 +30,14 @@ def make(store, regex, output=(), start_after="", may_begin_with=""):
 
 
 def mask(constraint):
+    """The tokens that may be next; None: any that is not banned."""
     fill_masks([constraint])
     return None if constraint.words is None else bits(constraint.words)
+
+
+def banned(constraint):
+    fill_masks([constraint])
+    return set(constraint.banned)
 
 
 @pytest.mark.spec("SO-API")
@@ -85,7 +91,8 @@ def test_rows_of_one_step(store):
 )
 def test_the_constraint_begins_behind_the_marker(store, spelling):
     constraint = make(store, "[0-9]{2}", start_after="</think>")
-    assert mask(constraint) is None or END in mask(constraint)
+    assert mask(constraint) is None
+    assert banned(constraint) >= {END}
     for token in [*b"any reasoning < / > ", *spelling]:
         constraint.observe(token)
     assert mask(constraint) == list(b"0123456789")
@@ -99,26 +106,49 @@ def test_text_behind_the_marker_in_the_same_token_counts(store):
     constraint = make(store, "\\{[0-9]\\}", start_after="</think>")
     for token in b"so </think":
         constraint.observe(token)
-    allowed = mask(constraint)
-    assert TOKENS.index(b">{") in allowed
-    assert TOKENS.index(b">\n") not in allowed, "the grammar does not allow the line end"
-    assert ord(">") in allowed
+    wrong = TOKENS.index(b">\n")  # the grammar does not allow the line end
+    assert banned(constraint) == {wrong, END, TOKENS.index(b"x</think>a")}
     constraint.observe(TOKENS.index(b">{"))
     assert mask(constraint) == list(b"0123456789")
 
 
 @pytest.mark.spec("SO-REASONING")
 def test_a_token_that_holds_the_whole_marker(store):
-    assert TOKENS.index(b"x</think>a") not in mask(make(store, "[0-9]", start_after="</think>"))
+    assert TOKENS.index(b"x</think>a") in banned(make(store, "[0-9]", start_after="</think>"))
     constraint = make(store, "ab", start_after="</think>")
     constraint.observe(TOKENS.index(b"x</think>a"))
     assert mask(constraint) == [ord("b")]
 
 
-def test_an_end_token_in_the_reasoning_ends_it_all(store):
+@pytest.mark.spec("SO-REASONING")
+def test_a_model_that_would_end_in_its_reasoning_closes_it_instead(store):
+    """Else a forced call, say, would never come."""
+    torch = pytest.importorskip("torch")
+    from types import SimpleNamespace
+
+    from headrace_engine.sampling.masks import apply_constraints
+
+    constraint = make(store, "[0-9]", b"so", start_after="</think>")
+    assert END in banned(constraint)
+    assert constraint.closes == THINK_END
+    logits = torch.zeros(1, len(TOKENS))
+    logits[0, END], logits[0, ord("x")] = 7.0, 3.0
+    apply_constraints(
+        logits, SimpleNamespace(rules=[(0, SimpleNamespace(constraint=constraint), None)])
+    )
+    assert logits[0].argmax() == THINK_END
+    assert logits[0, END] == -torch.inf
+    assert logits[0, ord("x")] == 3.0
+    constraint.observe(THINK_END)
+    assert mask(constraint) == list(b"0123456789")
+    assert constraint.closes is None
+
+
+def test_after_an_end_anything_goes(store):
     constraint = make(store, "[0-9]", start_after="</think>")
     constraint.observe(END)
     assert mask(constraint) is None
+    assert not banned(constraint)
 
 
 class Marked:
@@ -166,8 +196,7 @@ def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(stor
     constraint.observe(ord("7"))
     assert mask(constraint) == [END]
     thinks = make(store, "[0-9]", opening, **marks)
-    free = mask(thinks)
-    assert free is None or ord("x") in free
+    assert mask(thinks) is None
     for token in VOCABULARY.spell(b"</think>"):
         thinks.observe(token)
     assert set(mask(thinks)) == set(b"0123456789")

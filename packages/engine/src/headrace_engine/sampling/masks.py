@@ -21,12 +21,20 @@ _IMPOSSIBLE = -torch.inf
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> None:
     """What the grammars of structured output do not allow becomes impossible."""
     for r, rules, _ in batch.rules:
-        if rules.constraint is not None and rules.constraint.words is not None:
+        constraint = rules.constraint
+        if constraint is None:
+            continue
+        if constraint.words is not None:
             bits = np.unpackbits(
-                rules.constraint.words.view(np.uint8), count=logits.shape[1], bitorder="little"
+                constraint.words.view(np.uint8), count=logits.shape[1], bitorder="little"
             )
             impossible = torch.from_numpy(bits == 0).to(logits.device)
             logits[r].masked_fill_(impossible, _IMPOSSIBLE)
+        if constraint.closes is not None:
+            stands_for = [constraint.closes, *constraint.ends]
+            logits[r, constraint.closes] = logits[r, stands_for].max()
+        if constraint.banned:
+            logits[r, list(constraint.banned)] = _IMPOSSIBLE
 
 
 def apply_allowed_tokens(logits: Tensor, batch: SamplingBatch) -> None:

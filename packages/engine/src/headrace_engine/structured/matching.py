@@ -44,10 +44,18 @@ class RowConstraint:
         self.backend = compiled.backend
         self.words: Words | None = None
         """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
+        self.banned: Sequence[int] = ()
+        """Tokens that may not be next, where nearly all may be. Set by :func:`fill_masks`."""
+        self.closes: int | None = None
+        """The token that closes the reasoning, while the output is in it: a model that would rather
+        end its output closes the reasoning instead, so that the constrained part comes. None: ends
+        are as the mask says. Set by :func:`fill_masks`."""
         self._ends = [i for i in constraint.end_token_ids if 0 <= i < vocabulary.size]
         self._vocabulary = vocabulary
         self._grammar = compiled.grammar
         self._marker = marker
+        closing = _marks(constraint.start_after, vocabulary) if marker else []
+        self._closing = closing[0] if len(closing) == 1 else None
         self._opening = _marks(constraint.may_begin_with, vocabulary) if marker else []
         """What is left of the text that may stand in front of the marker, as tokens."""
         self._gate: MarkerGate | None = None
@@ -109,22 +117,25 @@ class RowConstraint:
             words[token_id // 32] = word | bit if ends else word & ~bit
         if self._opening:
             words[self._opening[0] // 32] |= _bit(self._opening[0])
-        self.words = words
+        self.words, self.banned, self.closes = words, (), None
 
     def take_none(self) -> None:
         """No grammar's mask holds for the next token."""
-        self.words = None
-        if self._broken:
+        self.words, self.banned, self.closes = None, (), None
+        if self._ended:
+            return
+        if self._broken or self._opening:
             self.words = np.zeros(self._vocabulary.num_words, np.int32)
-        elif self._opening and not self._ended:
-            self.words = np.zeros(self._vocabulary.num_words, np.int32)
-            self.words[self._opening[0] // 32] |= _bit(self._opening[0])
-        elif self._gate is not None and not self._ended:
-            forbidden = self._gate.forbidden()
-            if forbidden:
-                self.words = np.full(self._vocabulary.num_words, -1, np.int32)
-                for token_id in forbidden:
-                    self.words[token_id // 32] &= ~_bit(token_id)
+            for token_id in self._opening[:1]:
+                self.words[token_id // 32] |= _bit(token_id)
+        elif self._gate is not None:
+            self.banned = [*self._gate.forbidden(), *self._ends]
+            self.closes = self._closing
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Tokens that end the output."""
+        return self._ends
 
     def _may_begin(self, text: bytes) -> bool:
         try:
