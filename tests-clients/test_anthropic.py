@@ -31,8 +31,12 @@ def test_messages_whole_and_streamed(client: anthropic.Anthropic, model: str) ->
         text = "".join(events.text_stream)
         final = events.get_final_message()
     assert text == whole.content[0].text
-    counts = [(u.input_tokens, u.output_tokens) for u in (final.usage, whole.usage)]
-    assert counts[0] == counts[1]
+    counted = client.messages.count_tokens(
+        model=model, messages=request["messages"], system="You are helpful."
+    )
+    for usage in (final.usage, whole.usage):  # what was found in the cache is counted apart
+        prompt = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert (prompt, usage.output_tokens) == (counted.input_tokens, whole.usage.output_tokens)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
@@ -68,7 +72,8 @@ def test_tool_round_trip(client: anthropic.Anthropic, model: str) -> None:
 def test_counting_and_refusals(client: anthropic.Anthropic, model: str) -> None:
     counted = client.messages.count_tokens(model=model, messages=user(ASK_SUM))
     whole = client.messages.create(model=model, max_tokens=4, messages=user(ASK_SUM))
-    assert counted.input_tokens == whole.usage.input_tokens
+    found = whole.usage.cache_read_input_tokens or 0
+    assert counted.input_tokens == whole.usage.input_tokens + found
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="nothing", max_tokens=4, messages=user("x"))
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):

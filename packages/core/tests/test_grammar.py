@@ -44,7 +44,7 @@ def test_constraints_cross_processes_as_msgpack(given):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
     frame = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.Decoder(SamplingParams).decode(frame) == params
-    constraint = Constraint(GrammarSpec("guidance", "json", "{}"), (2, 7), "</think>", 5)
+    constraint = Constraint(GrammarSpec("guidance", "json", "{}"), (2, 7), "</think>", "<think>", 5)
     frame = msgspec.msgpack.encode(constraint)
     assert msgspec.msgpack.Decoder(Constraint).decode(frame) == constraint
 
