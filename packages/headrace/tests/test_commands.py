@@ -136,3 +136,17 @@ def test_user_facing_submodules():
     from headrace.sampling_params import RequestOutputKind
 
     assert all((EngineConfig, TextPrompt, RequestOutput, RequestOutputKind))
+
+
+@pytest.mark.spec("SO-REASONING")
+@pytest.mark.req("SEC-14")
+def test_what_the_server_knows_of_structured_output_reaches_the_engine():
+    from headrace.cli.serve import structured_outputs
+    from headrace_server.settings import ServerSettings
+
+    assert structured_outputs(ServerSettings(), {"backend": "guidance"}) == {"backend": "guidance"}
+    reasons = structured_outputs(ServerSettings(reasoning_parser="qwen3"), {})
+    assert reasons == {"reasoning_parser": "qwen3", "reasoning_parser_plugin": ""}
+    hardened = structured_outputs(ServerSettings(hardened=True), {"max_depth": 40})
+    assert hardened["compile_seconds"] == 2
+    assert hardened["max_depth"] == 40, "its own flag wins"

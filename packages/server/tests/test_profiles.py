@@ -97,6 +97,27 @@ async def test_strict_in_the_hardened_profile(connect: Any) -> None:
     assert answer.json()["error"]["param"] == "chat_template"
 
 
+@pytest.mark.req("SEC-13")
+async def test_limits_of_one_request(connect: Any) -> None:
+    url, client = "http://localhost/v1/completions", connect(FakeEngine("x"), hardened=True)
+    for field, value, most in (
+        ("n", 17, 16), ("prompt", ["a"] * 257, 256), ("stop", ["a"] * 17, 16),
+        ("bad_words", ["a"] * 257, 256),
+    ):  # fmt: skip
+        answer = await client.post(url, json={"prompt": "a", field: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == field
+        assert str(most) in answer.json()["error"]["message"]
+    tokens = {"prompt": [1] * 300, "n": 16, "temperature": 1}
+    assert (await client.post(url, json=tokens)).status_code == 200
+    assert (await connect(FakeEngine("x")).post(url, json={"prompt": "a", "n": 17})).is_success
+    own = connect(FakeEngine("x"), hardened=True, request_limits={"n": 20})
+    assert (await own.post(url, json={"prompt": "a", "n": 17, "temperature": 1})).is_success
+    for wrong in ({"m": 1}, {"n": 0}, {"n": "2"}):
+        with pytest.raises(ConfigError, match="request_limits"):
+            ServerSettings(request_limits=wrong)
+
+
 def test_one_block_of_warnings(caplog: pytest.LogCaptureFixture) -> None:
     def block(**settings: Any) -> list[str]:
         caplog.clear()

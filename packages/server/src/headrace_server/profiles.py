@@ -7,7 +7,7 @@ sets wins, except where the hardened profile refuses it by name (:func:`check`).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace_core.errors import ConfigError
@@ -41,11 +41,21 @@ TABLE = (
     Row("h11_max_header_count", 256, 100),
     Row("max_body_bytes", 64 << 20, 16 << 20),
     Row("min_body_rate", 0, 1024, "a body may be sent as slowly as body_timeout allows"),
+    Row("request_limits", {},
+        {"n": 16, "prompt": 256, "stop": 16, "logit_bias": 1024, "bad_words": 256, "tools": 128},
+        "one request may ask for 128 completions of 2,048 prompts"),
     Row("max_connections", 4096, 2048),
     Row("max_connections_per_peer", 0, 256, "one peer may hold all connections"),
 )  # fmt: skip
 """Section 0a and the limits of section 5 of the security requirements, as far as they are settings
 of the HTTP front end."""
+
+
+STRUCTURED_OUTPUT_LIMITS: Mapping[str, Any] = {
+    "compile_seconds": 2.0, "max_source_bytes": 64 << 10, "max_depth": 32, "max_regex_length": 1024,
+}  # fmt: skip
+"""What the hardened profile sets of the engine's settings of structured output
+(:class:`headrace_core.config.StructuredOutputsConfig`)."""
 
 
 def resolve(settings: ServerSettings) -> Iterator[tuple[str, Any]]:

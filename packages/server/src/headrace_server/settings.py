@@ -16,6 +16,10 @@ LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 _JINJA_MARKS = ("{{", "{%", "{#")
 
 
+LIMITED_FIELDS = ("n", "prompt", "stop", "logit_bias", "bad_words", "tools")
+"""Fields of requests for which ``request_limits`` may hold a limit."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of one HTTP server.
@@ -67,6 +71,10 @@ class ServerSettings:
     max_connections: int = option(
         None, "Most open connections; more are a 503. Default: 4096; hardened: 2048."
     )
+    request_limits: Mapping[str, int] = option(
+        None, "JSON: most of what one request may hold, by field: n, prompt (prompts), stop, "
+        "logit_bias, bad_words, tools. Default: what the OpenAPI document says; hardened: narrow.",
+    )  # fmt: skip
     max_connections_per_peer: int = option(
         None, "Most open connections of one address; more are closed. 0: no limit. Default: 0; "
         "hardened: 256.",
@@ -329,6 +337,11 @@ class ServerSettings:
             _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         for name in ("min_body_rate", "max_connections_per_peer"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+        for name, most in self.request_limits.items():
+            _check(name in LIMITED_FIELDS, "request_limits", name,
+                   "one of " + ", ".join(LIMITED_FIELDS))  # fmt: skip
+            _check(isinstance(most, int) and most >= 1, f"request_limits.{name}", most,
+                   "a whole number, at least 1")  # fmt: skip
         _check(self.max_connections >= 1, "max_connections", self.max_connections, "at least 1")
         _check(self.admin_port is None or 0 <= self.admin_port <= 65535, "admin_port",
                self.admin_port, "in 0..65535")  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser, flag_name, options_of
+from headrace.cli.serve import structured_outputs
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
 from headrace_core.errors import ConfigError, EngineDead, MissingDependency
@@ -49,10 +50,7 @@ def main(words: Sequence[str]) -> int:
     settings = settings_from(args)
     if args.model_tag is not None:
         args.model = args.model_tag
-    if settings.reasoning_parser and hasattr(args, "structured_outputs_config"):
-        args.structured_outputs_config = {  # constraints begin where the reasoning ends
-            "reasoning_parser": settings.reasoning_parser, **args.structured_outputs_config,
-        }  # fmt: skip
+    args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     from headrace import __version__

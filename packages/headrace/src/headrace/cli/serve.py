@@ -27,12 +27,7 @@ def main(words: Sequence[str]) -> int:
     configure(log_format=settings.log_format, config_file=settings.log_config_file)
     if args.model_tag is not None:
         args.model = args.model_tag
-    if settings.reasoning_parser:  # constraints begin where the reasoning ends
-        args.structured_outputs_config = {
-            "reasoning_parser": settings.reasoning_parser,
-            "reasoning_parser_plugin": settings.reasoning_parser_plugin or "",
-            **args.structured_outputs_config,
-        }
+    args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     if settings.disable_log_stats:
         args.log_stats = False
     engine_args = EngineArgs.from_cli_args(args)
@@ -64,6 +59,20 @@ def main(words: Sequence[str]) -> int:
             logger.info("memory plan:\n%s", engine.client.memory_plan)
         logger.info("start-up took:\n%s", timeline.describe())
         return run(app, listening, settings, admin)
+
+
+def structured_outputs(settings: ServerSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's settings of structured output: what was given, and what the server knows: how
+    the model marks its reasoning, behind which constraints begin, and the hardened limits."""
+    from headrace_server.profiles import STRUCTURED_OUTPUT_LIMITS
+
+    known: dict[str, Any] = {}
+    if settings.reasoning_parser:
+        known["reasoning_parser"] = settings.reasoning_parser
+        known["reasoning_parser_plugin"] = settings.reasoning_parser_plugin or ""
+    if settings.hardened:
+        known |= STRUCTURED_OUTPUT_LIMITS
+    return {**known, **given}
 
 
 def make_parser() -> Parser:

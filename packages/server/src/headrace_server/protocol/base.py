@@ -55,8 +55,15 @@ class RequestBody(BaseModel):
 
         Raises:
             UnsupportedFeature: a known field asks for something that is not served.
-            RequestError: an unknown field, under ``strict_requests``.
+            RequestError: an unknown field, under ``strict_requests``; or more of something than
+                ``request_limits`` allow.
         """
+        for name, most in state.settings.request_limits.items():
+            size = _size(getattr(self, name, None))
+            if size > most:
+                raise RequestError(
+                    f"{name}: {size} is more than the {most} that this server takes", param=name
+                )
         for name, value in (self.model_extra or {}).items():
             refusal = self.refused.get(name)
             if refusal is None:
@@ -73,6 +80,16 @@ class RequestBody(BaseModel):
         near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
         hint = f"; the nearest known field is {near[0]!r}" if near else ""
         raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
+
+
+def _size(value: Any) -> int:
+    """How much a field asks for: a number itself, or how many things it holds."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, (list, dict)):
+        return 0
+    is_one_prompt = isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    return 1 if is_one_prompt else len(value)
 
 
 def check_size(name: str, value: Any, *, depth: int = MAX_DEPTH) -> None:
