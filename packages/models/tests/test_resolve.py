@@ -216,7 +216,7 @@ class TestSource:
             text=True,
         )
         last = done.stderr.strip().splitlines()[-1]
-        assert "ConfigError" in last
+        assert "NetworkError" in last
         assert "'some-owner/some-model'" in last
         assert str(tmp_path) in last
 
