@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 import threading
 import time
@@ -177,3 +178,21 @@ def test_a_full_disk_stops_nobody():
         handler.handle(logging.LogRecord("n", logging.INFO, "", 0, "x", (), None))
     handler.close()
     assert handler.num_dropped == 5
+
+
+@pytest.mark.req("REL-19")
+def test_a_process_ends_though_its_log_hangs():
+    """The pipe is full and nobody reads: no lock is held that Python wants before it ends."""
+    code = (
+        "import logging, sys\n"
+        "from headrace_core.log_lines import ThreadedHandler\n"
+        "logger = logging.getLogger('x')\n"
+        "logger.addHandler(ThreadedHandler(sys.stderr))\n"
+        "for _ in range(3000):\n    logger.warning('x' * 100)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    try:
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.stderr.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import queue
 import threading
 import time
@@ -56,6 +57,9 @@ class ThreadedHandler(logging.Handler):
         self.num_dropped = 0
         """Since the start."""
         self._stream = stream
+        self._file = _own_file(stream)
+        """Where lines go if the stream is a file: past its buffer, whose lock would be held by a write
+        that hangs, and which Python flushes before a process may end."""
         self._lines: queue.Queue[str | None] = queue.Queue(max_waiting)
         self._told = 0
         self._thread = threading.Thread(target=self._write_all, name="headrace-log", daemon=True)
@@ -85,6 +89,9 @@ class ThreadedHandler(logging.Handler):
             pass
         else:
             self._thread.join(LAST_LINES)
+        if self._file is not None and not self._thread.is_alive():
+            os.close(self._file)
+            self._file = None
         super().close()
 
     def _write_all(self) -> None:
@@ -102,10 +109,27 @@ class ThreadedHandler(logging.Handler):
                     "%d log lines were dropped: nobody read the log", (missing,), None,
                 )  # fmt: skip
                 line = f"{self.format(record)}\n{line}"
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            self._put(line + "\n")
         except (OSError, ValueError):  # the disk is full, or the stream closed
             self.num_dropped += 1
+
+    def _put(self, text: str) -> None:
+        if self._file is None:
+            self._stream.write(text)
+            self._stream.flush()
+            return
+        data = text.encode(self._stream.encoding or "utf-8", "backslashreplace")
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+def _own_file(stream: TextIO) -> int | None:
+    """A descriptor of our own for a stream's file; None: it has none."""
+    try:
+        stream.flush()
+        return os.dup(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def writes_json(name: str) -> bool:
