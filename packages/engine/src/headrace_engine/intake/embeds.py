@@ -7,20 +7,14 @@ its time and memory, and only plain rows come back.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import selectors
-import struct
-import subprocess
-import sys
 import threading
-import time
 
 import msgspec
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError
 from headrace_core.request import EMBEDS_DTYPES, PromptEmbeds
+from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong
 
 DECODE_SECONDS = 10.0
 """Wall-clock limit of reading one prompt."""
@@ -28,8 +22,6 @@ START_SECONDS = 120.0
 """Wall-clock limit of starting the process, which imports torch."""
 FILE_OVERHEAD = 1 << 16
 """Bytes that a file may take beyond its numbers."""
-LENGTH = struct.Struct("<Q")
-"""What precedes a message on a pipe: its length."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -108,24 +100,23 @@ class EmbedsWorker:
     """
 
     def __init__(self, max_bytes: int, seconds: float = DECODE_SECONDS) -> None:
-        self._max_bytes = max_bytes
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = KillableProcess(
+            "headrace_engine.intake.embeds_worker", str(max_bytes), start_seconds=START_SECONDS
+        )
 
     def decode(self, job: Job) -> Rows:
         """Have a file read; what the process could not survive is an error, too."""
         message = msgspec.msgpack.encode(job)
         with self._lock:
             try:
-                process = self._running()
-                answer = _exchange(process, message, time.monotonic() + self._seconds)
+                answer = self._process.ask(message, self._seconds)
                 return msgspec.msgpack.decode(answer, type=Rows)
-            except TimeoutError:
-                self._kill()
+            except TookTooLong:
                 return Rows(error="reading the file took too long")
-            except (OSError, EOFError, msgspec.MsgspecError):
-                self._kill()
+            except (ProcessEnded, msgspec.MsgspecError):
+                self._process.kill()
                 return Rows(
                     error="reading the file failed: it is damaged, or needs too much memory"
                 )
@@ -133,67 +124,7 @@ class EmbedsWorker:
     def close(self) -> None:
         """End the process."""
         with self._lock:
-            self._kill()
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._kill()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "headrace_engine.intake.embeds_worker", str(self._max_bytes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        _exchange(self._process, None, time.monotonic() + START_SECONDS)
-        return self._process
-
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
-        process.wait(timeout=10)
-
-
-def _exchange(process: subprocess.Popen[bytes], message: bytes | None, deadline: float) -> bytes:
-    """Write a message, if there is one, and read one, neither longer than until the deadline."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    source, target = process.stdout.fileno(), process.stdin.fileno()
-    os.set_blocking(target, False)
-    unsent = memoryview(b"" if message is None else LENGTH.pack(len(message)) + message)
-    answer = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(source, selectors.EVENT_READ)
-        if unsent:
-            selector.register(target, selectors.EVENT_WRITE)
-        while not _is_whole(answer):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            for key, _ in selector.select(left):
-                if key.fd == target:
-                    unsent = unsent[os.write(target, unsent[:65536]) :]
-                    if not unsent:
-                        selector.unregister(target)
-                    continue
-                piece = os.read(source, 1 << 20)
-                if not piece:
-                    raise EOFError
-                answer += piece
-    return bytes(answer[LENGTH.size :])
-
-
-def _is_whole(answer: bytearray) -> bool:
-    if len(answer) < LENGTH.size:
-        return False
-    size: int = LENGTH.unpack_from(answer)[0]
-    return len(answer) >= LENGTH.size + size
+            self._process.kill()
 
 
 def _refused(reason: str) -> RequestError:

@@ -8,16 +8,15 @@ the only one that reads a format which could hold code, and it reads it with ``w
 from __future__ import annotations
 
 import io
-import os
 import resource
 import sys
-from typing import BinaryIO
 
 import msgspec
 import torch
 
 from headrace_core.request import EMBEDS_DTYPES
-from headrace_engine.intake.embeds import DECODE_SECONDS, LENGTH, Job, Rows
+from headrace_engine.intake.embeds import DECODE_SECONDS, Job, Rows
+from headrace_engine.intake.killable import serve
 
 _ZIP = b"PK\x03\x04"
 """How a file of ``torch.save`` begins; the older form is not read."""
@@ -96,23 +95,22 @@ def main() -> None:
     import safetensors.torch  # noqa: F401 - before memory is limited
 
     _limit(int(sys.argv[1]))
-    output = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # nothing but answers may reach the parent
-    _send(output, b"")
-    while (message := _receive(sys.stdin.buffer)) is not None:
-        job = msgspec.msgpack.decode(message, type=Job)
-        _limit_time()
-        try:
-            rows = decode(job)
-        except MemoryError:
-            rows = Rows(error="reading the file needs too much memory")
-        _send(output, msgspec.msgpack.encode(rows))
+    serve(_answer)
+
+
+def _answer(message: bytes) -> bytes:
+    job = msgspec.msgpack.decode(message, type=Job)
+    _limit_time()
+    try:
+        rows = decode(job)
+    except MemoryError:
+        rows = Rows(error="reading the file needs too much memory")
+    return msgspec.msgpack.encode(rows)
 
 
 def _limit(max_bytes: int) -> None:
     limit = _address_space() + 4 * max_bytes + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
@@ -132,21 +130,6 @@ def _address_space() -> int:
             return int(file.read().split()[0]) * resource.getpagesize()
     except OSError:
         return 16 << 30
-
-
-def _receive(source: BinaryIO) -> bytes | None:
-    head = source.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    (size,) = LENGTH.unpack(head)
-    message = source.read(size)
-    return message if len(message) == size else None
-
-
-def _send(target: BinaryIO, message: bytes) -> None:
-    unsent = memoryview(LENGTH.pack(len(message)) + message)
-    while unsent:
-        unsent = unsent[target.write(unsent) :]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Work in a process that can be killed: for what a client can make slow or large.
 
-The process reads one JSON object per line from its standard input and answers with one per line.
-Its own limits hold memory and processor time; this side holds the clock. It ends when its input
-does, so it does not outlive its parent. Parent's half: :class:`KillableProcess`; child's half:
-:func:`serve`.
+The process reads messages from its standard input and answers each with one on its standard output:
+eight bytes of length, then so many bytes; JSON, or whatever both sides know. Its own limits hold memory
+and processor time; this side holds the clock. It ends when its input does, so it does not outlive its
+parent. Parent's half: :class:`KillableProcess`; child's half: :func:`serve`, :func:`serve_json`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import json
 import os
 import resource
 import selectors
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 START_SECONDS = 30.0
-"""Wall-clock limit of starting a process."""
-READY = b'{"ready": true}\n'
+"""Wall-clock limit of starting a process, unless it imports much."""
+_LENGTH = struct.Struct("<Q")
+_READY = b""
+"""A child's first message: it has started."""
 
 
 class TookTooLong(Exception):
@@ -38,11 +41,14 @@ class KillableProcess:
     Not thread-safe.
 
     Args:
-        module: run as ``python -m module``; its main calls :func:`serve`.
+        module: run as ``python -m module``; its main calls :func:`serve` or :func:`serve_json`.
+        words: its arguments.
+        start_seconds: wall-clock limit of its start.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module = module
+    def __init__(self, module: str, *words: str, start_seconds: float = START_SECONDS) -> None:
+        self._command = [sys.executable, "-m", module, *words]
+        self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -50,22 +56,35 @@ class KillableProcess:
         """Whether the child lives: one that was killed has forgotten what it was told."""
         return self._process is not None and self._process.poll() is None
 
-    def ask(self, job: bytes, seconds: float) -> dict[str, Any]:
-        """Send a job, a line of JSON, and wait for its answer.
+    @property
+    def pid(self) -> int | None:
+        """Of the child, if it lives."""
+        return self._process.pid if self._process is not None and self.running else None
+
+    def ask(self, message: bytes, seconds: float) -> bytes:
+        """Send a message and wait for its answer.
 
         Raises:
-            TookTooLong, ProcessEnded: the process is gone; the next job gets a new one.
+            TookTooLong, ProcessEnded: the process is gone; the next message gets a new one.
         """
         process = self._started()
         try:
-            answer = json.loads(_talk(process, job + b"\n", time.monotonic() + seconds))
+            return _talk(process, message, time.monotonic() + seconds)
         except TimeoutError:
             self.kill()
             raise TookTooLong(f"took longer than {seconds:g} s") from None
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError):
             self.kill()
             raise ProcessEnded("needed more memory or time than it may have") from None
-        return dict(answer)
+
+    def ask_json(self, job: bytes, seconds: float) -> dict[str, Any]:
+        """:meth:`ask` of a child that answers with JSON objects. Raises: the same."""
+        answer = self.ask(job, seconds)
+        try:
+            return dict(json.loads(answer))
+        except (ValueError, TypeError):
+            self.kill()
+            raise ProcessEnded("gave no sensible answer") from None
 
     def interrupt(self) -> None:
         """Make a job that runs fail. May be called from another thread than :meth:`ask`."""
@@ -90,31 +109,32 @@ class KillableProcess:
             return self._process
         self.kill()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
         )
         try:
-            _talk(self._process, b"", time.monotonic() + START_SECONDS)
+            _talk(self._process, None, time.monotonic() + self._start_seconds)
         except (TimeoutError, OSError, EOFError) as error:
             self.kill()
             raise TookTooLong("the process for it did not start") from error
         return self._process
 
 
-def _talk(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> bytes:
-    """Write a line and read one, neither longer than until the deadline."""
+def _talk(process: subprocess.Popen[bytes], message: bytes | None, deadline: float) -> bytes:
+    """Write a message, if there is one, and read one, neither longer than until the deadline."""
     assert process.stdin is not None
     assert process.stdout is not None
     source, target = process.stdout.fileno(), process.stdin.fileno()
     os.set_blocking(target, False)
-    unsent, answer = memoryview(line), bytearray()
+    unsent = memoryview(b"" if message is None else _LENGTH.pack(len(message)) + message)
+    answer = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         if unsent:
             selector.register(target, selectors.EVENT_WRITE)
-        while not answer.endswith(b"\n"):
+        while not _is_whole(answer):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -128,14 +148,41 @@ def _talk(process: subprocess.Popen[bytes], line: bytes, deadline: float) -> byt
                 if not piece:
                     raise EOFError
                 answer += piece
-    return bytes(answer)
+    return bytes(answer[_LENGTH.size :])
 
 
-def serve(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
-    """The child: answer jobs until the input ends."""
+def _is_whole(answer: bytearray) -> bool:
+    if len(answer) < _LENGTH.size:
+        return False
+    size: int = _LENGTH.unpack_from(answer)[0]
+    return len(answer) >= _LENGTH.size + size
+
+
+def serve(answer: Callable[[bytes], bytes]) -> None:
+    """The child: answer messages until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # nothing but answers may reach the parent
-    output.write(READY)
-    for line in sys.stdin.buffer:
-        output.write(json.dumps(answer(json.loads(line))).encode() + b"\n")
+    _send(output, _READY)
+    while (message := _receive(sys.stdin.buffer)) is not None:
+        _send(output, answer(message))
+
+
+def serve_json(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """:func:`serve` of JSON objects."""
+    serve(lambda message: json.dumps(answer(json.loads(message))).encode())
+
+
+def _receive(source: BinaryIO) -> bytes | None:
+    head = source.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    message = source.read(size)
+    return message if len(message) == size else None
+
+
+def _send(target: BinaryIO, message: bytes) -> None:
+    unsent = memoryview(_LENGTH.pack(len(message)) + message)
+    while unsent:
+        unsent = unsent[target.write(unsent) :]

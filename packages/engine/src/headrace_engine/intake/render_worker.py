@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve
+from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
 from headrace_engine.intake.sandbox import TemplateTooLarge, render_template
 
 RENDER_SECONDS = 1.0
@@ -57,7 +57,7 @@ class RenderWorker:
             raise RenderFailed("its variables must be plain data (JSON)") from None
         try:
             with self._lock:
-                answer = self._process.ask(line, self._seconds)
+                answer = self._process.ask_json(line, self._seconds)
         except TookTooLong as error:
             raise RenderTimeout(f"rendering {error}") from None
         except ProcessEnded as error:
@@ -87,7 +87,7 @@ def describe_error(error: BaseException) -> str:
 def main() -> None:
     """The child: answer until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    serve(_answer)
+    serve_json(_answer)
 
 
 def _answer(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace_core.errors import HeadraceError, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, malformed
-from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve
+from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
 from headrace_engine.structured.backend_loading import Backends
 
 MODULE = "headrace_engine.structured.compile_process"
@@ -123,10 +123,10 @@ class CompileProcesses:
         if not child.process.running:
             child.loaded.clear()
         if not child.loaded:
-            child.process.ask(self._vocabulary_line(), LOAD_SECONDS)
+            child.process.ask_json(self._vocabulary_line(), LOAD_SECONDS)
         if backend in child.loaded:
             return {}
-        answer = child.process.ask(_line({"op": "load", "backend": backend}), LOAD_SECONDS)
+        answer = child.process.ask_json(_line({"op": "load", "backend": backend}), LOAD_SECONDS)
         if "error" not in answer:
             child.loaded.add(backend)
         return answer
@@ -141,7 +141,7 @@ class CompileProcesses:
             "seconds": self._seconds,
             "memory_bytes": self._memory_bytes,
         }
-        return child.process.ask(_line(job), self._seconds)
+        return child.process.ask_json(_line(job), self._seconds)
 
     def _vocabulary_line(self) -> bytes:
         with self._lock:
@@ -251,7 +251,7 @@ def _memory() -> tuple[int, int]:
 
 def main() -> None:
     """The child: answer until the input ends."""
-    serve(_Compiler().answer)
+    serve_json(_Compiler().answer)
 
 
 if __name__ == "__main__":
