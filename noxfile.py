@@ -1,22 +1,30 @@
 """Every task of the repository: ``nox`` runs what CI runs, ``nox -l`` lists, ``nox -s NAME`` picks.
 
-Each session makes its own virtual environment. torch is installed first and at one version, from
-wherever pip finds a CPU build; whatever asks for a range afterwards is then already satisfied.
+Each session makes its own virtual environment, but for torch and triton, 1.7 GB together: these are
+installed once, at one version, and a session that asks for them sees them through a path file.
+Whatever asks for a range of them afterwards is then already satisfied. ``HEADRACE_DISCARD=1``
+removes a session's environment as soon as it has run.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
 
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("HEADRACE_TORCH", "torch==2.13.0")
+TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
+LAYERS = ROOT / ".nox" / "layers"
+DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 PACKAGES = (
     "core", "kernels", "attention", "quant", "models", "distributed", "multimodal", "engine",
     "server", "demo", "headrace",
@@ -24,6 +32,7 @@ PACKAGES = (
 LIBRARIES = tuple(name for name in PACKAGES if name != "headrace")
 """Packages that know core and nothing else of headrace."""
 WITHOUT_TORCH = ("server", "demo", "multimodal")
+WITH_TRITON = ("kernels", "engine")
 
 CLIENTS = {
     "openai": (("openai>=3",), ("test_openai.py",)),
@@ -41,8 +50,37 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "venv"
 
 
-def _install_torch(session: nox.Session) -> None:
-    session.install("--quiet", TORCH)
+def _tidy(run: Callable[..., None]) -> Callable[..., None]:
+    """Remove the session's environment when it has run, where that is asked for."""
+
+    @functools.wraps(run)
+    def tidied(session: nox.Session, *args: object, **kwargs: object) -> None:
+        try:
+            run(session, *args, **kwargs)
+        finally:
+            if DISCARD:
+                shutil.rmtree(session.virtualenv.location, ignore_errors=True)
+
+    return tidied
+
+
+def _layer(session: nox.Session, requirement: str) -> None:
+    """Show the session's environment a package that all sessions share, with what it needs."""
+    name = re.sub(r"[^\w.]+", "-", f"py{sys.version_info.minor}-{requirement}")
+    layer = LAYERS / name
+    if not layer.exists():
+        part = LAYERS / f"{name}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        session.run("python", "-m", "pip", "install", "--quiet", "--target", str(part), requirement)
+        part.rename(layer)
+    site = next(Path(session.virtualenv.location).rglob("site-packages"))
+    (site / f"layer-{name}.pth").write_text(f"{layer}\n")
+
+
+def _install_torch(session: nox.Session, *, triton: bool = False) -> None:
+    _layer(session, TORCH)
+    if triton and sys.platform == "linux":
+        _layer(session, TRITON)
 
 
 def _path(package: str, extra: str = "") -> str:
@@ -59,7 +97,7 @@ def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None
 
 
 def _everything(session: nox.Session) -> None:
-    _install_torch(session)
+    _install_torch(session, triton=True)
     _editable(session, *LIBRARIES)
     session.install("--quiet", "-e", _path("headrace", "test"))
 
@@ -82,10 +120,11 @@ def serve(session: nox.Session) -> None:
 
 @nox.session
 @nox.parametrize("package", LIBRARIES, ids=LIBRARIES)
+@_tidy
 def tests(session: nox.Session, package: str) -> None:
     """One package's tests, with core and itself only."""
     if package not in WITHOUT_TORCH:
-        _install_torch(session)
+        _install_torch(session, triton=package in WITH_TRITON)
     if package == "core":
         _editable(session)
     else:
@@ -95,6 +134,7 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+@_tidy
 def everything(session: nox.Session) -> None:
     """The meta-package's tests, with all packages together."""
     _everything(session)
@@ -102,6 +142,7 @@ def everything(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     _everything(session)
@@ -121,6 +162,7 @@ def _npm_install(session: nox.Session, folder: str) -> bool:
 
 
 @nox.session
+@_tidy
 def clients(session: nox.Session) -> None:
     """The clients that people use, each in an environment of its own, against a real server."""
     _everything(session)
@@ -139,6 +181,7 @@ def clients(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def oldest(session: nox.Session) -> None:
     """The lowest versions that the packages declare (torch apart: its CPU build is given)."""
     _install_torch(session)
@@ -180,6 +223,7 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 @nox.session
+@_tidy
 def lint(session: nox.Session) -> None:
     """ruff: rules and format."""
     session.install("--quiet", "ruff==0.17.6")
@@ -188,6 +232,7 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def types(session: nox.Session) -> None:
     """mypy, strict, on every package's source."""
     _everything(session)
@@ -197,6 +242,7 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def imports(session: nox.Session) -> None:
     """import-linter: the dependency rule, and who imports no torch."""
     session.install("--quiet", "import-linter==2.16")
@@ -205,6 +251,7 @@ def imports(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def wheels(session: nox.Session) -> None:
     """Build every wheel; install and use three sets of them in fresh environments."""
     session.install("--quiet", "build")
@@ -218,6 +265,7 @@ def wheels(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def docs(session: nox.Session) -> None:
     """Build the documentation; a broken link or an unresolved reference is an error."""
     session.install("--quiet", "mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.27")
@@ -231,6 +279,7 @@ def requirements(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def soak(session: nox.Session) -> None:
     """200 streams for a minute on the simulated device, every token checked."""
     _everything(session)
@@ -238,6 +287,7 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
     _everything(session)
@@ -247,6 +297,7 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def kills(session: nox.Session) -> None:
     """kill -9 of the engine process, 20 times under load."""
     _everything(session)
@@ -255,6 +306,7 @@ def kills(session: nox.Session) -> None:
 
 
 @nox.session
+@_tidy
 def bench(session: nox.Session) -> None:
     """Measure headrace and the peers that are installed: ``nox -s bench -- --help``."""
     _everything(session)
