@@ -103,10 +103,13 @@ def _everything(session: nox.Session) -> None:
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
-    """Run pytest in two processes of one thread each: what two cores can carry."""
+    """Run pytest in two processes of one thread each: what two cores can carry.
+
+    ``CI`` has hypothesis repeat the same examples, and never fail a test for a slow machine.
+    """
     session.install("--quiet", "pytest-xdist>=3.6")
     session.run("pytest", "-n", "2", "--dist", "loadfile", *words, *session.posargs,
-                env={"OMP_NUM_THREADS": "1"})  # fmt: skip
+                env={"OMP_NUM_THREADS": "1", "CI": "true"})  # fmt: skip
 
 
 @nox.session
