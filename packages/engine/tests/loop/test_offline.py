@@ -12,8 +12,8 @@ from headrace_core.errors import EngineDead, PromptTooLong, RequestError
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.engine import OfflineEngine
 from headrace_engine.intake.intake import Intake
+from headrace_engine.offline import OfflineEngine
 
 FINAL = RequestOutputKind.FINAL_ONLY
 

@@ -12,8 +12,9 @@ from headrace_core.errors import QueueFull
 from headrace_core.grammar import Constraint, GrammarSpec
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams, StructuredOutputsParams
-from headrace_engine import engine as engine_module
 from headrace_engine.core import EngineCore
+from headrace_engine.intake import threads as threads_module
+from headrace_engine.intake.threads import IntakeThreads
 from headrace_engine.structured.store import GrammarStore
 
 
@@ -98,20 +99,17 @@ def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
 
 
 async def test_too_many_waiting_constraints_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_module, "MAX_COMPILING", 1)
+    monkeypatch.setattr(threads_module, "MAX_COMPILING", 1)
     released = threading.Event()
-    fake = SimpleNamespace(
-        _compiling=0,
-        _pool=None,
-        _grammar_pool=None,
-        _intake=SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None),
-    )
+    intake = SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None)
+    threads = IntakeThreads(intake, 2)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    first = asyncio.create_task(engine_module.Engine._admit(fake, params))
-    while not fake._compiling:
+    first = asyncio.create_task(threads.admit(params))
+    while not threads.num_compiling:
         await asyncio.sleep(0.01)
     with pytest.raises(QueueFull):
-        await engine_module.Engine._admit(fake, params)
+        await threads.admit(params)
     released.set()
     await first
-    assert fake._compiling == 0
+    assert threads.num_compiling == 0
+    threads.close()
