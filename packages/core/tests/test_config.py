@@ -17,11 +17,11 @@ from headrace_core.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
-    resolve,
 )  # fmt: skip
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
+from headrace_core.resolution import resolve
 
 INFO = ModelInfo(
     name="m", path=Path("/m"), architecture="LlamaForCausalLM", config={}, generation_config={},

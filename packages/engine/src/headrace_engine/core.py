@@ -97,7 +97,7 @@ class EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
         Args:
-            config: resolved (:func:`headrace_core.config.resolve`).
+            config: resolved (:func:`headrace_core.resolution.resolve`).
             max_model_len: longest context.
             executor: not yet started; shut down again if anything here fails.
             timeline: gets one phase per piece of work.

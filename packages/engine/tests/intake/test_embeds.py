@@ -305,8 +305,8 @@ def test_what_a_prompt_without_tokens_cannot_do() -> None:
 def test_tensors_need_no_other_process() -> None:
     made = intake()
     made.prepare({"prompt_embeds": rows()}, SamplingParams(), "r")
-    assert made._embeds is not None
-    assert not made._embeds._worker._process.running
+    assert made._prompts._embeds is not None
+    assert not made._prompts._embeds._worker._process.running
     start = time.monotonic()
     made.close()
     assert time.monotonic() - start < 5

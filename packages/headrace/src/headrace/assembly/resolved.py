@@ -12,10 +12,11 @@ from typing import NamedTuple
 from headrace import demo
 from headrace.assembly.missing import missing
 from headrace_core import plugins
-from headrace_core.config import EngineConfig, resolve
+from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, DeviceError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, Platform, detect
+from headrace_core.resolution import resolve
 
 
 class Resolved(NamedTuple):
