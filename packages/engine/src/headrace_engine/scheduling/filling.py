@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
 from headrace_core import failpoints
@@ -11,6 +12,8 @@ from headrace_engine.scheduling.limits import StepLimits
 from headrace_engine.scheduling.plan import StepPlan, new_request
 from headrace_engine.scheduling.request import RequestState, RequestStatus
 from headrace_engine.scheduling.roster import Roster
+
+logger = logging.getLogger(__name__)
 
 
 class StepFiller:
@@ -80,11 +83,13 @@ class StepFiller:
                 num_tokens = min(self._limits.share(num_tokens, plan), plan.budget)
             try:
                 gained = allocate(state, num_tokens)
+                if gained is None:
+                    gained = self._preempt_for(state, num_tokens, plan)
             except Exception as error:
                 index -= 1
                 self._refuse(state, error)
                 continue
-            if gained is None and (gained := self._preempt_for(state, num_tokens, plan)) is None:
+            if gained is None:
                 break
             if decodes:
                 plan.add_decode(state)
@@ -154,8 +159,14 @@ class StepFiller:
             # release what a sliding window leaves behind, and the first part still reads that.
             scheduled = plan.num_scheduled_tokens[state.request_id]
             state.num_computed_tokens -= scheduled
-            gained = self._kv.allocate(state, scheduled + num_tokens)
-            state.num_computed_tokens += scheduled
+            try:
+                gained = self._kv.allocate(state, scheduled + num_tokens)
+            except Exception:
+                # It is part of this step already. If this raises again, the next one ends it.
+                logger.exception("request %s gets no more of a step", state.request_id)
+                gained = None
+            finally:
+                state.num_computed_tokens += scheduled
             if gained is None:
                 break
             plan.extend(index, num_tokens, gained)
