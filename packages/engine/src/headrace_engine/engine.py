@@ -147,10 +147,10 @@ class Engine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Take the request in and yield its outputs, as far as they are not poured."""
         self._check_open()
-        self._limits.check_requests(n, self._gate.num_held)
-        request = await prepare()
-        await self._gate.passed()
-        state = self._open_stream(request, news)
+        with self._limits.arriving(n):
+            request = await prepare()
+            await self._gate.passed()
+            state = self._open_stream(request, news)
         try:
             while not state.exhausted:
                 output = state.take()

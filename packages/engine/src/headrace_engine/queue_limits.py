@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from headrace_core.config import SchedulerConfig
 from headrace_core.errors import QueueFull
@@ -25,21 +27,22 @@ class QueueLimits:
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
         self._processor = processor
+        self._num_arriving = 0
 
-    def check_requests(self, n: int, num_held: int) -> None:
-        """Refuse a request of ``n`` completions if too many wait, ``num_held`` ones included.
+    @contextmanager
+    def arriving(self, n: int) -> Iterator[None]:
+        """Around taking in a request of ``n`` completions, which count as waiting meanwhile: long
+        prompts take a while, and a paused engine holds requests.
 
         Raises:
-            QueueFull: says how many, and when to try again.
+            QueueFull: too many wait; says how many, and when to try again.
         """
-        waiting = self._processor.num_waiting + num_held
-        excess = waiting + n - self._max_requests
-        if excess > 0:
-            raise QueueFull(
-                f"{waiting} completions wait already and {n} more would exceed "
-                f"max_queued_requests = {self._max_requests}",
-                retry_after=_retry_after(self._processor.seconds_until(num_starts=excess)),
-            )
+        self._check_requests(n)
+        self._num_arriving += n
+        try:
+            yield
+        finally:
+            self._num_arriving -= n
 
     def check_tokens(self, request: PreparedRequest) -> None:
         """Refuse a request whose prompt is too long for what there is room for.
@@ -59,6 +62,16 @@ class QueueLimits:
                 retry_after=_retry_after(
                     self._processor.seconds_until(num_tokens=min(excess, waiting))
                 ),
+            )
+
+    def _check_requests(self, n: int) -> None:
+        waiting = self._processor.num_waiting + self._num_arriving
+        excess = waiting + n - self._max_requests
+        if excess > 0:
+            raise QueueFull(
+                f"{waiting} completions wait already and {n} more would exceed "
+                f"max_queued_requests = {self._max_requests}",
+                retry_after=_retry_after(self._processor.seconds_until(num_starts=excess)),
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -673,6 +674,24 @@ async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
         await anext(engine.generate("x", SamplingParams(), "too many"))
     await engine.resume_generation()
     await asyncio.gather(*waiting)
+    await engine.shutdown()
+
+
+@pytest.mark.req("REL-07")
+async def test_the_queue_limit_counts_who_is_being_taken_in() -> None:
+    engine = make_engine(max_queued=2)
+    may_encode = threading.Event()
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(10) and encode(*a, **k)
+    long = "x" * 3000  # taken in by another thread
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
+    coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0.02)
+    refused = [task for task in coming if task.done()]
+    assert [type(task.exception()) for task in refused] == [QueueFull] * 2
+    may_encode.set()
+    await asyncio.gather(*coming, return_exceptions=True)
+    assert await collect(engine, "x", params, "later")
     await engine.shutdown()
 
 
