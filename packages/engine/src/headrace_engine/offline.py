@@ -206,8 +206,10 @@ class OfflineEngine:
 
     def shutdown(self) -> None:
         """Stop the core and free everything. Idempotent."""
-        self._client.shutdown()
-        self._intake.close()
+        try:
+            self._client.shutdown()
+        finally:
+            self._intake.close()
 
     def __enter__(self) -> OfflineEngine:
         return self
@@ -218,12 +220,15 @@ class OfflineEngine:
     def collective_rpc(
         self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
     ) -> list[Any]:
-        """As :meth:`headrace_core.engine.EngineClient.collective_rpc`."""
+        """As :meth:`headrace_core.engine.EngineClient.collective_rpc`; without a timeout it waits
+        :data:`~headrace_engine.clients.base.PROFILE_TIMEOUT`."""
         if not isinstance(method, str):
             raise RequestError(
                 f"method = {method!r}: must be a name; functions are not called", param="method"
             )
-        return self._client.call_workers(method, args).result(timeout or PROFILE_TIMEOUT)
+        return self._client.call_workers(method, args).result(
+            PROFILE_TIMEOUT if timeout is None else timeout
+        )
 
     # OutputSink: called from a thread of the client's.
 
