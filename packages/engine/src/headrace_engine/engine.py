@@ -213,7 +213,8 @@ class Engine:
         self._gate.close()
         if not wait_for_inflight_requests:
             await self.abort([state.request.request_id for state in self._processor.states])
-        while self._streams and self._gate.paused and self.dead_error is None:
+        # Not until the last stream is closed: a consumer may take as long as it likes to read.
+        while self._processor.has_unfinished and self._gate.paused and self.dead_error is None:
             await asyncio.sleep(PAUSE_POLL)
         if self.dead_error is not None:
             raise dead_again(self.dead_error)
@@ -257,9 +258,11 @@ class Engine:
         while self._streams and self.dead_error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         await self.abort([state.request.request_id for state in self._processor.states])
-        await asyncio.get_running_loop().run_in_executor(None, self._client.shutdown)
-        self._threads.close()
-        self._intake.close()
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self._client.shutdown)
+        finally:
+            self._threads.close()
+            self._intake.close()
 
     # OutputSink: called from a thread of the client's.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from headrace_core.errors import QueueFull
+from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
@@ -37,14 +37,19 @@ class IntakeThreads:
         self._grammar_pool = ThreadPoolExecutor(
             compile_processes, thread_name_prefix="headrace-admission"
         )
+        self._closed = False
         self.num_compiling = 0
         """Requests whose constraints compile, or wait for that."""
 
     async def run(self, prompt: Prompt | Sequence[int], work: Callable[[], Result]) -> Result:
-        """The result of ``work``, which looks at the whole of ``prompt``."""
+        """The result of ``work``, which looks at the whole of ``prompt``.
+
+        Raises:
+            EngineDead: closed before its turn came.
+        """
         if _size(prompt) <= SMALL_PROMPT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        return await self._in(self._pool, work)
 
     async def admit(self, params: SamplingParams) -> Admitted | None:
         """Let a constraint compile, in threads that nothing else waits for: nor do requests whose
@@ -54,8 +59,7 @@ class IntakeThreads:
             QueueFull: :data:`MAX_COMPILING` others are at it.
             RequestError: no backend can serve the constraint.
         """
-        loop = asyncio.get_running_loop()
-        known = await loop.run_in_executor(self._pool, self._intake.known, params)
+        known = await self._in(self._pool, lambda: self._intake.known(params))
         if known is not None:
             return known
         if self.num_compiling >= MAX_COMPILING:
@@ -64,12 +68,26 @@ class IntakeThreads:
             )
         self.num_compiling += 1
         try:
-            return await loop.run_in_executor(self._grammar_pool, self._intake.admit, params)
+            return await self._in(self._grammar_pool, lambda: self._intake.admit(params))
         finally:
             self.num_compiling -= 1
 
+    async def _in(self, pool: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+        if self._closed:
+            raise EngineDead("the engine is shut down")
+        future = pool.submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and not (task is not None and task.cancelling()):
+                # Dropped by close(): nobody has cancelled the task that waits, so it must be told.
+                raise EngineDead("the engine is shut down") from None
+            raise
+
     def close(self) -> None:
-        """Drop what waits; what runs is not waited for."""
+        """Drop what waits, which raises EngineDead there; what runs is not waited for."""
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -90,7 +108,11 @@ def _size(prompt: Prompt | Sequence[int]) -> int:
 
 
 def _size_of_message(message: object) -> int:
-    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping):
+        return 16
+    if message.get("tool_calls"):
+        return SMALL_PROMPT + 1  # arguments of any length, nested as the client likes
+    content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return 16 + sum(len(text) for text in texts if isinstance(text, str))
