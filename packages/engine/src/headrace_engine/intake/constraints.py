@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from headrace_core.config import StructuredOutputsConfig
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -11,6 +9,7 @@ from headrace_core.grammar import Constraint, Vocabulary
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import ReasoningParser, Tokenizer
+from headrace_engine.intake.prompts import PromptTokens
 from headrace_engine.intake.tokens import need_tokenizer
 from headrace_engine.structured.admission import Admission, Admitted
 from headrace_engine.structured.reasoning import PROMPT_TAIL, start_of
@@ -74,22 +73,25 @@ class Constraints:
     def of(
         self,
         prompt: Prompt,
-        ids: Sequence[int],
+        tokens: PromptTokens,
         params: SamplingParams,
         admitted: Admitted | None,
     ) -> Constraint | None:
         """A request's constraint; None if it has none.
 
         Args:
-            ids: the prompt's tokens.
+            tokens: the prompt's.
             admitted: what :meth:`admit` said; None: it is asked now.
         """
         admitted = admitted or self.admit(params)
         if admitted is None:
             return None
         begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
-        tail = need_tokenizer(self._tokenizer, "structured_outputs").decode(ids[-PROMPT_TAIL:])
         parser = None if self._in_reasoning else self._reasoning_parser
+        tail = ""
+        if parser is not None and tokens.embeds is None:  # ids mean nothing beside embeddings
+            tokenizer = need_tokenizer(self._tokenizer, "structured_outputs")
+            tail = tokenizer.decode(tokens.ids[-PROMPT_TAIL:])
         start = start_of(parser, tail, begins_answer=begins_answer)
         ends = self._end_token_ids(params)
         return Constraint(admitted.grammar, ends, *start, size_bytes=admitted.size_bytes)

@@ -150,7 +150,7 @@ class Intake:
         serial = next(self._serial)
         stop_token_ids = params.all_stop_token_ids(self.model.eos_token_ids)
         longest = max_tokens(len(ids), params, self.model, clamp=clamp_max_tokens)
-        constraint = self._constraints.of(prompt, ids, params, admitted)
+        constraint = self._constraints.of(prompt, tokens, params, admitted)
         bad_words = self._checks.bad_words(params)
         thinking = thinking_budget(params, self._reasoning_parser, self.tokenizer, tokens)
         request.core_requests = [

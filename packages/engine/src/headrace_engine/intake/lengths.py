@@ -41,7 +41,16 @@ def max_tokens(
 
     Raises:
         PromptTooLong: prompt and output do not fit into the context.
+        RequestError: ``min_tokens`` is more than the server's cap.
     """
+    cap = model.default_sampling_params.get("max_tokens")
+    if cap is not None and params.min_tokens > cap:
+        raise RequestError(
+            f"min_tokens = {params.min_tokens}: must be at most {cap}, where every output ends "
+            "(max_new_tokens of the generation config)",
+            param="min_tokens",
+            value=params.min_tokens,
+        )
     limit = model.max_model_len
     room = limit - num_prompt_tokens
     wanted = params.max_tokens
@@ -54,7 +63,6 @@ def max_tokens(
             param="prompt" if room < 1 or wanted is None else "max_tokens",
             value=num_prompt_tokens,
         )
-    cap = model.default_sampling_params.get("max_tokens")
     return min(n for n in (room, wanted, cap) if n is not None)
 
 
