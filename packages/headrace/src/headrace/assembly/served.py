@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.engine import ServedModel
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
 
 if TYPE_CHECKING:
@@ -79,12 +79,19 @@ def hidden_size(info: ModelInfo) -> int:
 
 
 def tokenizer_info(info: ModelInfo) -> dict[str, Any]:
-    """The checkpoint's tokenizer_config.json; the class is there even if the file is not."""
+    """The checkpoint's tokenizer_config.json; the class is there even if the file is not.
+
+    Raises:
+        ModelError: the file cannot be read as JSON.
+    """
     found = {"tokenizer_class": "PreTrainedTokenizerFast"}
     path = info.path / "tokenizer_config.json"
     if not path.is_file():
         return found
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     return {**found, **content} if isinstance(content, dict) else found
 
 
