@@ -477,6 +477,9 @@ class ObservabilityConfig:
             _check(getattr(self, name) > 0, f"observability.{name}", getattr(self, name), "above 0")
 
 
+_KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", str: "text"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     """What is recorded between ``start_profile`` and ``stop_profile``: the workers' steps.
@@ -503,6 +506,10 @@ class ProfilerConfig:
     """Steps after which recording ends by itself; 0: only ``stop_profile`` ends it."""
 
     def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # JSON of the user's: nobody has looked at the types
+            if item.name != "profiler":
+                value, kind = getattr(self, item.name), type(item.default)
+                _check(type(value) is kind, f"profiler_config.{item.name}", value, _KINDS[kind])
         _check_choice("profiler_config.profiler", self.profiler, (None, "torch", "cuda"))
         folder = self.torch_profiler_dir
         _check(self.profiler != "torch" or folder.startswith("/"),

@@ -102,9 +102,8 @@ def bind_ops(need: KernelNeed, *, choose: Mapping[str, str] | None = None) -> Op
                 break
         else:
             having = [provider.name for provider, operations in candidates if op in operations]
-            raise ConfigError(
-                f"op {op!r}: no provider {wanted!r}; could be {having}", field="kernels"
-            )
+            lacking = "no provider has it" if wanted is None else f"provider {wanted!r} lacks it"
+            raise ConfigError(f"op {op!r}: {lacking}; could be {having}", field="kernels")
     used = set(origin.values())
     invariant = all(p.row_invariant(need) for p, _ in candidates if p.name in used)
     logger.info("kernels for %s %s: %s", need.device, need.dtype, _summary(origin))
