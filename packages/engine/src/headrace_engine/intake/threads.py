@@ -80,10 +80,10 @@ class IntakeThreads:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closed and not (task is not None and task.cancelling()):
-                # Dropped by close(): nobody has cancelled the task that waits, so it must be told.
-                raise EngineDead("the engine is shut down") from None
-            raise
+            if task is None or task.cancelling():
+                raise
+            # Dropped by close(): nobody has cancelled the task that waits, so it must be told.
+            raise EngineDead("the engine is shut down") from None
 
     def close(self) -> None:
         """Drop what waits, which raises EngineDead there; what runs is not waited for."""
