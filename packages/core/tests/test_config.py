@@ -17,11 +17,11 @@ from headrace_core.config import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
-    resolve,
 )  # fmt: skip
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
+from headrace_core.resolution import resolve
 
 INFO = ModelInfo(
     name="m", path=Path("/m"), architecture="LlamaForCausalLM", config={}, generation_config={},
@@ -61,6 +61,13 @@ INFO = ModelInfo(
         (lambda: GraphConfig(cudagraph_capture_sizes=(8, 4), max_cudagraph_capture_size=4),
          "graph.max_cudagraph_capture_size"),
         (lambda: ObservabilityConfig(log_stats_interval=0), "observability.log_stats_interval"),
+        (lambda: EngineConfig(profiler_config={"delay_iterations": "3"}),
+         "profiler_config.delay_iterations"),
+        (lambda: EngineConfig(profiler_config={"profiler": "torch", "torch_profiler_dir": 5}),
+         "profiler_config.torch_profiler_dir"),
+        (lambda: EngineConfig(profiler_config={"torch_profiler_use_gzip": "no"}),
+         "profiler_config.torch_profiler_use_gzip"),
+        (lambda: EngineConfig(profiler_config={"profiler": []}), "profiler_config.profiler"),
     ],
 )  # fmt: skip
 def test_bad_values_are_refused_by_field(make, field):

@@ -1,17 +1,16 @@
-"""Settings: one frozen dataclass per owner, validated when made, "auto" resolved once.
+"""Settings: one frozen dataclass per owner, validated when made.
 
 Every field carries its help text (also the ``--help`` text of its command-line flag) and, where it
-has one, its cost. ``None`` or ``"auto"`` means that headrace chooses: :func:`resolve` does so in
-one place, into a new object, and logs each choice. A component receives its own part, not the tree.
+has one, its cost. ``None`` or ``"auto"`` means that headrace chooses
+(:mod:`headrace_core.resolution`). A component receives its own part, not the tree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from headrace_core import plugins
 from headrace_core.attention import BLOCK_SIZES
@@ -19,12 +18,6 @@ from headrace_core.cores import parse_cores
 from headrace_core.errors import ConfigError
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES
-
-if TYPE_CHECKING:
-    from headrace_core.model import ModelInfo
-    from headrace_core.platform import Platform
-
-logger = logging.getLogger(__name__)
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -484,6 +477,9 @@ class ObservabilityConfig:
             _check(getattr(self, name) > 0, f"observability.{name}", getattr(self, name), "above 0")
 
 
+_KINDS: Mapping[type, str] = {bool: "true or false", int: "a whole number", str: "text"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     """What is recorded between ``start_profile`` and ``stop_profile``: the workers' steps.
@@ -510,6 +506,10 @@ class ProfilerConfig:
     """Steps after which recording ends by itself; 0: only ``stop_profile`` ends it."""
 
     def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):  # JSON of the user's: nobody has looked at the types
+            if item.name != "profiler":
+                value, kind = getattr(self, item.name), type(item.default)
+                _check(type(value) is kind, f"profiler_config.{item.name}", value, _KINDS[kind])
         _check_choice("profiler_config.profiler", self.profiler, (None, "torch", "cuda"))
         folder = self.torch_profiler_dir
         _check(self.profiler != "torch" or folder.startswith("/"),
@@ -577,74 +577,3 @@ class EngineConfig:
             _check(name in known, f"profiler_config.{name}", value,
                    f"left out: no such field; fields are {', '.join(sorted(known))}")  # fmt: skip
         return ProfilerConfig(**self.profiler_config)
-
-
-def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> EngineConfig:
-    """Fill in every setting that was left to headrace, and check the parts against each other.
-
-    Returns a new object in which nothing that a component reads is ``None`` or ``"auto"``, except
-    where that is itself the meaning (``cache.kv_cache_memory_bytes``).
-
-    Raises:
-        ConfigError: two settings, or a setting and the model, contradict each other.
-    """
-    chosen: dict[str, object] = {}
-
-    def pick(name: str, value: Any, default: Any) -> Any:
-        if value is not None:
-            return value
-        chosen[name] = default
-        return default
-
-    scheduler = config.scheduler
-    seqs = pick("max_num_seqs", scheduler.max_num_seqs, platform.default_max_num_seqs)
-    tokens = scheduler.max_num_batched_tokens
-    if tokens is None:
-        whole_prompts = 0 if scheduler.enable_chunked_prefill else info.max_model_len
-        tokens = max(platform.default_max_num_batched_tokens, seqs, whole_prompts)
-        chosen["max_num_batched_tokens"] = tokens
-    if scheduler.max_num_seqs is None and seqs > tokens:
-        seqs = chosen["max_num_seqs"] = tokens
-    shared = scheduler.max_num_shared_tokens
-    if shared is None:
-        shared = min(max(platform.default_max_num_shared_tokens, seqs), tokens)
-        chosen["max_num_shared_tokens"] = shared
-    if not scheduler.enable_chunked_prefill and tokens < info.max_model_len:
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens = {tokens}: must be at least max_model_len = "
-            f"{info.max_model_len} while enable_chunked_prefill is off",
-            field="scheduler.max_num_batched_tokens",
-        )
-    threshold = scheduler.long_prefill_token_threshold
-    if threshold == 0 and scheduler.max_num_partial_prefills > 1:
-        threshold = chosen["long_prefill_token_threshold"] = max(1, info.max_model_len * 4 // 100)
-    if threshold > info.max_model_len:
-        raise ConfigError(
-            f"scheduler.long_prefill_token_threshold = {threshold}: must be at most max_model_len "
-            f"= {info.max_model_len}",
-            field="scheduler.long_prefill_token_threshold",
-        )
-    overlapped = pick("async_scheduling", scheduler.async_scheduling, True)
-    block_size = pick("block_size", config.cache.block_size, platform.default_block_size)
-    names = config.model.served_model_name or (config.model.model or info.name,)
-    for name, value in chosen.items():
-        logger.info("%s: auto -> %s", name, value)
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(
-            config.model,
-            dtype=info.dtype,
-            max_model_len=info.max_model_len,
-            served_model_name=names,
-        ),
-        cache=dataclasses.replace(config.cache, block_size=block_size),
-        scheduler=dataclasses.replace(
-            scheduler,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=tokens,
-            max_num_shared_tokens=shared,
-            long_prefill_token_threshold=threshold,
-            async_scheduling=overlapped,
-        ),
-        device=dataclasses.replace(config.device, device=platform.device),
-    )

@@ -97,7 +97,7 @@ class EngineCore:
         """Start the workers, plan and allocate the cache, warm up.
 
         Args:
-            config: resolved (:func:`headrace_core.config.resolve`).
+            config: resolved (:func:`headrace_core.resolution.resolve`).
             max_model_len: longest context.
             executor: not yet started; shut down again if anything here fails.
             timeline: gets one phase per piece of work.
@@ -184,10 +184,20 @@ class EngineCore:
         """Whether any request waits or runs."""
         return self.scheduler.has_unfinished or bool(self._compiling)
 
-    def add(self, request: CoreRequest) -> None:
-        """Queue a request; one whose grammar still compiles is kept back meanwhile."""
-        if request.constraint is not None and self.grammars is not None:
-            compiled = self.grammars.request(request.constraint)
+    def add(self, request: CoreRequest, *, again: bool = False) -> None:
+        """Queue a request; one whose grammar still compiles is kept back meanwhile.
+
+        Args:
+            again: it has been kept back before. If its grammar did not compile then, it goes on to
+                the worker, which tries once more and says what is wrong.
+        """
+        constraint, grammars = request.constraint, self.grammars
+        if (
+            constraint is not None
+            and grammars is not None
+            and not (again and grammars.failed(constraint))
+        ):
+            compiled = grammars.request(constraint)
             if not compiled.done():
                 self._compiling.append((request, compiled))
                 return

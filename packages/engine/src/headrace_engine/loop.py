@@ -150,7 +150,7 @@ class EngineLoop:
                 self._handle_commands()
                 if self._stopping:
                     break
-                self._add(self._core.compiled())
+                self._add(self._core.compiled(), again=True)
                 if not step():
                     self._wait_for_commands()
                 self._report.maybe_log(self._core)
@@ -233,10 +233,10 @@ class EngineLoop:
         if outputs:
             self._sink.on_outputs(CoreOutputs(outputs, self._clock()))
 
-    def _add(self, requests: Sequence[CoreRequest]) -> None:
+    def _add(self, requests: Sequence[CoreRequest], *, again: bool = False) -> None:
         for request in requests:
             try:
-                self._core.add(request)
+                self._core.add(request, again=again)
             except Exception as error:
                 logger.exception("request %s refused by the scheduler", request.request_id)
                 self._emit([_error_output(request.request_id, error)])

@@ -23,8 +23,9 @@ from headrace_core.errors import CapacityError, EngineDead, RequestError
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.process import ProcessClient
-from headrace_engine.engine import Engine, OfflineEngine
+from headrace_engine.engine import Engine
 from headrace_engine.intake.intake import Intake
+from headrace_engine.offline import OfflineEngine
 
 FAKES = Path(__file__).parents[1] / "loop"
 FACTORY = "engine_fakes:core_factory"

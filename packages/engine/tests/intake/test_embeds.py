@@ -21,9 +21,12 @@ from engine_fakes import CharTokenizer, served_model
 from safetensors.torch import save
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.sampling import SamplingParams
+from headrace_core.grammar import GrammarSpec
+from headrace_core.sampling import SamplingParams, StructuredOutputsParams
+from headrace_core.text import ParsedDelta, ReasoningParser
 from headrace_engine.intake.embeds import EmbedsDecoder, Job
 from headrace_engine.intake.intake import Intake
+from headrace_engine.structured.admission import Admitted
 
 HIDDEN = 6
 MODEL: dict[str, Any] = {
@@ -302,11 +305,37 @@ def test_what_a_prompt_without_tokens_cannot_do() -> None:
         intake().prepare({"prompt_embeds": rows(64)}, SamplingParams(), "r")
 
 
+class _Thinks(ReasoningParser):
+    start_marker, end_marker = "<think>", "</think>"
+
+    def feed(self, text: str) -> ParsedDelta:
+        raise AssertionError("only its marks matter here")
+
+    def finish(self) -> ParsedDelta:
+        raise AssertionError("only its marks matter here")
+
+
+def test_what_the_zeros_spell_does_not_begin_the_reasoning() -> None:
+    class ZeroThinks(CharTokenizer):
+        def decode(self, token_ids: Any, **_: Any) -> str:
+            return "".join("<think>" if i == 0 else chr(i) for i in token_ids)
+
+    made = Intake(ZeroThinks(), served_model(**MODEL), reasoning_parser=_Thinks)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    admitted = Admitted(GrammarSpec("guidance", "regex", "a"), 10)
+    given = {"prompt_embeds": rows()}
+    [core] = made.prepare(given, params, "r", admitted=admitted).core_requests
+    assert core.constraint.start_after == ""
+    [core] = made.prepare({"prompt_token_ids": [0]}, params, "r", admitted=admitted).core_requests
+    assert core.constraint.start_after == "</think>"
+    made.close()
+
+
 def test_tensors_need_no_other_process() -> None:
     made = intake()
     made.prepare({"prompt_embeds": rows()}, SamplingParams(), "r")
-    assert made._embeds is not None
-    assert not made._embeds._worker._process.running
+    assert made._prompts._embeds is not None
+    assert not made._prompts._embeds._worker._process.running
     start = time.monotonic()
     made.close()
     assert time.monotonic() - start < 5

@@ -156,6 +156,14 @@ def test_how_long_the_output_may_be(
         assert made.core_requests[0].max_tokens == expected
 
 
+def test_a_cap_below_min_tokens_is_said() -> None:
+    capped = make(default_sampling_params={"max_tokens": 16})
+    with pytest.raises(RequestError, match="min_tokens = 17: must be at most 16") as caught:
+        prepare("x", capped, max_tokens=None, min_tokens=17)
+    assert caught.value.param == "min_tokens"
+    assert prepare("x", capped, max_tokens=None, min_tokens=16).core_requests[0].max_tokens == 16
+
+
 def test_clamping() -> None:
     params = SamplingParams(max_tokens=100)
     made = make().prepare("x" * 500, params, "r", clamp_max_tokens=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.engine import Engine, plain_settings
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.threads import IntakeThreads
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
@@ -673,6 +675,66 @@ async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
         await anext(engine.generate("x", SamplingParams(), "too many"))
     await engine.resume_generation()
     await asyncio.gather(*waiting)
+    await engine.shutdown()
+
+
+@pytest.mark.spec("API-PAUSE")
+async def test_pausing_does_not_wait_for_who_does_not_read() -> None:
+    engine = make_engine(step_seconds=0.001)
+    stream = engine.generate("x", SamplingParams(max_tokens=500, ignore_eos=True), "r")
+    await anext(stream)  # and then no more
+    async with asyncio.timeout(5):
+        await engine.pause_generation()
+    assert (await engine.stats()).kv_cache_usage == 0
+    last = [output async for output in stream][-1]
+    assert last.outputs[0].finish_reason == "abort"
+    await engine.shutdown()
+
+
+async def test_who_is_being_taken_in_at_shutdown_hears_of_it() -> None:
+    engine = make_engine()
+    may_encode = threading.Event()
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(10) and encode(*a, **k)
+    long = "x" * 3000
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
+    coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0.02)
+    await engine.shutdown()
+    may_encode.set()
+    ends = await asyncio.gather(*coming, return_exceptions=True)
+    assert [type(end) for end in ends] == [EngineDead] * 4
+    with pytest.raises(EngineDead):
+        await engine.tokenize(long)
+
+
+@pytest.mark.parametrize("large", ["x" * 4000, None], ids=["content", "tool call"])
+async def test_long_chats_are_not_read_on_the_event_loop(large: str | None) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}" * 4000}}
+    message = {"role": "assistant", "content": large}
+    if large is None:
+        message["tool_calls"] = [call]
+    threads, seen = IntakeThreads(None, 1), []
+    await threads.run(ChatPrompt([message]), lambda: seen.append(threading.current_thread()))
+    threads.close()
+    assert seen[0] is not threading.current_thread()
+
+
+@pytest.mark.req("REL-07")
+async def test_the_queue_limit_counts_who_is_being_taken_in() -> None:
+    engine = make_engine(max_queued=2)
+    may_encode = threading.Event()
+    encode = engine.tokenizer.encode
+    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(10) and encode(*a, **k)
+    long = "x" * 3000  # taken in by another thread
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
+    coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0.02)
+    refused = [task for task in coming if task.done()]
+    assert [type(task.exception()) for task in refused] == [QueueFull] * 2
+    may_encode.set()
+    await asyncio.gather(*coming, return_exceptions=True)
+    assert await collect(engine, "x", params, "later")
     await engine.shutdown()
 
 

@@ -12,8 +12,8 @@ from headrace_core.errors import EngineDead, PromptTooLong, RequestError
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.engine import OfflineEngine
 from headrace_engine.intake.intake import Intake
+from headrace_engine.offline import OfflineEngine
 
 FINAL = RequestOutputKind.FINAL_ONLY
 
@@ -149,6 +149,31 @@ def test_reset_while_running() -> None:
                 last = output
         assert last is not None
         assert last.outputs[0].token_ids == expected_tokens("reset", params)
+
+
+def test_a_timeout_of_zero_is_one() -> None:
+    with make_offline(step_seconds=0.05) as engine:
+        engine.add_request("r", "busy", SamplingParams(max_tokens=5, ignore_eos=True))
+        engine.step()  # the next one runs
+        with pytest.raises(TimeoutError):
+            engine.collective_rpc("report", timeout=0)
+
+
+def test_a_shutdown_that_raises_ends_the_intake_s_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, closed = make_offline(), []
+    real = engine.client.shutdown
+
+    def shutdown() -> None:
+        real()
+        raise OSError("worker would not die")
+
+    monkeypatch.setattr(engine.client, "shutdown", shutdown)
+    monkeypatch.setattr(engine._intake, "close", lambda: closed.append(True))
+    with pytest.raises(OSError, match="would not die"):
+        engine.shutdown()
+    assert closed
 
 
 @pytest.mark.spec("ENGINE-SAMPLING")

@@ -72,7 +72,7 @@ class World:
                 params=SamplingParams(max_tokens=max_tokens, **params),
                 stop_token_ids=frozenset(stop),
                 max_tokens=max_tokens,
-                arrival_time=float(self.scheduler._num_added),
+                arrival_time=float(self.scheduler._roster._num_added),
                 priority=priority,
                 owner=owner,
             )

@@ -317,6 +317,55 @@ def test_what_raises_for_one_request_ends_that_one(
     assert world.kv.num_free_blocks == world.kv.num_blocks
 
 
+@pytest.mark.req("REL-01")
+def test_what_raises_while_others_make_room_ends_that_request(make_world: Any) -> None:
+    world = make_world(num_blocks=8, caching=False)
+    expected = {r: world.add(r, 5, max_tokens=8) for r in ("a", "b")}
+    real, preempted = world.kv.allocate, set()
+
+    def allocate(sequence: Any, num_tokens: int, match: Any = None) -> Any:
+        if sequence.request_id in preempted:
+            preempted.clear()
+            raise OSError("no blocks for you")
+        gained = real(sequence, num_tokens, match)
+        if gained is None and sequence.num_computed_tokens:
+            preempted.add(sequence.request_id)
+        return gained
+
+    world.kv.allocate = allocate
+    while world.scheduler.has_unfinished:
+        step = world.scheduler.schedule()
+        world.keep(world.scheduler.take_refused())
+        if step is not None:
+            world.in_flight.append(step)
+            world.land()
+    assert world.finish_reason("a") == "error"
+    assert "no blocks for you" in world.outputs["a"][-1].error
+    assert world.tokens("b") == expected["b"]
+    assert world.kv.num_free_blocks == world.kv.num_blocks
+
+
+@pytest.mark.req("REL-01")
+def test_what_raises_while_the_rest_of_a_step_is_given_away_costs_the_rest(make_world: Any) -> None:
+    world = make_world(
+        budget=8, max_num_partial_prefills=2, max_long_partial_prefills=1,
+        long_prefill_token_threshold=2,
+    )  # fmt: skip
+    expected = {r: world.add(r, 15, max_tokens=2) for r in ("l1", "l2")}
+    real, asked = world.kv.allocate, []
+
+    def allocate(sequence: Any, num_tokens: int, match: Any = None) -> Any:
+        asked.append(sequence.request_id)
+        if asked == ["l1", "l1"]:
+            raise OSError("only once")
+        return real(sequence, num_tokens, match)
+
+    world.kv.allocate = allocate
+    assert world.step() == {"l1": 4}
+    world.run()
+    assert {request_id: world.tokens(request_id) for request_id in expected} == expected
+
+
 # -- resets ------------------------------------------------------------------------------------
 
 

@@ -145,3 +145,15 @@ def test_one_owner_is_served_by_arrival() -> None:
     assert drain(queue) == [9, 0, 1, 2, 3, 4]
     with pytest.raises(IndexError):
         queue.peek()
+
+
+@pytest.mark.parametrize("kind", [FCFSQueue, PriorityQueue, lambda: FairQueue({})])
+def test_who_is_not_there_cannot_be_taken_and_costs_nobody_a_place(
+    kind: type[WaitingQueue],
+) -> None:
+    queue = kind()
+    for number in range(3):
+        queue.push(state(number))
+    with pytest.raises(IndexError):
+        queue.take(state(7))
+    assert drain(queue) == [0, 1, 2]

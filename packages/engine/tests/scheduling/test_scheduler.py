@@ -243,7 +243,7 @@ def test_overtaken_requests_keep_their_order(make_world: Any) -> None:
         world.add(request_id, 30, max_tokens=1)
     for _ in range(2):
         world.step()
-        waiting = [state.request_id for state in world.scheduler._waiting._states]
+        waiting = [state.request_id for state in world.scheduler._roster.waiting._states]
         assert waiting == ["l2", "l3", "l4"]
     order = list(dict.fromkeys(request_id for step in world.run() for request_id in step))
     assert order == ["l1", "l2", "l3", "l4"]
@@ -457,7 +457,7 @@ def test_owners_share_by_tokens(make_world: Any) -> None:
     for number in range(12):
         world.add(f"b{number}", 3, max_tokens=5, owner="b")
     counts = {"a": 0, "b": 0}
-    while any(state.request.owner == "b" for state in world.scheduler._requests.values()):
+    while any(state.request.owner == "b" for state in world.scheduler._roster.requests.values()):
         for request_id, number in world.step().items():
             counts[request_id[0]] += number
     assert 0.9 < counts["a"] / counts["b"] < 1.1

@@ -252,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, gained in step.new_block_ids.items():
             for table, ids in zip(self.tables[request_id], gained):
                 table.extend(ids)
-        for state in self.scheduler._running:
+        for state in self.scheduler._roster.running:
             for ours, theirs in zip(
                 self.tables[state.request_id], self.kv.block_ids(state.request_id), strict=True
             ):
@@ -287,11 +287,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         scheduler = self.scheduler
-        assert set(scheduler._requests) == set(self.live)
+        assert set(scheduler._roster.requests) == set(self.live)
         assert scheduler.num_running + scheduler.num_waiting == len(self.live)
-        assert set(self.kv._entries) == {state.request_id for state in scheduler._running}
-        assert all(state.status is RequestStatus.RUNNING for state in scheduler._running)
-        keys = [state.sort_key for state in scheduler._running]
+        assert set(self.kv._entries) == {state.request_id for state in scheduler._roster.running}
+        assert all(state.status is RequestStatus.RUNNING for state in scheduler._roster.running)
+        keys = [state.sort_key for state in scheduler._roster.running]
         assert keys == sorted(keys)
         stats = scheduler.stats()
         assert stats.num_free_blocks == self.kv.num_free_blocks

@@ -12,8 +12,9 @@ from headrace_core.errors import QueueFull
 from headrace_core.grammar import Constraint, GrammarSpec
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams, StructuredOutputsParams
-from headrace_engine import engine as engine_module
 from headrace_engine.core import EngineCore
+from headrace_engine.intake import threads as threads_module
+from headrace_engine.intake.threads import IntakeThreads
 from headrace_engine.structured.store import GrammarStore
 
 
@@ -65,6 +66,12 @@ def ready(core, regex):
     core.grammars.request(request("", regex).constraint).exception(10)
 
 
+def wait_for(core):
+    """Until what is kept back has compiled, or failed to; nothing is asked for anew."""
+    for _, compiled in core._compiling:
+        compiled.exception(10)
+
+
 @pytest.mark.req("REL-05")
 def test_it_waits_alone_and_can_be_aborted(core):
     for one in (request("a", "x"), request("free"), request("b", "y")):
@@ -76,9 +83,10 @@ def test_it_waits_alone_and_can_be_aborted(core):
     [ended] = core.abort(["b", "unknown"])
     assert (ended.request_id, ended.finish_reason) == ("b", "abort")
     core.grammars.go.set()
-    ready(core, "x")
+    wait_for(core)
+    ready(core, "x")  # "y" may have driven it out of the cache
     for one in core.compiled():
-        core.add(one)
+        core.add(one, again=True)
     assert core.scheduler.added == ["free", "a"]
     assert not core.has_unfinished
 
@@ -87,31 +95,27 @@ def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
     core.grammars.fail = True
     core.add(request("a", "x"))
     core.grammars.go.set()
-    ready(core, "x")
-    core.grammars.fail = False
+    wait_for(core)
     [one] = core.compiled()
-    core.add(one)
-    ready(core, "x")
-    for again in core.compiled():
-        core.add(again)
+    core.add(one, again=True)
     assert core.scheduler.added == ["a"]
+    assert not core.compiled()
+    core.grammars.fail = False
+    assert core.grammars.request(one.constraint).result(10) == one.constraint
 
 
 async def test_too_many_waiting_constraints_are_refused(monkeypatch):
-    monkeypatch.setattr(engine_module, "MAX_COMPILING", 1)
+    monkeypatch.setattr(threads_module, "MAX_COMPILING", 1)
     released = threading.Event()
-    fake = SimpleNamespace(
-        _compiling=0,
-        _pool=None,
-        _grammar_pool=None,
-        _intake=SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None),
-    )
+    intake = SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None)
+    threads = IntakeThreads(intake, 2)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    first = asyncio.create_task(engine_module.Engine._admit(fake, params))
-    while not fake._compiling:
+    first = asyncio.create_task(threads.admit(params))
+    while not threads.num_compiling:
         await asyncio.sleep(0.01)
     with pytest.raises(QueueFull):
-        await engine_module.Engine._admit(fake, params)
+        await threads.admit(params)
     released.set()
     await first
-    assert fake._compiling == 0
+    assert threads.num_compiling == 0
+    threads.close()

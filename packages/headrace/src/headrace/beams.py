@@ -24,8 +24,8 @@ from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import BeamSearchParams
 
 if TYPE_CHECKING:
-    from headrace_engine.engine import OfflineEngine
     from headrace_engine.intake.intake import Intake
+    from headrace_engine.offline import OfflineEngine
 
 
 class OfflineBeams:

@@ -45,7 +45,7 @@ class LLM:
             engine_args["model"] = model
         with starting() as timeline:
             front = front_end(EngineArgs(**engine_args).create_engine_config(), None, timeline)
-            from headrace_engine.engine import OfflineEngine
+            from headrace_engine.offline import OfflineEngine
 
             self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
         self.model_info = front.info

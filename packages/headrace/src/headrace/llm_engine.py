@@ -18,7 +18,7 @@ class LLMEngine:
     def __init__(self, args: EngineArgs) -> None:
         with starting() as timeline:
             front = front_end(args.create_engine_config(), None, timeline)
-            from headrace_engine.engine import OfflineEngine
+            from headrace_engine.offline import OfflineEngine
 
             self._engine = OfflineEngine(front.client, front.intake)
 

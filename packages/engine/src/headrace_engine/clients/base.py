@@ -12,7 +12,12 @@ from headrace_core.request import CoreRequest
 from headrace_engine.loop import OutputSink
 from headrace_engine.startup import StartupTimeline
 
-__all__ = ["CoreClient", "OutputSink"]
+__all__ = ["CONTROL_TIMEOUT", "PROFILE_TIMEOUT", "CoreClient", "OutputSink"]
+
+CONTROL_TIMEOUT = 60.0
+"""Longest wait for an answer to a control call (statistics, cache reset), in seconds."""
+PROFILE_TIMEOUT = 600.0
+"""Longest wait for a trace to be written, in seconds: they can be large."""
 
 
 class CoreClient(ABC):

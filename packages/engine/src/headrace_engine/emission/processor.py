@@ -60,6 +60,11 @@ class OutputProcessor:
         return list(self._by_id.values())
 
     @property
+    def has_unfinished(self) -> bool:
+        """Whether any request still runs; others may be here because of consumers that are slow."""
+        return any(not state.finished for state in self._by_id.values())
+
+    @property
     def num_waiting(self) -> int:
         """Completions that have not produced anything yet."""
         return self._num_waiting

@@ -47,10 +47,12 @@ class WaitingQueue(ABC):
     def take(self, state: RequestState) -> None:
         """Take one out that need not be the head. IndexError if it is not here."""
         passed = []
-        while (head := self.pop()) is not state:
-            passed.append(head)
-        for other in reversed(passed):
-            self.push_back_first(other)
+        try:
+            while (head := self.pop()) is not state:
+                passed.append(head)
+        finally:
+            for other in reversed(passed):
+                self.push_back_first(other)
 
     def discard(self) -> None:
         """One of the stored requests has just become FINISHED."""

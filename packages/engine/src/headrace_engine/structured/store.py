@@ -71,6 +71,12 @@ class GrammarStore:
             self._evict(key)
             return future
 
+    def failed(self, constraint: Constraint) -> bool:
+        """Whether the constraint's grammar was compiled last without success."""
+        with self._lock:
+            kept = self._kept.get(constraint.grammar.key)
+        return kept is not None and _failed(kept.future)
+
     def prepare(self, backend: str) -> None:
         """Make a backend ready before the first constraint comes; takes seconds.
 

@@ -1,0 +1,99 @@
+"""The operations that models and attention are written in: names, shapes and how one is chosen.
+
+Letters: T rows (tokens of a step), H hidden size, N output features, K input features, I
+intermediate size, V vocabulary, Hq query heads, Hk key-value heads, D head size, R rotary
+dimensions, B requests, S block size, E experts, k experts per token.
+
+Each op is a callable protocol of a module of this package (all names are importable from here); its
+plain-torch definition, the oracle that every other implementation is tested against, is the function
+of the same name in :mod:`headrace_core.reference`; shape-only versions are in
+:mod:`headrace_core.reference.fakes`; the tests that an implementation inherits are in
+:mod:`headrace_core.testing.ops`.
+
+Implementations come from *kernel providers* (entry-point group ``headrace.kernels``).
+:func:`bind_ops` asks every installed provider once, at assembly, and freezes the best one per op
+into an :class:`OpTable`; nothing is looked up per call.
+
+Arithmetic common to all ops: accumulation and statistics in float32; the result has the input's
+dtype unless said otherwise. An implementation is *row-invariant* if a row's result does not
+depend, bit for bit, on the number, order or content of other rows.
+"""
+
+from headrace_core.ops.attention import (
+    CACHE_OPS,
+    ONE_BYTE_CACHES,
+    CacheWriteOp,
+    HeadNorm,
+    PagedAttentionOp,
+    RotaryCacheWriteOp,
+    RotaryOp,
+)
+from headrace_core.ops.binding import (
+    CapturesSteps,
+    KernelNeed,
+    KernelProvider,
+    PairsCaches,
+    bind_ops,
+)
+from headrace_core.ops.linear import (
+    QUANT_ACTIVATIONS,
+    LinearOp,
+    MoEOp,
+    PackedLinear,
+    QuantizedWeight,
+    QuantLinearOp,
+    Rounding,
+)
+from headrace_core.ops.rowwise import (
+    ACTIVATIONS,
+    ActivationAndMulOp,
+    ActivationOp,
+    AddOp,
+    AddRMSNormOp,
+    EmbeddingOp,
+    LayerNormOp,
+    RMSNormOp,
+    ScaleOp,
+    ToFloat32Op,
+    TopKSoftmaxOp,
+)
+from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
+from headrace_core.ops.table import OP_NAMES, OpTable
+
+__all__ = [
+    "ACTIVATIONS",
+    "CACHE_OPS",
+    "ONE_BYTE_CACHES",
+    "OP_NAMES",
+    "QUANT_ACTIVATIONS",
+    "ActivationAndMulOp",
+    "ActivationOp",
+    "AddOp",
+    "AddRMSNormOp",
+    "CacheWriteOp",
+    "CapturesSteps",
+    "EmbeddingOp",
+    "HeadNorm",
+    "KernelNeed",
+    "KernelProvider",
+    "LayerNormOp",
+    "LinearOp",
+    "MoEOp",
+    "OpTable",
+    "PackedLinear",
+    "PagedAttentionOp",
+    "PairsCaches",
+    "QuantLinearOp",
+    "QuantizedWeight",
+    "RMSNormOp",
+    "RotaryCacheWriteOp",
+    "RotaryOp",
+    "Rounding",
+    "SampleOp",
+    "ScaleOp",
+    "ToFloat32Op",
+    "TopKSoftmaxOp",
+    "TopLogprobs",
+    "TopLogprobsOp",
+    "bind_ops",
+]

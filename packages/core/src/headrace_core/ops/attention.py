@@ -1,0 +1,128 @@
+"""Ops that rotate, write the cache and attend to it. Letters: :mod:`headrace_core.ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CACHE_OPS = ("cache_write", "rotary_cache_write", "paged_attention")
+"""The ops that touch the cache: they take paired ones all, or none of them does."""
+ONE_BYTE_CACHES = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""torch names of the dtypes that a cache may have besides the activations' own."""
+
+
+class RotaryOp(Protocol):
+    def __call__(
+        self, query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool
+    ) -> None:
+        """Rotate query [T, Hq, D] and key [T, Hk, D] in place by their positions.
+
+        cos_sin [P, R] float32: cosines in the first R/2 columns, sines in the rest; row p is
+        position p. Only the first R of the D dimensions turn. Pairs are (i, i + R/2), or
+        (2i, 2i + 1) if ``interleaved``. Source: Su et al. 2021, arXiv:2104.09864.
+        """
+        ...
+
+
+class CacheWriteOp(Protocol):
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Copy key, value [T, Hk, D] to their slots in caches [N, S, Hk, D] (any strides).
+
+        slot_mapping [T] int64: ``block * S + offset``; negative entries are skipped, and so are
+        rows of key and value past its end (padding).
+
+        Caches have the dtype of key and value, or one of :data:`ONE_BYTE_CACHES`: then
+        ``x / scale`` is stored, rounded to nearest even and clamped to the finite range. k_scale,
+        v_scale [Hk] float32, greater than 0; None = 1. Other caches take none.
+
+        Providers that say so (:class:`PairsCaches`) and the reference also take caches in the order
+        of :mod:`headrace_core.paired`, which is told by the number of dimensions.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm over each head's D values, of query and key before rotation (Qwen3, Gemma 3)."""
+
+    query_weight: Tensor
+    """[D]."""
+    key_weight: Tensor
+    """[D]."""
+    eps: float
+    offset: float = 0.0
+
+
+class RotaryCacheWriteOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        interleaved: bool = False,
+        head_norm: HeadNorm | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Head norm (if given), rotation (if ``cos_sin``), cache write, in that order, in one pass.
+
+        Shapes as :class:`RotaryOp` and :class:`CacheWriteOp`; query, key and value may be
+        strided slices of one fused projection. query is changed in place; key may be (its
+        content afterwards is unspecified), value is not.
+        """
+        ...
+
+
+class PagedAttentionOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of new tokens over the paged cache: prefill, decode and mixed alike.
+
+        query [T, Hq, D] (may be a strided slice); caches [N, S, Hk, D], any strides, already
+        holding this step's keys and values; block_table [B, M] int32; cu_seqlens_q [B + 1] int32;
+        seq_lens [B] int32, including the new tokens. Returns [T, Hq, D], contiguous.
+
+        Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
+        ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
+        ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
+        extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so
+        are rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited.
+        Caches (plain or paired), k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x
+        stands for ``x * scale``. Definition: ATTN-REF of the specification.
+        """
+        ...

@@ -1,0 +1,174 @@
+"""Ops that multiply by weights, and the weights. Letters: :mod:`headrace_core.ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from headrace_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QUANT_ACTIVATIONS = ("int8", "float")
+"""How activations enter :class:`QuantLinearOp`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A weight in the layout that one implementation of a linear op wants."""
+
+    in_features: int
+    out_features: int
+    dtype: str
+    """Of the activations it is for."""
+    data: Any
+    """Belongs to the implementation that packed it."""
+    num_bytes: int
+
+
+class LinearOp(Protocol):
+    pack_copies: bool
+    """Whether :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """weight [N, K] in the activations' dtype. Done once, at load; may copy."""
+        ...
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
+        ...
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """A gate and what it lets through: ``activation_and_mul(self(x, packed, bias), kind)``.
+
+        The same bits, in one pass where the implementation has one. N is even and the weight's
+        first N / 2 rows are the gate's: x [T, K] -> [T, N / 2]; bias [N].
+        """
+        ...
+
+    def rows(self, ids: Tensor, packed: PackedLinear) -> Tensor:
+        """Rows of the packed weight: ids [T] int64 within [0, N) -> [T, K], bit for bit.
+
+        What :class:`EmbeddingOp` does for a table that is also the head, and held once.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integers that stand for a real weight: ``(values - zero_points) * scales``.
+
+    Raises:
+        ConfigError: a shape, dtype or number of bits that contradicts the others.
+    """
+
+    values: Tensor
+    """[N, K] int8, within [-2^(bits - 1), 2^(bits - 1) - 1]."""
+    scales: Tensor
+    """[N, groups] float32: one for every ``group_size`` inputs, the last group may be shorter."""
+    zero_points: Tensor | None = None
+    """[N, groups] int8, in the values' range; None: zeros."""
+    bits: int = 8
+    """4 or 8."""
+    group_size: int | None = None
+    """None: one group, a scale per output."""
+
+    def __post_init__(self) -> None:
+        rows, inputs = self.values.shape
+        size = max(1, inputs) if self.group_size is None else self.group_size
+        if self.bits not in (4, 8) or size < 1:
+            raise ConfigError(
+                f"quantized weight: bits = {self.bits!r}, group_size = {self.group_size!r}: bits "
+                "must be 4 or 8, and a group has inputs"
+            )
+        expected = (rows, max(1, -(-inputs // size)))
+        for name, tensor, dtype in (
+            ("scales", self.scales, "torch.float32"),
+            ("zero_points", self.zero_points, "torch.int8"),
+        ):
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != expected or str(tensor.dtype) != dtype:
+                raise ConfigError(
+                    f"quantized weight: {name} are {tensor.dtype} {list(tensor.shape)}; they must "
+                    f"be {dtype} {list(expected)}"
+                )
+        if str(self.values.dtype) != "torch.int8":
+            raise ConfigError(f"quantized weight: values are {self.values.dtype}, must be int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How a real weight becomes integers; :mod:`headrace_core.reference.rounding` defines it.
+
+    Raises:
+        ConfigError: another number of bits than the two that are defined.
+    """
+
+    bits: int
+    """8: symmetric, a scale per output. 4: symmetric, a bfloat16 scale per group of inputs."""
+    group_size: int | None = None
+    """Of 4 bits."""
+
+    def __post_init__(self) -> None:
+        if (self.bits, self.group_size is None) not in ((8, True), (4, False)):
+            raise ConfigError(
+                f"rounding: bits = {self.bits!r}, group_size = {self.group_size!r}: must be 8 bits "
+                "without groups or 4 bits with"
+            )
+
+
+class QuantLinearOp(Protocol):
+    """Integer weights, with activations in int8 or in their own dtype."""
+
+    def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
+        """Done once, at load. ``dtype`` is x's; ``activations`` of :data:`QUANT_ACTIVATIONS`."""
+        ...
+
+    def round(
+        self, weight: Tensor, dtype: str, rounding: Rounding, *, activations: str
+    ) -> PackedLinear:
+        """As :meth:`pack`, of the weight [N, K] of any floating dtype once it is rounded.
+
+        Nothing of ``weight`` is kept.
+
+        Raises:
+            WeightsError: it holds infinities or NaN.
+        """
+        ...
+
+    def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
+        """``x @ weight.T + bias``: x [T, K] -> [T, N].
+
+        With ``activations="int8"`` a row x_t enters as ``round(x_t / s_t) * s_t``, s_t being its
+        largest magnitude / 127 in float32, ties to even; integers are summed exactly. With
+        ``"float"`` rows enter as they are, or in fixed point of at least 16 bits (22 if x is
+        float32) over the row's largest magnitude.
+        """
+        ...
+
+    def gated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """As :meth:`LinearOp.gated`."""
+        ...
+
+
+class MoEOp(Protocol):
+    """Gated experts, summed by routing weight."""
+
+    def pack(self, gate_up: Tensor, down: Tensor) -> PackedLinear:
+        """gate_up [E, 2I, H] (gate rows first), down [E, H, I]."""
+        ...
+
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+    ) -> Tensor:
+        """x [T, H], topk_weights [T, k] float32, topk_ids [T, k] int64 -> [T, H].
+
+        A row's experts are summed in the order of ``topk_ids``, in float32.
+        """
+        ...

@@ -1,0 +1,83 @@
+"""Ops on rows of activations: embedding, norms, activations, routing. Letters: :mod:`headrace_core.ops`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+"""``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
+
+
+class EmbeddingOp(Protocol):
+    def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Rows of a table: ids [T] int64, weight [V, H] -> [T, H]. ids are within [0, V)."""
+        ...
+
+
+class RMSNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+        """``x / sqrt(mean(x^2) + eps) * (weight + offset)``, x [..., H], weight [H] -> [..., H].
+
+        Source: Zhang & Sennrich 2019, arXiv:1910.07467. ``offset`` 1.0 is Gemma's form.
+        """
+        ...
+
+
+class AddRMSNormOp(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; returns (rms_norm(s), s). The caller gives up both inputs.
+
+        x, residual [T, H]. The sum is rounded to the input's dtype before it is normalised.
+        """
+        ...
+
+
+class LayerNormOp(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last axis, x [..., H]."""
+        ...
+
+
+class ActivationOp(Protocol):
+    def __call__(self, x: Tensor, kind: str) -> Tensor:
+        """Elementwise ``kind`` of :data:`ACTIVATIONS`, any shape."""
+        ...
+
+
+class ActivationAndMulOp(Protocol):
+    def __call__(self, x: Tensor, kind: str) -> Tensor:
+        """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]."""
+        ...
+
+
+class AddOp(Protocol):
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """``x + y``, both [T, H] and of one dtype."""
+        ...
+
+
+class ScaleOp(Protocol):
+    def __call__(self, x: Tensor, factor: float) -> Tensor:
+        """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""
+        ...
+
+
+class ToFloat32Op(Protocol):
+    def __call__(self, x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
+        """x [T, V] as float32; with ``soft_cap`` t > 0, ``t * tanh(x / t)``. May be x itself."""
+        ...
+
+
+class TopKSoftmaxOp(Protocol):
+    def __call__(self, x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """The k likeliest experts of each row, by a softmax over all: x [T, E] -> weights [T, k]
+        float32, ids [T, k] int64, likeliest first; of equal scores, the lower id.
+
+        ``renormalise`` divides a row's weights by their sum. 1 <= k <= E.
+        """
+        ...

@@ -1,0 +1,65 @@
+"""All ops in one table: :class:`OpTable`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from headrace_core.ops.attention import CacheWriteOp, PagedAttentionOp, RotaryCacheWriteOp, RotaryOp
+from headrace_core.ops.linear import LinearOp, MoEOp, QuantLinearOp
+from headrace_core.ops.rowwise import (
+    ActivationAndMulOp,
+    ActivationOp,
+    AddOp,
+    AddRMSNormOp,
+    EmbeddingOp,
+    LayerNormOp,
+    RMSNormOp,
+    ScaleOp,
+    ToFloat32Op,
+    TopKSoftmaxOp,
+)
+from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
+
+if TYPE_CHECKING:
+    from headrace_core.graph import StepGraphFactory
+
+
+@dataclass(frozen=True, slots=True)
+class OpTable:
+    """One implementation per op, chosen once. Passed to whoever computes."""
+
+    embedding: EmbeddingOp
+    rms_norm: RMSNormOp
+    add_rms_norm: AddRMSNormOp
+    layer_norm: LayerNormOp
+    activation: ActivationOp
+    activation_and_mul: ActivationAndMulOp
+    add: AddOp
+    scale: ScaleOp
+    to_float32: ToFloat32Op
+    topk_softmax: TopKSoftmaxOp
+    rotary: RotaryOp
+    cache_write: CacheWriteOp
+    rotary_cache_write: RotaryCacheWriteOp
+    paged_attention: PagedAttentionOp
+    linear: LinearOp
+    quant_linear: QuantLinearOp
+    moe: MoEOp
+    sample: SampleOp
+    top_logprobs: TopLogprobsOp
+    providers: Mapping[str, str] = field(default_factory=dict)
+    """Which provider each op came from."""
+    row_invariant: bool = False
+    """True if every bound implementation is; then greedy output does not depend on batching."""
+    step_graph: StepGraphFactory | None = None
+    """Makes a graph that records steps of these ops; None if no provider can."""
+    pairs_caches: bool = False
+    """True if the ops that touch the cache take it in the order of :mod:`headrace_core.paired`, and
+    are faster for it."""
+
+
+_NOT_OPS = ("providers", "row_invariant", "step_graph", "pairs_caches")
+
+OP_NAMES = tuple(f.name for f in fields(OpTable) if f.name not in _NOT_OPS)

@@ -1,0 +1,95 @@
+"""Settings that were left to headrace, chosen: once, in one place, into a new object; and logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.config import EngineConfig, SchedulerConfig
+from headrace_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
+    from headrace_core.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> EngineConfig:
+    """Fill in every setting that was left to headrace, and check the parts against each other.
+
+    Returns a new object in which nothing that a component reads is ``None`` or ``"auto"``, except
+    where that is itself the meaning (``cache.kv_cache_memory_bytes``).
+
+    Raises:
+        ConfigError: two settings, or a setting and the model, contradict each other.
+    """
+    chosen: dict[str, object] = {}
+    scheduler = _scheduler(config.scheduler, info, platform, chosen)
+    block_size = config.cache.block_size
+    if block_size is None:
+        block_size = chosen["block_size"] = platform.default_block_size
+    names = config.model.served_model_name or (config.model.model or info.name,)
+    for name, value in chosen.items():
+        logger.info("%s: auto -> %s", name, value)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(
+            config.model,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            served_model_name=names,
+        ),
+        cache=dataclasses.replace(config.cache, block_size=block_size),
+        scheduler=scheduler,
+        device=dataclasses.replace(config.device, device=platform.device),
+    )
+
+
+def _scheduler(
+    given: SchedulerConfig, info: ModelInfo, platform: Platform, chosen: dict[str, object]
+) -> SchedulerConfig:
+    """The scheduler's part; what was chosen is noted in ``chosen``."""
+
+    def pick(name: str, default: Any) -> Any:
+        value = getattr(given, name)
+        if value is None:
+            value = chosen[name] = default
+        return value
+
+    seqs = pick("max_num_seqs", platform.default_max_num_seqs)
+    whole_prompts = 0 if given.enable_chunked_prefill else info.max_model_len
+    tokens = pick(
+        "max_num_batched_tokens",
+        max(platform.default_max_num_batched_tokens, seqs, whole_prompts),
+    )
+    if given.max_num_seqs is None and seqs > tokens:
+        seqs = chosen["max_num_seqs"] = tokens
+    shared = pick(
+        "max_num_shared_tokens",
+        min(max(platform.default_max_num_shared_tokens, seqs), tokens),
+    )
+    if not given.enable_chunked_prefill and tokens < info.max_model_len:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens = {tokens}: must be at least max_model_len = "
+            f"{info.max_model_len} while enable_chunked_prefill is off",
+            field="scheduler.max_num_batched_tokens",
+        )
+    threshold = given.long_prefill_token_threshold
+    if threshold == 0 and given.max_num_partial_prefills > 1:
+        threshold = chosen["long_prefill_token_threshold"] = max(1, info.max_model_len * 4 // 100)
+    if threshold > info.max_model_len:
+        raise ConfigError(
+            f"scheduler.long_prefill_token_threshold = {threshold}: must be at most max_model_len "
+            f"= {info.max_model_len}",
+            field="scheduler.long_prefill_token_threshold",
+        )
+    return dataclasses.replace(
+        given,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        max_num_shared_tokens=shared,
+        long_prefill_token_threshold=threshold,
+        async_scheduling=pick("async_scheduling", True),
+    )

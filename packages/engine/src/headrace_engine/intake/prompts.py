@@ -1,0 +1,163 @@
+"""Prompts of any form -> tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
+from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds
+from headrace_core.text import Tokenizer
+from headrace_engine.intake.embeds import EmbedsDecoder
+from headrace_engine.intake.template import ChatRenderer
+from headrace_engine.intake.tokens import check_ids, need_tokenizer
+
+
+class PromptTokens(NamedTuple):
+    """A prompt of any form, as tokens."""
+
+    ids: list[int]
+    text: str | None
+    cache_salt: str | None
+    embeds: PromptEmbeds | None = None
+    """The prompt, if it came as embeddings; ``ids`` are as many zeros then."""
+
+
+class PromptReader:
+    """Reads prompts for one model. Thread-safe.
+
+    Args:
+        tokenizer: None: prompts must be token ids.
+        model: facts and limits.
+        chat_template: replaces the tokenizer's own template.
+        content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
+        trust_request_chat_template: let prompts bring templates of their own.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model: ServedModel,
+        *,
+        chat_template: str | None = None,
+        content_format: str = "auto",
+        trust_request_chat_template: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = model.vocab_size
+        self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
+        self._renderer: ChatRenderer | None = None
+        if tokenizer is not None:
+            self._renderer = ChatRenderer(
+                tokenizer,
+                template=chat_template,
+                content_format=content_format,
+                trust_request_template=trust_request_chat_template,
+                max_output_chars=4 * model.max_model_len + 65_536,
+            )
+
+    def close(self) -> None:
+        """End the processes in which templates render and embeddings are read, if there are any;
+        they would be started anew."""
+        if self._renderer is not None:
+            self._renderer.close()
+        if self._embeds is not None:
+            self._embeds.close()
+
+    def read(self, prompt: Prompt, add_special_tokens: bool | None) -> PromptTokens:
+        """Tokens of a prompt; lengths are not checked.
+
+        Args:
+            add_special_tokens: None: yes for text, as a chat says for chats.
+
+        Raises:
+            RequestError: the prompt is malformed, or needs what the engine does not have.
+        """
+        if isinstance(prompt, ChatPrompt):
+            text = self._chat_renderer().render(prompt)
+            special = (
+                prompt.add_special_tokens if add_special_tokens is None else add_special_tokens
+            )
+            return PromptTokens(self._encode(text, special), text, _salt(prompt.cache_salt))
+        if isinstance(prompt, Mapping):
+            return self._mapping_tokens(prompt, add_special_tokens)
+        if isinstance(prompt, str):
+            return PromptTokens(self._encode(prompt, add_special_tokens is not False), prompt, None)
+        return PromptTokens(self._checked_ids("prompt", prompt), None, None)
+
+    def _mapping_tokens(
+        self, prompt: Mapping[str, object], add_special_tokens: bool | None
+    ) -> PromptTokens:
+        if prompt.get("prompt_embeds") is not None:
+            return self._embeds_tokens(prompt)
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "prompt_embeds"}
+        if unknown:
+            raise UnsupportedFeature(
+                f"prompt: {sorted(unknown)} cannot be served; a prompt has 'prompt' or "
+                "'prompt_token_ids', and 'cache_salt'",
+                param=min(unknown),
+            )
+        salt, text = _salt(prompt.get("cache_salt")), prompt.get("prompt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt = {text!r}: must be text", param="prompt")
+        if prompt.get("prompt_token_ids") is not None:
+            ids = self._checked_ids("prompt_token_ids", prompt["prompt_token_ids"])
+            return PromptTokens(ids, text, salt)
+        if text is None:
+            raise RequestError(
+                "prompt: a mapping needs 'prompt' or 'prompt_token_ids'", param="prompt"
+            )
+        return PromptTokens(self._encode(text, add_special_tokens is not False), text, salt)
+
+    def _embeds_tokens(self, prompt: Mapping[str, object]) -> PromptTokens:
+        if self._embeds is None:
+            raise UnsupportedFeature(
+                "prompt_embeds: the engine takes no embeddings; it must be started with "
+                "--enable-prompt-embeds (enable_prompt_embeds=True)",
+                param="prompt_embeds",
+            )
+        others = set(prompt) - {"prompt_embeds", "cache_salt"}
+        if others:
+            raise RequestError(
+                f"prompt: {sorted(others)} beside 'prompt_embeds'; a prompt of embeddings may have "
+                "'cache_salt' only",
+                param=min(others),
+            )
+        embeds = self._embeds.decode(prompt["prompt_embeds"])
+        return PromptTokens([0] * embeds.num_tokens, None, _salt(prompt.get("cache_salt")), embeds)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        tokenizer = need_tokenizer(self._tokenizer, "prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"prompt: character {error.start} is half of a surrogate pair, which is no text",
+                param="prompt",
+            ) from None
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _chat_renderer(self) -> ChatRenderer:
+        need_tokenizer(self._tokenizer, "messages")
+        if self._renderer is None:
+            raise ConfigError("no chat renderer without a tokenizer")
+        return self._renderer
+
+    def _checked_ids(self, param: str, ids: object) -> list[int]:
+        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
+            raise RequestError(
+                f"{param} = {ids!r:.100}: must be text or a list of token ids", param=param
+            )
+        check_ids(param, ids, self._vocab_size)
+        return list(ids)
+
+
+def _salt(salt: object) -> str | None:
+    if salt is None:
+        return None
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(
+            f"cache_salt = {salt!r:.100}: must be a non-empty string", param="cache_salt"
+        )
+    return salt

@@ -1,0 +1,38 @@
+"""What every part of the intake asks of token ids and of who makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from headrace_core.errors import RequestError
+from headrace_core.text import Tokenizer
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, param: str) -> Tokenizer:
+    """The tokenizer.
+
+    Raises:
+        RequestError: there is none, and ``param`` needs one.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"{param}: must be token ids, because the engine runs without a tokenizer "
+            "(skip_tokenizer_init)",
+            param=param,
+        )
+    return tokenizer
+
+
+def check_ids(param: str, ids: Iterable[object], vocab_size: int) -> None:
+    """Refuse what is no token.
+
+    Raises:
+        RequestError: naming ``param`` and the first such id.
+    """
+    for token_id in ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"{param}: {token_id!r:.100} is no token id; they are integers in "
+                f"0..{vocab_size - 1}",
+                param=param,
+            )

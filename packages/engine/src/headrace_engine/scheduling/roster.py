@@ -1,0 +1,148 @@
+"""All requests of a scheduler, and where each of them is: waiting, running, or gone.
+
+What a request holds changes hands here and nowhere else: its place in the queue, its blocks, its
+state in the worker.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable
+from operator import attrgetter
+
+from headrace_core.config import SchedulerConfig
+from headrace_core.kv import KVCacheManager
+from headrace_core.request import CoreRequest
+from headrace_engine.messages import CoreOutput
+from headrace_engine.scheduling.counters import AdmissionRate, SchedulerCounters
+from headrace_engine.scheduling.queue import FairQueue, FCFSQueue, PriorityQueue, WaitingQueue
+from headrace_engine.scheduling.request import RequestState, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+_sort_key = attrgetter("sort_key")
+
+
+class Roster:
+    """The requests of one scheduler.
+
+    Args:
+        config: the policy.
+        kv: hands out blocks.
+        max_model_len: longest sequence, in tokens.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        max_model_len: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.requests: dict[str, RequestState] = {}
+        """By id: all that have not ended."""
+        self.running: list[RequestState] = []
+        """In the policy's order: whoever is last is preempted first."""
+        self.fair = FairQueue(config.fair_weights) if config.policy == "fair" else None
+        self.waiting: WaitingQueue = FCFSQueue()
+        if self.fair is not None:
+            self.waiting = self.fair
+        elif config.policy == "priority":
+            self.waiting = PriorityQueue()
+        self.counters = SchedulerCounters()
+        self.admissions = AdmissionRate()
+        self.gone: list[str] = []
+        """Requests that the worker must forget, since the last step."""
+        self._by_priority = config.policy == "priority"
+        self._kv = kv
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._num_added = 0
+
+    def add(self, request: CoreRequest) -> None:
+        """Queue a request that has been checked."""
+        state = RequestState.create(
+            request,
+            self._num_added,
+            by_priority=self._by_priority,
+            now=self._clock(),
+            max_model_len=self._max_model_len,
+        )
+        self._num_added += 1
+        self.requests[state.request_id] = state
+        self.waiting.push(state)
+
+    def admit(self, state: RequestState, num_cached_tokens: int) -> None:
+        """A request, already out of the queue, runs from now on."""
+        if state.num_cached_tokens < 0:
+            now = self._clock()
+            state.num_cached_tokens, state.scheduled_ts = num_cached_tokens, now
+            self.admissions.record(now)
+            if self.fair is not None:
+                self.fair.charge(state.request.owner, state.num_tokens - num_cached_tokens)
+        # Pieces from before a preemption: the prompt is computed again from its beginning.
+        state.prompt_logprobs.clear()
+        state.num_computed_tokens = num_cached_tokens
+        state.status = RequestStatus.RUNNING
+        state.held_by_worker = True
+        bisect.insort(self.running, state, key=_sort_key)
+
+    def preempt(self, state: RequestState) -> None:
+        """Take a request, already out of the running list, back to the queue."""
+        # First: what it has computed becomes findable for its own return.
+        self._kv.free(state.request_id)
+        state.num_computed_tokens = 0
+        state.status = RequestStatus.PREEMPTED
+        state.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._forget_in_worker(state)
+        self.waiting.push_back_first(state)
+
+    def preempt_all(self) -> None:
+        """Send every running request back to the queue; their tokens are kept."""
+        while self.running:
+            self.preempt(self.running.pop())
+
+    def end(self, state: RequestState, reason: str, *, error: str | None = None) -> CoreOutput:
+        """Free what a request holds; the caller takes it out of the running list."""
+        if state.status is not RequestStatus.RUNNING:
+            state.status = RequestStatus.FINISHED
+            self.waiting.discard()
+        state.status = RequestStatus.FINISHED
+        self._kv.free(state.request_id)
+        self._forget_in_worker(state)
+        state.decoding_entry = None  # it refers back to the state
+        del self.requests[state.request_id]
+        output = output_of(state)
+        output.finish_reason, output.error = reason, error
+        return output
+
+    def end_raising(self, state: RequestState, error: Exception) -> CoreOutput:
+        """End a request because something raised when it was looked at."""
+        logger.error("request %s ends: %s", state.request_id, error, exc_info=error)
+        message = f"{type(error).__name__}: {error}"
+        if not state.finished:
+            return self.end(state, "error", error=message)
+        output = output_of(state)
+        output.finish_reason, output.error = "error", message
+        return output
+
+    def drop_finished(self) -> None:
+        """Take what has ended out of the running list."""
+        if any(state.finished for state in self.running):
+            self.running = [state for state in self.running if not state.finished]
+
+    def _forget_in_worker(self, state: RequestState) -> None:
+        if state.held_by_worker:
+            state.held_by_worker = False
+            self.gone.append(state.request_id)
+
+
+def output_of(state: RequestState) -> CoreOutput:
+    """An output that says nothing new of a request. By position: one is made for every token."""
+    return CoreOutput(
+        state.request_id, [], None, None, None, None, None, max(state.num_cached_tokens, 0),
+        state.num_preemptions, state.queued_ts, state.scheduled_ts,
+    )  # fmt: skip

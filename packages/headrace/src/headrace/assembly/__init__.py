@@ -1,0 +1,48 @@
+"""Composition: the only package that knows all packages.
+
+From a configuration: resolve the checkpoint, choose platform, kernels, quantization and attention, and
+hand the executor a function that builds the worker. :func:`build_core` does this in whichever process
+the engine's core lives in; :func:`connect` makes the client that a server or ``LLM`` talks to. Each
+call assembles one engine and shares nothing with another: a process may hold several.
+
+=============  ==================================================================================
+``resolved``   configuration -> checkpoint, platform, and no setting left open
+``plugged``    plug-ins that the configuration names: tokenizer, logits processors, reasoning
+``served``     checkpoint -> what front ends say of the model and check requests against
+``front``      intake and the way to a core; ``connect`` and ``front_end`` start here
+``core``       scheduler, cache, executor: what lives in the engine's process
+``worker``     the model: ops bound, quantization and attention chosen, weights read
+=============  ==================================================================================
+"""
+
+from headrace.assembly.core import build_core, build_resolved_core
+from headrace.assembly.front import FrontEnd, TemplateSettings, connect, front_end, starting
+from headrace.assembly.resolved import Resolved, choose_platform, resolve_engine
+from headrace.assembly.served import default_sampling_params, served_model
+from headrace.assembly.worker import (
+    build_model,
+    choose_ops,
+    cpu_threads,
+    kv_scale_constants,
+    worker_factory,
+)
+
+__all__ = [
+    "FrontEnd",
+    "Resolved",
+    "TemplateSettings",
+    "build_core",
+    "build_model",
+    "build_resolved_core",
+    "choose_ops",
+    "choose_platform",
+    "connect",
+    "cpu_threads",
+    "default_sampling_params",
+    "front_end",
+    "kv_scale_constants",
+    "resolve_engine",
+    "served_model",
+    "starting",
+    "worker_factory",
+]

@@ -1,0 +1,106 @@
+"""The side of an engine that has the model: scheduler, cache and workers, in whichever process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from headrace.assembly.plugged import read_tokenizer
+from headrace.assembly.resolved import Resolved, resolve_engine
+from headrace.assembly.worker import platforms_worker, worker_factory
+from headrace_core import failpoints, plugins
+from headrace_core.config import EngineConfig
+from headrace_core.errors import UnsupportedFeature
+from headrace_core.platform import BringsWorker
+
+if TYPE_CHECKING:
+    from headrace_core.grammar import Vocabulary
+    from headrace_engine.core import EngineCore
+    from headrace_engine.startup import StartupTimeline
+
+CORE_FACTORY = "headrace.assembly.core:build_core"
+"""How another process finds :func:`build_core`."""
+
+
+def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
+    """Build the engine's core from a configuration alone: the entry point of an engine process."""
+    from headrace_engine.startup import collector_paused
+
+    with collector_paused(freeze=True):
+        with timeline.phase("resolve model"):
+            resolved = resolve_engine(config)
+            start_reading(resolved)
+        return build_resolved_core(resolved, timeline)
+
+
+def build_resolved_core(
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> EngineCore:
+    """Build the engine's core here: workers started, model loaded, cache allocated.
+
+    Args:
+        vocabulary: of structured output; None: it is read from the checkpoint when it is needed.
+    """
+    failpoints.warn()
+    brings_worker = isinstance(resolved.platform, BringsWorker)
+    if not brings_worker:
+        with timeline.phase("import torch"):
+            import torch  # noqa: F401 - timed here, so that no other phase hides it
+
+            import headrace_engine.execution.capture
+            import headrace_engine.execution.worker  # noqa: F401 - likewise
+    with timeline.phase("import core"):
+        from headrace_engine.core import EngineCore
+        from headrace_engine.structured.backend_loading import backend_order
+        from headrace_engine.structured.store import GrammarStore
+    config = resolved.config
+    structured = config.structured_outputs
+    grammars = GrammarStore(
+        vocabulary or (lambda: grammar_vocabulary(resolved)), structured.cache_bytes
+    )
+    if structured.prepare_at_start:
+        with timeline.phase("prepare grammars"):
+            grammars.prepare(next(backend_order(structured, fallback=True)))
+    executor_class = plugins.load(
+        "headrace.executors", config.parallel.distributed_executor_backend
+    )
+    make_worker = (
+        platforms_worker(resolved)
+        if brings_worker
+        else worker_factory(resolved, timeline, grammars)
+    )
+    return EngineCore.build(
+        config,
+        max_model_len=resolved.info.max_model_len,
+        executor=executor_class(make_worker),
+        timeline=timeline,
+        fit_context=resolved.fit_context,
+        grammars=grammars,
+    )
+
+
+def grammar_vocabulary(resolved: Resolved) -> Vocabulary:
+    """The tokens' bytes, read from the checkpoint where logits are masked: only once a request
+    needs them."""
+    from headrace_engine.structured.vocabulary import vocabulary_of
+
+    tokenizer = read_tokenizer(resolved)
+    if tokenizer is None:
+        raise UnsupportedFeature(
+            "structured_outputs: not without a tokenizer (skip_tokenizer_init)",
+            param="structured_outputs",
+        )
+    return vocabulary_of(tokenizer, resolved.info.vocab_size, resolved.info.eos_token_ids)
+
+
+def start_reading(resolved: Resolved) -> None:
+    """Have the weights read from disk while torch is imported."""
+    from headrace_models.read_ahead import read_ahead
+
+    if isinstance(resolved.platform, BringsWorker):
+        return
+    if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
+        available = resolved.platform.available_memory()
+        read_ahead(resolved.info.path, weight_bytes=resolved.info.weight_bytes, available=available)

@@ -1,0 +1,146 @@
+"""The side of an engine that has the text: intake, and the way to a core.
+
+One process may have several: nothing here is kept from one call to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.missing import missing
+from headrace.assembly.plugged import logits_processors, read_tokenizer, reasoning_parser
+from headrace.assembly.resolved import Resolved, resolve_engine
+from headrace.assembly.served import served_model
+from headrace_core.config import EngineConfig
+from headrace_core.logits_processor import processor_name
+from headrace_core.model import ModelInfo
+from headrace_core.platform import BringsWorker
+
+if TYPE_CHECKING:
+    from headrace_core.grammar import Vocabulary
+    from headrace_engine.clients.base import CoreClient
+    from headrace_engine.engine import Engine
+    from headrace_engine.intake.intake import Intake
+    from headrace_engine.startup import StartupTimeline
+
+
+class FrontEnd(NamedTuple):
+    """What an engine is made of on the side that has the text."""
+
+    client: CoreClient
+    """Not yet started: whoever takes it starts it."""
+    intake: Intake
+    config: EngineConfig
+    info: ModelInfo
+
+
+class TemplateSettings(NamedTuple):
+    """How chats are rendered."""
+
+    chat_template: str | None = None
+    content_format: str = "auto"
+    trust_request_chat_template: bool = False
+
+
+@contextmanager
+def starting(*, whole_process: bool = False) -> Iterator[StartupTimeline]:
+    """The time of a start, with the garbage collector off meanwhile.
+
+    Args:
+        whole_process: this process starts for nothing else: the timeline begins with the process,
+            and the collector will never look at what the start made.
+    """
+    try:
+        from headrace_engine.startup import StartupTimeline, collector_paused
+    except ImportError as error:
+        raise missing(error) from error
+    with collector_paused(freeze=whole_process):
+        yield StartupTimeline.of_process() if whole_process else StartupTimeline()
+
+
+def connect(
+    config: EngineConfig,
+    templates: TemplateSettings | None = None,
+    timeline: StartupTimeline | None = None,
+) -> Engine:
+    """Start an engine and return the client that a server talks to.
+
+    Args:
+        timeline: of the start so far (:func:`starting`); None: it begins here.
+
+    Raises:
+        HeadraceError: whatever kept it from starting.
+    """
+    if timeline is None:
+        with starting() as begun:
+            return connect(config, templates, begun)
+    front = front_end(config, templates, timeline)
+    from headrace_engine.engine import Engine
+
+    return Engine(front.client, front.intake, front.config)
+
+
+def front_end(
+    config: EngineConfig, templates: TemplateSettings | None, timeline: StartupTimeline
+) -> FrontEnd:
+    """Resolve the checkpoint, read its tokenizer, and prepare a client of a core yet to be built."""
+    with timeline.phase("resolve model"):
+        resolved = resolve_engine(config)
+        if not config.engine_process:
+            start_reading(resolved)
+    with timeline.phase("import front end"):
+        try:
+            from headrace_engine.intake.intake import Intake
+            from headrace_engine.structured.backend_loading import check_backend
+        except ImportError as error:
+            raise missing(error) from error
+    templates = templates or TemplateSettings()
+    platform = resolved.platform
+    with timeline.phase("read tokenizer"):
+        tokenizer = read_tokenizer(resolved)
+    model = served_model(resolved, tokenizer, templates.chat_template)
+    intake = Intake(
+        tokenizer,
+        model,
+        chat_template=templates.chat_template,
+        content_format=templates.content_format,
+        trust_request_chat_template=templates.trust_request_chat_template,
+        structured_outputs=config.structured_outputs,
+        processors=logits_processors(config, timeline),
+        reasoning_parser=reasoning_parser(config.structured_outputs),
+        check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
+    )
+    check_backend(config.structured_outputs)
+    client = core_client(config, resolved, timeline, intake.vocabulary)
+    return FrontEnd(client, intake, resolved.config, resolved.info)
+
+
+def core_client(
+    config: EngineConfig,
+    resolved: Resolved,
+    timeline: StartupTimeline,
+    vocabulary: Callable[[], Vocabulary] | None = None,
+) -> CoreClient:
+    """The way to a core: a thread of this process, or a process of its own, which reads the
+    vocabulary itself."""
+    if config.engine_process:
+        from headrace_engine.clients.process import ProcessClient
+
+        return ProcessClient(CORE_FACTORY, _portable(config), timeline)
+    from headrace_engine.clients.inproc import InprocClient
+
+    return InprocClient(
+        lambda started: build_resolved_core(resolved, started, vocabulary), timeline
+    )
+
+
+def _portable(config: EngineConfig) -> EngineConfig:
+    """The configuration with names in place of classes, as another process can read it."""
+    names = tuple(map(processor_name, config.model.logits_processors))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, logits_processors=names)
+    )

@@ -1,0 +1,64 @@
+"""Plug-ins that a configuration names and that both sides of an engine may need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace.assembly.missing import missing
+from headrace_core import plugins
+from headrace_core.config import EngineConfig, StructuredOutputsConfig
+from headrace_core.logits_processor import load_processors
+
+if TYPE_CHECKING:
+    from headrace.assembly.resolved import Resolved
+    from headrace_core.logits_processor import LogitsProcessor
+    from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
+    from headrace_engine.startup import StartupTimeline
+
+
+def logits_processors(
+    config: EngineConfig, timeline: StartupTimeline
+) -> tuple[type[LogitsProcessor], ...]:
+    """Classes of the processors that the engine runs; () costs nothing."""
+    wanted = config.model.logits_processors
+    if not wanted and not plugins.installed("headrace.logits_processors"):
+        return ()
+    with timeline.phase("import logits processors"):
+        return load_processors(wanted)
+
+
+def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] | None:
+    """The class that knows where the model's reasoning begins and ends; None: no reasoning.
+
+    Raises:
+        PluginError: there is no such parser.
+        MissingDependency: it is in a file, which the server's package reads.
+    """
+    name, file = config.reasoning_parser, config.reasoning_parser_plugin
+    if not name:
+        return None
+    if not file:
+        found: type[ReasoningParser] = plugins.load("headrace.reasoning_parsers", name)
+        return found
+    try:
+        from headrace_server.parsers import load_parsers
+        from headrace_server.settings import ServerSettings
+    except ImportError as error:
+        raise missing(error) from error
+    named: dict[str, Any] = {"reasoning_parser": name, "reasoning_parser_plugin": file}
+    return load_parsers(ServerSettings(**named)).reasoning
+
+
+def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder."""
+    model = resolved.config.model
+    if model.skip_tokenizer_init:
+        return None
+    name = "hf" if model.tokenizer_mode == "auto" else model.tokenizer_mode
+    folder = resolved.info.path
+    if model.tokenizer is not None:
+        from headrace_models.source import fetch
+
+        folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
+    factory: TokenizerFactory = plugins.load("headrace.tokenizers", name)
+    return factory(folder)

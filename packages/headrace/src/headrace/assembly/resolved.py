@@ -1,0 +1,106 @@
+"""Which model on which device, and no setting left open: :func:`resolve_engine`.
+
+Reads JSON only: a mistake shows before torch is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from headrace import demo
+from headrace.assembly.missing import missing
+from headrace_core import plugins
+from headrace_core.config import EngineConfig
+from headrace_core.errors import ConfigError, DeviceError
+from headrace_core.model import ModelInfo
+from headrace_core.platform import CpuPlatform, Platform, detect
+from headrace_core.resolution import resolve
+
+
+class Resolved(NamedTuple):
+    """A configuration with nothing left to choose, and the checkpoint it is for."""
+
+    config: EngineConfig
+    info: ModelInfo
+    platform: Platform
+    fit_context: bool = False
+    """``max_model_len = -1``: the context may be shortened to what fits into memory."""
+
+
+def resolve_engine(config: EngineConfig) -> Resolved:
+    """Find the checkpoint and fill in every ``auto``. Reads no weights.
+
+    Raises:
+        ConfigError, UnsupportedModel: a setting and the model do not fit.
+        MissingDependency: a package of headrace that this needs is not installed.
+    """
+    try:
+        from headrace_models.resolve import resolve as resolve_model
+    except ImportError as error:
+        raise missing(error) from error
+    if config.model.model is None:
+        names = config.model.served_model_name or (demo.NAME,)
+        model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
+        config = dataclasses.replace(config, model=model)
+    platform = choose_platform(config.device.device)
+    info = resolve_model(config.model, config.load, platform)
+    _check_extensions(config, info)
+    fit_context = config.model.max_model_len == -1
+    return Resolved(resolve(config, info, platform), info, platform, fit_context)
+
+
+def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
+    """Refuse what only generating models have."""
+    for name in ("logits_processors", "enable_prompt_embeds"):
+        value = getattr(config.model, name)
+        if value and "generate" not in info.tasks:
+            raise ConfigError(
+                f"model.{name} = {value!r}: must be off for {info.architecture}, which generates "
+                "no text",
+                field=f"model.{name}",
+            )
+
+
+def choose_platform(device: str) -> Platform:
+    """The platform of a device's name.
+
+    Raises:
+        ConfigError: no such device is known; lists what is.
+        DeviceError: torch sees no such device.
+    """
+    built_in: Mapping[str, Callable[[], Platform]] = {
+        "auto": detect,
+        "cpu": CpuPlatform,
+        "cuda": _cuda_platform,
+        "sim": _sim_platform,
+    }
+    if device in built_in:
+        return built_in[device]()
+    others = plugins.installed("headrace.platforms")
+    if device not in others:
+        raise ConfigError(
+            f"device.device = {device!r}: must be one of {[*built_in, *others]}",
+            field="device.device",
+        )
+    platform: Platform = others[device].load()()
+    return platform
+
+
+def _cuda_platform() -> Platform:
+    platform = detect()
+    if platform.device != "cuda":
+        raise DeviceError(
+            "device.device = 'cuda': torch sees no GPU; `headrace collect-env` shows its build and "
+            "the driver"
+        )
+    return platform
+
+
+def _sim_platform() -> Platform:
+    try:
+        from headrace_engine.sim.platform import SimPlatform
+    except ImportError as error:
+        raise missing(error) from error
+    return SimPlatform()

@@ -1,0 +1,214 @@
+"""The worker: a model with its ops, threads, quantization and attention.
+
+The only part of the assembly that imports torch, and it does so when a worker is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from headrace.assembly.plugged import logits_processors
+from headrace.assembly.resolved import Resolved
+from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
+from headrace_core.config import CacheConfig, EngineConfig, SimConfig
+from headrace_core.cores import CpuThreads, format_cores, plan_threads
+from headrace_core.errors import ConfigError
+from headrace_core.graph import capture_sizes
+from headrace_core.kv import CACHE_DTYPES
+from headrace_core.kv_scales import ScaleConstants, scale_constants
+from headrace_core.model import BuildContext, CausalLM
+from headrace_core.ops import KernelNeed, OpTable, bind_ops
+from headrace_core.platform import BringsWorker, Platform
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace_core.executor import WorkerFactory
+    from headrace_core.logits_processor import LogitsProcessor
+    from headrace_engine.execution.worker import ModelWorker
+    from headrace_engine.startup import StartupTimeline
+    from headrace_engine.structured.store import GrammarStore
+
+logger = logging.getLogger(__name__)
+
+
+def platforms_worker(resolved: Resolved) -> WorkerFactory:
+    """Makes the worker of a platform that brings its own."""
+    platform = resolved.platform
+    assert isinstance(platform, BringsWorker)
+    return lambda: platform.make_worker(resolved.config, resolved.info)
+
+
+def worker_factory(
+    resolved: Resolved, timeline: StartupTimeline, grammars: GrammarStore | None = None
+) -> Callable[[], ModelWorker]:
+    """Makes the worker of the resolved model, which loads it when asked to.
+
+    Raises:
+        ConfigError: settings of the simulated device, and another device.
+    """
+    from headrace_engine.execution.capture import Capture
+    from headrace_engine.execution.worker import ModelWorker
+
+    config, info, platform, _ = resolved
+    if config.sim != SimConfig():
+        raise ConfigError(
+            f"sim = {config.sim!r}: has no effect on device {platform.device!r}; use --device sim",
+            field="sim",
+        )
+    tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    assert tokens is not None
+    assert seqs is not None
+    sizes = capture_sizes(
+        config.graph.cudagraph_capture_sizes,
+        config.graph.max_cudagraph_capture_size,
+        max_num_batched_tokens=tokens,
+    )
+    threads = cpu_threads(resolved)
+    kv_scales = kv_scale_constants(config.cache, os.environ)
+    make_processors = processor_maker(config, timeline)
+
+    def make_worker() -> ModelWorker:
+        ops = choose_ops(resolved, timeline, threads)
+        return ModelWorker(
+            lambda: build_model(resolved, ops, timeline),
+            ops=ops,
+            device=platform.device,
+            dtype=info.dtype,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+            logprobs_mode=config.model.logprobs_mode,
+            seed=config.model.seed,
+            num_threads=threads.num_threads,
+            cores=threads.cores,
+            cache_ahead_bytes=config.cache.kv_cache_ahead_bytes,
+            kv_scales=kv_scales,
+            grammars=grammars,
+            make_processors=make_processors,
+            prompt_embeds=config.model.enable_prompt_embeds,
+            profiler=config.profiler,
+            capture=Capture(
+                lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
+            ),
+        )
+
+    return make_worker
+
+
+def processor_maker(
+    config: EngineConfig, timeline: StartupTimeline
+) -> Callable[[torch.device], Sequence[LogitsProcessor]] | None:
+    """Makes the worker's logits processors, given its device; None: there are none."""
+    processors = logits_processors(config, timeline)
+    if not processors:
+        return None
+    from headrace_engine.sampling.processors import make_processors
+
+    return functools.partial(make_processors, processors, config)
+
+
+def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
+    """What the largest measured keys and values are stored as; None: no scales are measured.
+
+    Raises:
+        ConfigError: an environment variable is out of range.
+    """
+    if not cache.calculate_kv_scales:
+        return None
+    return scale_constants(CACHE_DTYPES[cache.kv_cache_dtype], environ)
+
+
+def cpu_threads(resolved: Resolved) -> CpuThreads:
+    """How many threads compute on the CPU, and on which cores.
+
+    Raises:
+        ConfigError: more threads, or other cores, than this process may use; cores for a device
+            that is not the CPU.
+    """
+    import torch
+
+    device, platform = resolved.config.device, resolved.platform
+    if device.cpu_bind != "none" and platform.device != "cpu":
+        raise ConfigError(
+            f"device.cpu_bind = {device.cpu_bind!r}: must be 'none' on device {platform.device!r}, "
+            "whose steps are not computed by CPU threads",
+            field="device.cpu_bind",
+        )
+    threads = plan_threads(device.num_threads, device.cpu_bind, default=torch.get_num_threads())
+    if threads.cores:
+        logger.info("cpu_bind: CPU threads on cores %s", format_cores(threads.cores))
+    return threads
+
+
+def choose_ops(resolved: Resolved, timeline: StartupTimeline, threads: CpuThreads) -> OpTable:
+    """The best installed implementation of every op, for this device and dtype."""
+    config, info, platform, _ = resolved
+    need = KernelNeed(platform.device, info.dtype, threads.num_threads, threads.cores)
+    with timeline.phase("bind kernels"):
+        ops = bind_ops(need, choose=config.device.kernels)
+    if threads.cores and "cpu" not in ops.providers.values():
+        raise ConfigError(
+            f"device.cpu_bind = {config.device.cpu_bind!r}: must be 'none' without the native CPU "
+            "kernels: torch's threads cannot be bound one by one (`headrace collect-env` says why "
+            "the native ones are not used)",
+            field="device.cpu_bind",
+        )
+    if platform.device == "cpu" and not ops.row_invariant:
+        logger.warning(
+            "these kernels do not promise that outputs are independent of batching; "
+            "`headrace collect-env` says why the native ones are not used"
+        )
+    return ops
+
+
+def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights."""
+    with timeline.phase("import models"):
+        from headrace.progress import progress_bars
+        from headrace_core.parallel import SingleProcess
+        from headrace_models.loader import load_model
+        from headrace_models.quantization import quant_method
+
+    config, info, platform, _ = resolved
+    assert config.cache.block_size is not None
+    context = BuildContext(
+        config=info.config,
+        dtype=info.dtype,
+        device=platform.device,
+        ops=ops,
+        quant=quant_method(info, config.model.quantization, ops, device=platform.device),
+        communicator=SingleProcess(),
+        attention=attention_chooser(config, platform, ops),
+        block_size=config.cache.block_size,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
+        max_model_len=info.max_model_len,
+    )
+    with (
+        progress_bars(config.load.use_tqdm_on_load) as progress,
+        timeline.phase("read and pack weights"),
+    ):
+        return load_model(
+            info, context, load=config.load, seed=config.model.seed, progress=progress
+        )
+
+
+def attention_chooser(
+    config: EngineConfig, platform: Platform, ops: OpTable
+) -> Callable[[AttentionNeed], AttentionBackend]:
+    """A function from a layer's need to a backend; equal needs and classes share one object."""
+    backends: dict[type[AttentionBackend], AttentionBackend] = {}
+
+    @functools.cache
+    def choose(need: AttentionNeed) -> AttentionBackend:
+        backend = choose_backend(
+            need, wanted=config.attention.backend, preferred=platform.attention_order
+        )
+        return backends.setdefault(backend, backend(ops))
+
+    return choose

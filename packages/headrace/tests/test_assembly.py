@@ -1,0 +1,32 @@
+"""Composition, as far as it needs no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.assembly.served import tokenizer_info
+from headrace_core.errors import ModelError
+from headrace_core.model import ModelInfo
+
+
+def info(folder: Path) -> ModelInfo:
+    return ModelInfo(
+        name="m", path=folder, architecture="LlamaForCausalLM", config={}, generation_config={},
+        dtype="bfloat16", max_model_len=1000, vocab_size=10, eos_token_ids=(1,),
+    )  # fmt: skip
+
+
+def test_what_tokenizer_info_shows(tmp_path: Path) -> None:
+    assert tokenizer_info(info(tmp_path)) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"tokenizer_class": "LlamaTokenizer", "legacy": false}')
+    assert tokenizer_info(info(tmp_path)) == {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe{}", b"[" * 100_000])
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: cannot be read as JSON"):
+        tokenizer_info(info(tmp_path))
