@@ -6,7 +6,6 @@ mark with which a format opens calls must be a trigger: text behind another one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -27,6 +26,11 @@ def const(text: str) -> Form:
 def regex(pattern: str) -> Form:
     """A text that the whole pattern matches."""
     return {"type": "regex", "pattern": pattern}
+
+
+def escaped(character: str) -> str:
+    """A character as a regex, also within square brackets."""
+    return "\\" + character if character in r"\^$.|?*+()[]{}-" else character
 
 
 def schema_form(schema: Mapping[str, Any] | bool | None) -> Form:
@@ -90,9 +94,9 @@ def may_begin(bare: Form, first: str, mark: str, marked: Form, *, ends: bool) ->
     """
     rest = [] if ends else [free_text([mark], [marked])]
     space = r"[ \t\r\n]*"
-    start, second = re.escape(mark[0]), re.escape(mark[1])
+    start, second = escaped(mark[0]), escaped(mark[1])
     # Other answers begin like neither of them: so much of the mark is enough to tell.
-    other = f"{space}([^{re.escape(first)}{start} \\t\\r\\n]|{start}[^{second}])"
+    other = f"{space}([^{escaped(first)}{start} \\t\\r\\n]|{start}[^{second}])"
     return either(
         sequence(regex(space), bare, *rest),
         sequence(regex(space), marked, *rest),

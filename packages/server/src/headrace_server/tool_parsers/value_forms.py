@@ -7,7 +7,6 @@ the schema names them. What only the object as a whole can satisfy is refused.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from headrace_server.tool_parsers.forms import (
     Form,
     const,
     either,
+    escaped,
     not_strict,
     regex,
     schema_form,
@@ -143,7 +143,7 @@ class BareText:
         if types == {"string"} and said <= {"type", "minLength", "maxLength"}:
             least, most = leaf.get("minLength", 0), leaf.get("maxLength", "")
             edge = const("\n") if self.newlines else const("")
-            other = re.escape(self.end[0])
+            other = escaped(self.end[0])
             return sequence(edge, regex(f"[^{other}]{{{least},{most}}}"), edge)
         keyword = next(iter(sorted(said - {"type", "minLength", "maxLength"})), "type")
         not_strict(
