@@ -297,6 +297,18 @@ async def test_strict_names_what_a_format_cannot_hold(connect: Any) -> None:
     assert "'#/properties/a': 'pattern'" in error["message"]
 
 
+@pytest.mark.parametrize(("gate", "status"), [("openai_gptoss", 400), (None, 200)])
+async def test_strict_calls_of_gpt_oss(connect: Any, gate: str | None, status: int) -> None:
+    """Its calls come before the mark that ends the reasoning."""
+    text = '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
+    client = connect(FakeEngine(text), enable_auto_tool_choice=True, tool_call_parser="openai",
+                     reasoning_parser=gate)  # fmt: skip
+    answer = await client.post(URL, json={"messages": HI, "tools": [STRICT]})
+    assert answer.status_code == status, answer.text
+    if gate:
+        assert "reasoning parser" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("entry", plugins.installed("headrace.tool_parsers").values())
 def test_every_opening_mark_begins_what_is_held(entry: Any) -> None:
     """Behind another one a call would be free."""

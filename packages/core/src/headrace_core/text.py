@@ -195,6 +195,8 @@ class ReasoningParser(ABC):
     end_marker: ClassVar[str] = ""
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""
+    calls_before_end: ClassVar[bool] = False
+    """Whether calls of tools may come before the end marker, where no constraint holds yet."""
 
     def __init__(self, context: AnswerContext | None = None) -> None:
         self.context = context or AnswerContext()
