@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import fastapi.routing
 import httpx2
 import pytest
 
@@ -18,6 +21,22 @@ from headrace_server.run import bind_admin
 from headrace_server.state import ServerState
 
 Connect = Callable[..., httpx2.AsyncClient]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fields_are_made_once() -> Iterator[None]:
+    """Hundreds of applications are made, with equal models in their routes, whose validators are
+    half of the work. And what is there before the first test is no garbage."""
+    made = functools.cache(fastapi.routing.create_model_field)
+
+    def field(**values: Any) -> Any:
+        return made(**values) if values.keys() <= {"name", "type_", "mode"} else make(**values)
+
+    make = fastapi.routing.create_model_field
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastapi.routing, "create_model_field", field)
+        yield
 
 
 @pytest.fixture(autouse=True)

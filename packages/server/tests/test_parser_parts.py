@@ -52,7 +52,7 @@ def scan(text: str) -> tuple[str, str, bool]:
 
 @pytest.mark.req("SEC-15")
 class TestJsonScanner:
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(JSON, st.sampled_from([None, 1, "\t"]), st.booleans(), st.sampled_from([" x", "}", ","]))
     def test_it_ends_where_the_value_ends(
         self, value: Any, indent: Any, ascii_only: bool, rest: str
@@ -60,7 +60,7 @@ class TestJsonScanner:
         text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
         assert scan(text + rest) == (text, rest, True)
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(BROKEN_JSON)
     def test_it_takes_what_json_takes(self, text: str) -> None:
         read, rest, done = scan(text)
@@ -73,7 +73,7 @@ class TestJsonScanner:
         assert not rest.strip()
         assert json.loads(read) == value
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(BROKEN_JSON)
     def test_cuts_do_not_matter(self, text: str) -> None:
         scanner = JsonScanner()
@@ -97,14 +97,14 @@ class TestJsonScanner:
 
 @pytest.mark.req("SEC-15")
 class TestLiterals:
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(JSON)
     def test_what_python_writes(self, value: Any) -> None:
         spelled = read_literal(repr(value))
         assert spelled is not None
         assert json.loads(spelled) == value
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=200, deadline=None)
     @given(
         st.lists(
             st.sampled_from(

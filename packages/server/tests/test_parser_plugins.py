@@ -10,7 +10,13 @@ from typing import Any, ClassVar
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import ConfigError, PluginLoadError, PluginNotFound
+from headrace_core.errors import (
+    ConfigError,
+    PluginLoadError,
+    PluginNotFound,
+    UnsupportedFeature,
+)
+from headrace_core.testing.engine import FakeEngine
 from headrace_core.testing.reasoning_parser import ReasoningParserConformance
 from headrace_core.testing.tool_parser import ToolCallParserConformance
 from headrace_core.text import ReasoningParser, ToolCallParser
@@ -58,7 +64,6 @@ class Mine(ToolParser):
                                      previous_token_ids, current_token_ids, delta_token_ids,
                                      request):
         assert current_text == previous_text + delta_text
-        assert not previous_token_ids and not current_token_ids and not delta_token_ids
         delta = self.inner.feed(delta_text)
         if not delta.content and not delta.tool_calls:
             return None
@@ -120,6 +125,18 @@ class Mine(ReasoningParser):
             return None
         return DeltaMessage(content=delta.content, reasoning=delta.reasoning)
 '''
+
+
+LOOKS_FILE = """
+from headrace_server.parser_plugins import ToolParser, ToolParserManager
+
+@ToolParserManager.register_module("looks")
+class Looks(ToolParser):
+    def extract_tool_calls_streaming(self, previous_text, current_text, delta_text,
+                                     previous_token_ids, current_token_ids, delta_token_ids,
+                                     request):
+        LOOK
+"""
 
 
 def load_tools(tmp_path: Path, name: str, text: str = TOOLS_FILE) -> type[ToolCallParser]:
@@ -251,6 +268,28 @@ class TestUsersFiles:
     def test_a_class_that_wants_tokens(self, tmp_path: Path) -> None:
         with pytest.raises(PluginLoadError, match=r"greedy.*tokenizer.get_vocab.*get text"):
             load_tools(tmp_path, "greedy")
+
+    def test_a_class_that_looks_into_token_ids(self, tmp_path: Path) -> None:
+        for look in ("delta_token_ids[-1]", "len(current_token_ids)", "7 in delta_token_ids",
+                     "not previous_token_ids", "list(delta_token_ids)"):  # fmt: skip
+            parser = load_tools(tmp_path, "looks", LOOKS_FILE.replace("LOOK", look))()
+            parser.feed("a")
+            with pytest.raises(UnsupportedFeature, match=r"token ids: .*compare texts"):
+                parser.feed("b")
+
+    async def test_who_looks_into_token_ids_ends_the_stream(
+        self, connect: Any, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "my_parsers.py"
+        file.write_text(LOOKS_FILE.replace("LOOK", "len(delta_token_ids)"))
+        client = connect(
+            FakeEngine("Hello."), enable_auto_tool_choice=True, tool_call_parser="looks",
+            tool_parser_plugin=str(file),
+        )  # fmt: skip
+        tool = {"type": "function", "function": {"name": "f"}}
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool], "stream": True}
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert "token ids: parser plug-ins get text" in answer.text
 
     def test_a_method_that_fails(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         parser = load_tools(tmp_path, "raises")

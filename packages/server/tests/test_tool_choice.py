@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace_core import plugins
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_core.text import CallFrame, ParsedDelta, ToolCallDelta, ToolCallParser
 from headrace_server.parsers import Parsers
@@ -271,6 +272,57 @@ async def test_strict_tools_are_held_to_their_schemas(connect: Any) -> None:
     }
     await post(client)
     assert engine.requests[1].params.structured_outputs is None
+
+
+STRICT = {**ADD, "function": {**ADD["function"], "strict": True}}
+
+
+@pytest.mark.parametrize("name", ["gigachat3", "xlam"])
+async def test_strict_is_refused_where_it_cannot_be_held(connect: Any, name: str) -> None:
+    engine = FakeEngine("x")
+    client = connect(engine, enable_auto_tool_choice=True, tool_call_parser=name)
+    error = await refused(client, tools=[STRICT])
+    assert "'strict' cannot be held" in error["message"]
+    assert "send strict false" in error["message"]
+    assert error["param"] == "tools"
+    assert engine.requests == []
+    await post(client)
+
+
+async def test_strict_names_what_a_format_cannot_hold(connect: Any) -> None:
+    client = connect(FakeEngine("x"), enable_auto_tool_choice=True, tool_call_parser="glm45")
+    bad = tool("f", {"properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
+    error = await refused(client, tools=[bad])
+    assert "'f' cannot be strict" in error["message"]
+    assert "'#/properties/a': 'pattern'" in error["message"]
+
+
+@pytest.mark.parametrize(("gate", "status"), [("openai_gptoss", 400), (None, 200)])
+async def test_strict_calls_of_gpt_oss(connect: Any, gate: str | None, status: int) -> None:
+    """Its calls come before the mark that ends the reasoning."""
+    text = '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
+    client = connect(FakeEngine(text), enable_auto_tool_choice=True, tool_call_parser="openai",
+                     reasoning_parser=gate)  # fmt: skip
+    answer = await client.post(URL, json={"messages": HI, "tools": [STRICT]})
+    assert answer.status_code == status, answer.text
+    if gate:
+        assert "reasoning parser" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("entry", plugins.installed("headrace.tool_parsers").values())
+def test_every_opening_mark_begins_what_is_held(entry: Any) -> None:
+    """Behind another one a call would be free."""
+    parser = entry.load()
+    form = parser.strict_form({"f": {"type": "object", "properties": {}}})
+    waiting, triggers = [form], set()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            triggers |= set(part.get("triggers", ()))
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    assert form is None or triggers == set(parser.opens)
 
 
 async def test_answers_have_a_form_and_calls_theirs(connect: Any) -> None:

@@ -132,6 +132,22 @@ class ToolCallParser(ABC):
         """
         return None
 
+    @classmethod
+    def strict_form(cls, tools: Mapping[str, Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+        """What an answer looks like whose calls hold to their schemas: text that is free but for
+        calls, as the ``format`` of a structural tag.
+
+        Args:
+            tools: name -> schema of the arguments; None: of a tool that is not strict.
+
+        Returns:
+            None: only :meth:`call_frame`, if even that, is known.
+
+        Raises:
+            UnsupportedFeature: the format cannot write, or not unmistakably, what a schema asks for.
+        """
+        return None
+
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:
         """Take the next piece; returns what is certain so far."""
@@ -179,6 +195,8 @@ class ReasoningParser(ABC):
     end_marker: ClassVar[str] = ""
     """The text after which the answer proper begins: constraints on its form hold from there.
     "": the format has none, and structured output is refused along with it."""
+    calls_before_end: ClassVar[bool] = False
+    """Whether calls of tools may come before the end marker, where no constraint holds yet."""
 
     def __init__(self, context: AnswerContext | None = None) -> None:
         self.context = context or AnswerContext()

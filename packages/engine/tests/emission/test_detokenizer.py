@@ -48,7 +48,7 @@ def cut(ids: list[int], seed: int) -> list[list[int]]:
 
 @pytest.mark.req("REL-16")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=60), seed=st.integers(0, 999))
 def test_pieces_of_a_text_join_to_the_whole(kind: str, text: str, seed: int) -> None:
     tokenizer = tokenizer_of(kind)
@@ -60,7 +60,7 @@ def test_pieces_of_a_text_join_to_the_whole(kind: str, text: str, seed: int) -> 
 
 @pytest.mark.req("REL-16")
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 999))
 def test_any_tokens_join_to_the_whole(kind: str, data: st.DataObject, seed: int) -> None:
     tokenizer = tokenizer_of(kind)
@@ -71,7 +71,7 @@ def test_any_tokens_join_to_the_whole(kind: str, data: st.DataObject, seed: int)
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=st.text(max_size=60))
 def test_decoding_equals_the_library_s_for_text(kind: str, text: str) -> None:
     tokenizer = tokenizer_of(kind)
@@ -82,7 +82,7 @@ def test_decoding_equals_the_library_s_for_text(kind: str, text: str) -> None:
         assert ours == backend.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_byte_level_decoding_equals_the_library_s_for_any_tokens(data: st.DataObject) -> None:
     tokenizer = tokenizer_of("byte-level")

@@ -35,7 +35,7 @@ def run(finder: StopFinder, pieces: list[str]) -> tuple[str, str | None, list[st
 
 
 @pytest.mark.spec("ENGINE-SAMPLING")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     text=ALPHABET, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=6), keep=st.booleans()
 )
@@ -54,7 +54,7 @@ def test_first_match_wins_for_every_cut(
         assert shown == text[: start + len(expected) * keep]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=ALPHABET, stops=STOPS)
 def test_nothing_is_held_back_that_cannot_become_a_match(text: str, stops: list[str]) -> None:
     finder, shown = StopFinder(stops), ""

@@ -15,6 +15,8 @@ from headrace_core.sampling import SamplingParams
 from headrace_engine.sampling.noise import request_key, uniforms
 
 DRAWS = 40_000
+DRAWS_TOP_P = 10_000
+"""Of top_p, which goes row by row; what it must not choose shows in the first few."""
 VOCAB = 24
 
 
@@ -30,16 +32,17 @@ def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, float]:
 
 
 def draws_for(logits: Tensor, seed: int, **params: Any) -> Tensor:
-    """[V] counts of DRAWS tokens chosen at positions 0, 1, ..."""
+    """[V] counts of tokens chosen at positions 0, 1, ..."""
+    count = DRAWS_TOP_P if "top_p" in params else DRAWS
     p = SamplingParams(seed=seed, **params)
     key = request_key(seed, engine_seed=0, request_id="")
-    noise = uniforms(np.full(DRAWS, key, np.uint64), np.arange(DRAWS))
+    noise = uniforms(np.full(count, key, np.uint64), np.arange(count))
     tokens, _ = sample(
-        logits.expand(DRAWS, -1),
-        torch.full((DRAWS,), p.temperature),
-        torch.full((DRAWS,), p.min_p),
-        torch.full((DRAWS,), p.top_k),
-        torch.full((DRAWS,), p.top_p, dtype=torch.float64),
+        logits.expand(count, -1),
+        torch.full((count,), p.temperature),
+        torch.full((count,), p.min_p),
+        torch.full((count,), p.top_k),
+        torch.full((count,), p.top_p, dtype=torch.float64),
         torch.from_numpy(noise),
     )
     return torch.bincount(tokens, minlength=len(logits)).double()

@@ -315,7 +315,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = pytest.mark.spec("ENGINE-UNIFIED")(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

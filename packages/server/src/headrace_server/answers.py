@@ -54,6 +54,15 @@ class AnswerPlan:
                 "reasoning; start it with --reasoning-parser NAME",
                 param="thinking_token_budget",
             )
+        # The engine has the operator's reasoning parser, whatever the route reads answers with.
+        gate = state.parsers.reasoning
+        free_calls = self.tools.choice == "auto" and self.tools.constraint is not None
+        if free_calls and gate is not None and gate.calls_before_end:
+            raise UnsupportedFeature(
+                "tools: 'strict' cannot be held along with this server's reasoning parser, whose "
+                "format lets calls come before the end of the reasoning; send strict false",
+                param="tools",
+            )
         needs_marks = self.tools.needs_special_tokens or (
             reasoning is not None and reasoning.needs_special_tokens
         )

@@ -17,7 +17,7 @@ from typing import Protocol
 from headrace_core.errors import PromptTooLong, UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt
-from headrace_core.text import AnswerContext, ToolCallParser
+from headrace_core.text import AnswerContext
 from headrace_server import convert
 from headrace_server.answers import PROMPT_END, AnswerPlan
 from headrace_server.counting import Tally
@@ -31,6 +31,7 @@ from headrace_server.request_log import log_request
 from headrace_server.segments import CallPiece, Content, Reasoning, Segment
 from headrace_server.state import ServerState
 from headrace_server.stream import close
+from headrace_server.tool_parsers.harmony import OpenAIToolParser
 from headrace_server.tools.base import Namespace
 
 _EDGES = re.compile(r"(?<=[>\])}\n])|(?=[<\[{])")
@@ -252,7 +253,7 @@ def _plan(body: ChatRequest, state: ServerState, harmony: bool) -> AnswerPlan:
     """As the chat route's; of a gpt-oss model, whose format has calls and reasoning of its own."""
     if not harmony:
         return AnswerPlan(body, state)
-    plan = AnswerPlan(body, state, Parsers(tools=ToolCallParser))  # no flag is needed
+    plan = AnswerPlan(body, state, Parsers(tools=OpenAIToolParser))  # no flag is needed
     if plan.tools.forced:
         raise UnsupportedFeature(
             "tool_choice: must be 'auto' or 'none' with this model; its calls cannot be forced",

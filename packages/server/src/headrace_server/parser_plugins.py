@@ -8,8 +8,9 @@ A file given by ``--tool-parser-plugin`` or ``--reasoning-parser-plugin`` regist
     class MyParser(ToolParser): ...
 
 The classes and their results are given here; :mod:`headrace_server.plugged_parsers` makes them
-parsers of ours. Two things differ from vLLM: parsers get text and no token ids (the lists of ids
-are empty), and the tokenizer that they get refuses to be asked. A plug-in that wants to be more
+parsers of ours. Two things differ from vLLM: parsers get text and no token ids, and both the lists
+of ids and the tokenizer refuse to be asked. (What a parser reads is what stop texts, reasoning and
+incomplete characters have left of the text; no list of ids is exactly that.) A plug-in that wants to be more
 than that implements :class:`headrace_core.text.ToolCallParser` and is installed as a package.
 """
 
@@ -126,6 +127,36 @@ class NoTokenizer:
         return True
 
 
+class NoTokenIds(Sequence[int]):
+    """Stands where vLLM gives a list of token ids. May be passed on, but not looked into."""
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedFeature(
+            "token ids: parser plug-ins get text, not tokens, from this server; compare texts of "
+            "marks (delta_text, current_text) instead of their ids"
+        )
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def __contains__(self, item: object) -> bool:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[int]:
+        self._refuse()
+
+    def __bool__(self) -> bool:
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        self._refuse()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 # What users derive from
 
 
@@ -168,7 +199,7 @@ class ToolParser:
         delta_token_ids: Sequence[int],
         request: PluginRequest,
     ) -> DeltaMessage | None:
-        """What a piece of a streamed answer adds; None: nothing yet."""
+        """What a piece of a streamed answer adds; None: nothing yet. The lists of ids refuse."""
         raise NotImplementedError(f"{type(self).__name__}.extract_tool_calls_streaming")
 
 
@@ -202,7 +233,7 @@ class ReasoningParser:
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
-        """What a piece of a streamed answer adds; None: nothing yet."""
+        """What a piece of a streamed answer adds; None: nothing yet. The lists of ids refuse."""
         raise NotImplementedError(f"{type(self).__name__}.extract_reasoning_streaming")
 
 

@@ -2,7 +2,8 @@
 
 Such classes have one method for whole answers and one for pieces. Which is wanted is known only
 when the answer ends or goes on, so the first piece is kept until then. If a method fails, the text
-it was given is content, and the failure is in the log.
+it was given is content, and the failure is in the log; if it asks for tokens, the answer ends with
+an error that says so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from headrace_core.errors import PluginLoadError
+from headrace_core.errors import PluginLoadError, UnsupportedFeature
 from headrace_core.text import (
     AnswerContext,
     ParsedDelta,
@@ -21,10 +22,17 @@ from headrace_core.text import (
     ToolCallParser,
 )
 from headrace_server import parser_plugins
-from headrace_server.parser_plugins import DeltaMessage, NoTokenizer, PluginRequest, PluginTool
+from headrace_server.parser_plugins import (
+    DeltaMessage,
+    NoTokenIds,
+    NoTokenizer,
+    PluginRequest,
+    PluginTool,
+)
 
 logger = logging.getLogger(__name__)
 
+_NO_IDS = (NoTokenIds(), NoTokenIds(), NoTokenIds())
 _PROBE = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}
 
 
@@ -63,6 +71,8 @@ class PluggedToolParser(ToolCallParser):
             return ParsedDelta()
         try:
             found = self._parser.extract_tool_calls(self._first, self._request)
+        except UnsupportedFeature:
+            raise
         except Exception:
             logger.exception("tool-call parser %s failed", self.plugin.__name__)
             return ParsedDelta(content=self._first)
@@ -81,8 +91,10 @@ class PluggedToolParser(ToolCallParser):
         before, self._text = self._text, self._text + text
         try:
             message = self._parser.extract_tool_calls_streaming(
-                before, self._text, text, [], [], [], self._request
+                before, self._text, text, *_NO_IDS, self._request
             )
+        except UnsupportedFeature:
+            raise
         except Exception:
             logger.exception("tool-call parser %s failed", self.plugin.__name__)
             return ParsedDelta(content=text)
@@ -131,6 +143,8 @@ class PluggedReasoningParser(ReasoningParser):
             return ParsedDelta()
         try:
             reasoning, content = self._parser.extract_reasoning(self._first, self._request)
+        except UnsupportedFeature:
+            raise
         except Exception:
             logger.exception("reasoning parser %s failed", self.plugin.__name__)
             return ParsedDelta(content=self._first)
@@ -139,7 +153,9 @@ class PluggedReasoningParser(ReasoningParser):
     def _piece(self, text: str) -> ParsedDelta:
         before, self._text = self._text, self._text + text
         try:
-            message = self._parser.extract_reasoning_streaming(before, self._text, text, [], [], [])
+            message = self._parser.extract_reasoning_streaming(before, self._text, text, *_NO_IDS)
+        except UnsupportedFeature:
+            raise
         except Exception:
             logger.exception("reasoning parser %s failed", self.plugin.__name__)
             return ParsedDelta(content=text)

@@ -236,7 +236,7 @@ def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: 
     strict = any(tool["function"].get("strict") is True for tool in tools)
     return ToolPlan(
         "auto",
-        _strict_constraint(tools, chosen, frames) if strict and frames else None,
+        _strict_constraint(tools, chosen, frames) if strict else None,
         partial(chosen, tools),
         chosen.needs_special_tokens,
         frames,
@@ -264,7 +264,28 @@ def _frames(tools: Sequence[Tool], chosen: type[ToolCallParser]) -> list[dict[st
 def _strict_constraint(
     tools: Sequence[Tool], chosen: type[ToolCallParser], frames: Sequence[Mapping[str, Any]]
 ) -> StructuredOutputsParams:
-    """Free text, in which calls of ``strict`` tools have arguments by their schemas."""
+    """Free text, in which calls of ``strict`` tools have arguments by their schemas.
+
+    Raises:
+        UnsupportedFeature: the parser's format cannot be held to them.
+    """
+    schemas: dict[str, Mapping[str, Any] | None] = {}
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        strict = function.get("strict") is True
+        schemas[function["name"]] = parameters_of(tool) if strict else None
+        if strict:
+            check_schema(f"tools[{index}].function.parameters", schemas[function["name"]])
+    form = chosen.strict_form(schemas)
+    if form is not None:
+        return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
+    if not frames:
+        raise UnsupportedFeature(
+            f"tools: 'strict' cannot be held by this server's tool-call parser "
+            f"({chosen.__name__}), whose format does not tell calls from text; send strict false, "
+            "or tool_choice 'required' or one function",
+            param="tools",
+        )
     found = [chosen.call_frame(tool["function"]["name"]) for tool in tools]
     triggers = sorted({frame.trigger for frame in found if frame is not None})
     return StructuredOutputsParams(

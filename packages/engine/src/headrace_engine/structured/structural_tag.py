@@ -93,7 +93,7 @@ def _check(form: Any, pointer: str) -> None:
         )
     if kind == "triggered_tags":
         _check_triggers(form, pointer)
-    for at, inner in _inner(form, pointer):
+    for at, inner in inner_forms(form, pointer):
         _check(inner, at)
 
 
@@ -117,7 +117,8 @@ def _check_triggers(form: Format, pointer: str) -> None:
             )
 
 
-def _inner(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
+def inner_forms(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, form) of what stands right inside a form."""
     for key in ("elements", "tags"):
         if key in KEYS.get(form["type"], (frozenset(), ()))[0]:
             if not isinstance(form[key], list) or not form[key]:
@@ -142,7 +143,7 @@ def schemas_of(form: Format) -> Iterator[Any]:
         found = pending.pop()
         if found["type"] == "json_schema":
             yield found["json_schema"]
-        pending += [inner for _, inner in _inner(found, "")]
+        pending += [inner for _, inner in inner_forms(found, "")]
 
 
 def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
@@ -175,7 +176,7 @@ def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
             reasons += _unbounded_text(form, pointer)
         if kind == "or" or (kind == "tag" and len(_ends(form)) > 1):
             reasons += _text_alternatives(form, pointer)
-        pending += _inner(form, pointer)
+        pending += inner_forms(form, pointer)
     return reasons
 
 

@@ -26,6 +26,7 @@ class GptOssReasoningParser(ReasoningMachine):
     needs_special_tokens = True
     start_marker = "<|channel|>analysis<|message|>"
     end_marker = "<|channel|>final<|message|>"
+    calls_before_end = True
 
     def read(self) -> Steps[None]:
         mark = ""

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from headrace_core.text import CallFrame
 from headrace_server.source import Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.machine import Machine
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
@@ -74,6 +75,28 @@ class FramesParser(Machine):
         before = form.section + form.call + form.kind + name + form.name_end + opening
         return CallFrame(form.section, before, closing + form.call_end + form.section_end)
 
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        form = cls.format
+        found = [cls._strict_call(*tool) for tool in tools.items()]
+        section = forms.tag(form.section, forms.calls(found, ""), form.section_end)
+        return forms.free_text([form.section, form.call], [section, *found])
+
+    @classmethod
+    def _strict_call(cls, name: str, schema: Mapping[str, Any] | None) -> forms.Form:
+        form = cls.format
+        opening, closing = (f"{form.fence[0]}\n", f"\n{form.fence[1]}") if form.fence else ("", "")
+        arguments = forms.tag(
+            form.name_end + opening, forms.schema_form(schema), closing + form.call_end
+        )
+        inside = forms.sequence(*cls.strict_name(name), arguments, forms.SPACE)
+        return forms.tag(form.call + form.kind, inside)
+
+    @classmethod
+    def strict_name(cls, name: str) -> Sequence[forms.Form]:
+        """How a frame names a function."""
+        return [forms.const(name)]
+
     def name_of(self, text: str) -> str:
         """The function's name, of what stands in a frame."""
         return text
@@ -132,6 +155,10 @@ class KimiK2ToolParser(FramesParser):
     def call_frame(cls, name: str) -> CallFrame | None:
         return None  # A frame counts the calls.
 
+    @classmethod
+    def strict_name(cls, name: str) -> Sequence[forms.Form]:
+        return [forms.const(f"functions.{name}:"), forms.regex("[0-9]{1,3}")]
+
     def open_call(self, name: str) -> None:
         super().open_call(name)
         self._ids.append("" if self._written in self._ids else self._written)
@@ -164,6 +191,23 @@ class MistralToolParser(ObjectsParser):
         super().__init__(tools)
         self._ids: list[str] = []
         self._written = ""
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        """In either dialect: which it is the tokenizer's version says, not the parser."""
+        mark = cls.opens[0]
+        identity = forms.sequence(forms.const("[CALL_ID]"), forms.regex("[A-Za-z0-9]{9}"))
+        tags = [forms.tag(f"{mark}[", forms.calls(cls.strict_objects(tools), ", "), "]")]
+        for name, schema in tools.items():
+            arguments = forms.schema_form(schema)
+            marked = forms.tag("[ARGS]", arguments)
+            tags.append(
+                forms.tag(
+                    mark + name,
+                    forms.either(arguments, marked, forms.sequence(identity, marked)),
+                )
+            )
+        return forms.free_text([mark], tags)
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source

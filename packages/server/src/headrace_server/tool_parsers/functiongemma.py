@@ -9,8 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_server.source import Broken, Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import ANY, SchemaValues, spell, spell_string
+from headrace_server.tool_parsers.value_forms import (
+    BareText,
+    Parameter,
+    listed,
+    parameters,
+    value_types,
+)
 
 MAX_DEPTH = 32
 """Deeper nesting is no call."""
@@ -31,6 +39,10 @@ class FunctionGemmaToolParser(Machine):
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._values = SchemaValues(tools)
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        return forms.free_text(cls.opens, [_strict_call(*tool) for tool in tools.items()])
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source
@@ -109,3 +121,30 @@ class FunctionGemmaToolParser(Machine):
         if not text:
             raise Broken
         return spell(text, types if types != {"string"} else ANY)
+
+
+def _strict_call(name: str, schema: Mapping[str, Any] | None) -> forms.Form:
+    begin, end = f"<start_function_call>call:{name}{{", "}" + _END
+    if schema is None:
+        return forms.tag(begin, forms.FREE, end)
+    parts = []
+    for one in parameters(name, schema):
+        key = one.name
+        if key != key.strip() or len(key) > MAX_NAME or ":" in key or _ESCAPE in key or not key:
+            forms.not_strict(name, one.pointer, "its format cannot write this name")
+        value = _strict_value(name, one)
+        parts.append((forms.sequence(forms.const(f"{key}:"), value), one.required))
+    return forms.tag(begin, listed(parts, ",") or forms.const(""), end)
+
+
+def _strict_value(tool: str, parameter: Parameter) -> forms.Form:
+    """Text between marks, or a bare number or word; of lists and objects nothing is held."""
+    types = value_types(tool, parameter)
+    if types <= {"integer", "number", "boolean", "null"}:
+        return forms.schema_form(parameter.schema)
+    if not types <= {"string"}:
+        forms.not_strict(
+            tool, parameter.pointer, "only strings, numbers, booleans and null are held to a schema"
+        )
+    text = BareText(_ESCAPE, newlines=False).form(tool, parameter)
+    return forms.tag(_ESCAPE, forms.FREE if text is None else text, _ESCAPE)

@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace_core.text import ParsedDelta
 from headrace_server.source import Broken, Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.machine import Machine, drop
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -57,6 +58,12 @@ class OpenAIToolParser(Machine):
     needs_special_tokens = True
     opens = OPENS
     closes = ENDS
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        return forms.free_text(
+            OPENS, [*_messages("", tools), *_messages(f"{START}assistant", tools)]
+        )
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
@@ -106,3 +113,27 @@ class OpenAIToolParser(Machine):
                 put = drop
         source.held = None
         return (yield from source.until(OPENS + ENDS, put))
+
+
+_CONSTRAINS = ("", "<|constrain|>json", " <|constrain|>json")
+"""What may stand between a call's recipient and its body."""
+_BUILT_IN = r"(browser|python|container)(\.[a-z_]{1,32})?( ?[a-z]{0,16})?"
+
+
+def _messages(before: str, tools: forms.Tools) -> list[forms.Form]:
+    """The messages that a model may write: what it thinks and says, calls of the tools, and calls
+    of tools that are built in. The tokens that end an output end its last message.
+    """
+    ends = [(f"{CHANNEL}analysis{MESSAGE}", ENDS[0]), (f"{CHANNEL}commentary{MESSAGE}", ENDS[0])]
+    found = [forms.tag(before + begin, forms.FREE, end) for begin, end in ends]
+    found.append(forms.tag(f"{before}{CHANNEL}final{MESSAGE}", forms.FREE))
+    for name, schema in tools.items():
+        arguments, to = forms.schema_form(schema), f" to=functions.{name}"
+        headers = [f"{CHANNEL}commentary{to}{says}" for says in _CONSTRAINS]
+        if before:
+            headers += [f"{to}{CHANNEL}commentary{says}" for says in _CONSTRAINS]
+        found += [forms.tag(before + one + MESSAGE, arguments, ["", ENDS[1]]) for one in headers]
+    built_in = forms.sequence(forms.regex(_BUILT_IN), forms.tag(MESSAGE, forms.FREE))
+    found += [forms.tag(f"{before}{CHANNEL}{channel} to=", built_in)
+              for channel in ("analysis", "commentary")]  # fmt: skip
+    return found

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from headrace_core.text import CallFrame
 from headrace_server.source import Broken, Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.json_text import json_object, json_string, json_value
 from headrace_server.tool_parsers.machine import Machine, drop
 from headrace_server.tool_parsers.schema_values import spell_string
@@ -43,14 +44,38 @@ class ObjectsParser(Machine):
     format: ClassVar[ObjectFormat] = ObjectFormat()
     frame: ClassVar[tuple[str, str] | None] = None
     """What stands around a single object, if that is always the same."""
+    between: ClassVar[str | None] = None
+    """What stands between several in one frame; None: a frame has one."""
 
     @classmethod
     def call_frame(cls, name: str) -> CallFrame | None:
         if cls.frame is None:
             return None
         before, after = cls.frame
-        member = f'{{"name": {spell_string(name)}, "{cls.format.arguments[0]}": '
-        return CallFrame(cls.opens[0], before + member, "}" + after)
+        return CallFrame(cls.opens[0], before + cls._head(name), "}" + after)
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form | None:
+        if cls.frame is None:
+            return None
+        before, after = cls.frame
+        objects = forms.calls(cls.strict_objects(tools), cls.between)
+        inside = before.removeprefix(cls.opens[0])
+        return forms.free_text(
+            cls.opens, [forms.tag(mark + inside, objects, after) for mark in cls.opens]
+        )
+
+    @classmethod
+    def strict_objects(cls, tools: forms.Tools) -> list[forms.Form]:
+        """A call of each tool, as an object."""
+        return [
+            forms.tag(cls._head(name), forms.schema_form(schema), "}")
+            for name, schema in tools.items()
+        ]
+
+    @classmethod
+    def _head(cls, name: str) -> str:
+        return f'{{"name": {spell_string(name)}, "{cls.format.arguments[0]}": '
 
     def calls(self, mark: str) -> Steps[None]:
         yield from self.objects()

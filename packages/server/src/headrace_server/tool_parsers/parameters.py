@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headrace_server.source import Broken, Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import SchemaValues, spell, spell_string
+from headrace_server.tool_parsers.value_forms import BareText, Parameter, parameters, says_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +38,30 @@ class ParameterFormat:
     """What stands between a key's end and its value, white space aside; "" if nothing does."""
     trim_newlines: bool = False
     """One new line at each end of a value belongs to the format."""
+    bare: bool = True
+    """Calls may come without the section's marks."""
+
+    @property
+    def opens(self) -> tuple[str, ...]:
+        """Marks with which calls begin."""
+        return (*filter(None, [self.section]), *(self.call[:1] if self.bare else ()))
+
+    @property
+    def closes(self) -> tuple[str, ...]:
+        """Marks with which they end."""
+        return (*filter(None, [self.section_end]), self.call_end[-1])
 
 
 class ParametersParser(Machine):
-    """A format given by a :class:`ParameterFormat`. A section's own marks may be missing."""
+    """A format given by a :class:`ParameterFormat`, whose marks are special tokens."""
 
     format: ClassVar[ParameterFormat]
+    needs_special_tokens = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "format" in vars(cls):
+            cls.opens, cls.closes = cls.format.opens, cls.format.closes
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
@@ -102,97 +122,143 @@ class ParametersParser(Machine):
             return key, self._values.spell(function, key, text)
         return key, spell(text, frozenset({"string" if said == "string" else "any"}))
 
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        form = cls.format
+        found = [forms.tag(form.call[0], cls._strict_call(*tool)) for tool in tools.items()]
+        if not form.section:
+            return forms.free_text(form.opens, found)
+        section = forms.sequence(forms.SPACE, forms.calls(found, ""))
+        tags = [forms.tag(form.section, section, form.section_end)]
+        return forms.free_text(form.opens, tags + found if form.bare else tags)
 
-class Qwen3XmlToolParser(ParametersParser):
-    """Qwen3-Coder: ``<function=F>`` and ``<parameter=K>`` in ``<tool_call>``."""
+    @classmethod
+    def _strict_call(cls, name: str, schema: Mapping[str, Any] | None) -> forms.Form:
+        """A call behind its first mark, and the white space behind it."""
+        form = cls.format
+        parts: list[forms.Form] = []
+        for mark in form.call[1:]:
+            parts += [forms.SPACE, forms.const(mark)]
+        parts.append(forms.const(name))
+        parts.append(
+            forms.regex(r"\n?") if form.key in form.name_end else forms.const(form.name_end[0])
+        )
+        end = form.call_end[0]
+        if schema is None:
+            parts.append(forms.tag("", forms.FREE, end))
+        else:
+            for one in parameters(name, schema):
+                parameter = forms.sequence(forms.SPACE, *cls._strict_parameter(name, one))
+                parts.append(
+                    parameter if one.required else forms.either(parameter, forms.const(""))
+                )
+            parts += [forms.SPACE, forms.const(end)]
+        for mark in form.call_end[1:]:
+            parts += [forms.SPACE, forms.const(mark)]
+        return forms.sequence(*parts, forms.SPACE)
 
-    needs_special_tokens = True
-    opens = ("<tool_call>", "<function=")
-    closes = ("</tool_call>", "</function>")
-    format = ParameterFormat(
-        section="<tool_call>",
+    @classmethod
+    def _strict_parameter(cls, tool: str, parameter: Parameter) -> list[forms.Form]:
+        form, key = cls.format, parameter.name
+        if (
+            not key
+            or key != key.strip()
+            or len(key) > MAX_NAME
+            or any(m in key for m in form.key_end)
+        ):
+            forms.not_strict(tool, parameter.pointer, "its format cannot write this name")
+        value, ends = BareText(form.value_end, form.trim_newlines).form, list(form.key_end.items())
+        mark = next((mark for mark, said in ends if said is None), "")
+        content: forms.Form | None
+        if len(ends) > 1:  # the key says the type, so that anything can be written as JSON
+            text = parameter.schema == {"type": "string"} or _is_plain_string(parameter.schema)
+            mark = next(m for m, said in ends if said == ("string" if text else "json"))
+            content = None if text else forms.schema_form(parameter.schema)
+        else:
+            content = value(tool, parameter)
+        before = form.key + key + mark
+        middle = [forms.const(before), forms.SPACE] if form.value else []
+        begin = form.value or before
+        return [
+            *middle,
+            forms.tag(begin, forms.FREE if content is None else content, form.value_end),
+        ]
+
+
+def _is_plain_string(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and says_nothing(schema) and schema.get("type") == "string"
+
+
+def _functions(name: str) -> ParameterFormat:
+    """``<function=F>`` and ``<parameter=K>`` in a section of a name."""
+    return ParameterFormat(
+        section=f"<{name}>",
         call=("<function=",),
         name_end=(">",),
         key="<parameter=",
         key_end={">": None},
         value_end="</parameter>",
         call_end=("</function>",),
-        section_end="</tool_call>",
+        section_end=f"</{name}>",
         trim_newlines=True,
     )
+
+
+def _invocations(prefix: str, section: tuple[str, str], **more: Any) -> ParameterFormat:
+    """``<invoke name="F">`` and ``<parameter name="K">``, both with a prefix, in a section."""
+    marks: dict[str, Any] = {
+        "call": (f'<{prefix}invoke name="',),
+        "call_end": (f"</{prefix}invoke>",),
+        "key_end": {'">': None},
+        "bare": False,
+    }
+    return ParameterFormat(
+        section=section[0],
+        name_end=('">',),
+        key=f'<{prefix}parameter name="',
+        value_end=f"</{prefix}parameter>",
+        section_end=section[1],
+        **(marks | more),
+    )
+
+
+class Qwen3XmlToolParser(ParametersParser):
+    """Qwen3-Coder: ``<function=F>`` and ``<parameter=K>`` in ``<tool_call>``."""
+
+    format = _functions("tool_call")
 
 
 class SeedOssToolParser(ParametersParser):
     """Seed-OSS: as Qwen3-Coder's, in ``<seed:tool_call>``."""
 
-    needs_special_tokens = True
-    opens = ("<seed:tool_call>", "<function=")
-    closes = ("</seed:tool_call>", "</function>")
-    format = ParameterFormat(
-        section="<seed:tool_call>",
-        call=("<function=",),
-        name_end=(">",),
-        key="<parameter=",
-        key_end={">": None},
-        value_end="</parameter>",
-        call_end=("</function>",),
-        section_end="</seed:tool_call>",
-        trim_newlines=True,
-    )
+    format = _functions("seed:tool_call")
 
 
 class MiniMaxM2ToolParser(ParametersParser):
     """MiniMax M2: ``<invoke name="F">`` and ``<parameter name="K">``."""
 
-    needs_special_tokens = True
-    opens = ("<minimax:tool_call>",)
-    closes = ("</minimax:tool_call>", "</invoke>")
-    format = ParameterFormat(
-        section="<minimax:tool_call>",
-        call=('<invoke name="',),
-        name_end=('">',),
-        key='<parameter name="',
-        key_end={'">': None},
-        value_end="</parameter>",
-        call_end=("</invoke>",),
-        section_end="</minimax:tool_call>",
-        trim_newlines=True,
-    )
+    format = _invocations("", ("<minimax:tool_call>", "</minimax:tool_call>"), trim_newlines=True)
 
 
 class DeepSeekV32ToolParser(ParametersParser):
     """DeepSeek V3.2: as MiniMax M2's with a prefix; a key says whether its value is a string."""
 
-    needs_special_tokens = True
-    opens = ("<｜DSML｜function_calls>",)
-    closes = ("</｜DSML｜function_calls>", "</｜DSML｜invoke>")
-    format = ParameterFormat(
-        section="<｜DSML｜function_calls>",
-        call=('<｜DSML｜invoke name="',),
-        name_end=('">',),
-        key='<｜DSML｜parameter name="',
+    format = _invocations(
+        "｜DSML｜",
+        ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
         key_end={'" string="true">': "string", '" string="false">': "json", '">': None},
-        value_end="</｜DSML｜parameter>",
-        call_end=("</｜DSML｜invoke>",),
-        section_end="</｜DSML｜function_calls>",
     )
 
 
 class Step3ToolParser(ParametersParser):
     """Step 3: calls in frames, written as MiniMax M2's with a prefix."""
 
-    needs_special_tokens = True
-    opens = ("<｜tool_calls_begin｜>", "<｜tool_call_begin｜>")
-    closes = ("<｜tool_calls_end｜>", "<｜tool_call_end｜>")
-    format = ParameterFormat(
-        section="<｜tool_calls_begin｜>",
+    format = _invocations(
+        "steptml:",
+        ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
         call=("<｜tool_call_begin｜>", "function", "<｜tool_sep｜>", '<steptml:invoke name="'),
-        name_end=('">',),
-        key='<steptml:parameter name="',
-        key_end={'">': None},
-        value_end="</steptml:parameter>",
         call_end=("</steptml:invoke>", "<｜tool_call_end｜>"),
-        section_end="<｜tool_calls_end｜>",
+        bare=True,
     )
 
 
@@ -202,9 +268,6 @@ class Glm45ToolParser(ParametersParser):
     The new line behind the name may be missing, and so may the parameters, as in 4.7.
     """
 
-    needs_special_tokens = True
-    opens = ("<tool_call>",)
-    closes = ("</tool_call>",)
     format = ParameterFormat(
         call=("<tool_call>",),
         name_end=("\n", "<arg_key>", "</tool_call>"),

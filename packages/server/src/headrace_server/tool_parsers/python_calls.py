@@ -7,10 +7,15 @@ keyword on (or its closing bracket, if it has none), and its values are given aw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace_server.source import Broken, Source, Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.literals import MAX_DEPTH, read_literal
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import spell_string
+from headrace_server.tool_parsers.value_forms import listed, parameters
 
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
@@ -20,6 +25,13 @@ class PythonicToolParser(Machine):
 
     needs_special_tokens = True
     opens = ("<|python_tag|>",)
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        mark, close = cls.opens[0], "".join(cls.closes)
+        found = forms.calls([_strict_call(*tool) for tool in tools.items()], ", ")
+        marked = forms.tag(f"{mark}[", found, f"]{close}")
+        return forms.may_begin(forms.tag("[", found, "]"), "[", mark, marked, ends=False)
 
     def begin(self) -> Steps[None]:
         yield from self.source.space()
@@ -84,6 +96,12 @@ class Olmo3ToolParser(PythonicToolParser):
     opens = ("<function_calls>",)
     closes = ("</function_calls>",)
 
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        found = forms.calls([_strict_call(*tool) for tool in tools.items()], "\n")
+        inside = forms.sequence(forms.SPACE, found, forms.SPACE)
+        return forms.free_text(cls.opens, [forms.tag(cls.opens[0], inside, cls.closes[0])])
+
     def begin(self) -> Steps[None]:
         yield from ()
 
@@ -97,6 +115,33 @@ class Olmo3ToolParser(PythonicToolParser):
                 yield from source.expect(*self.closes)
                 return
             self.next_call()
+
+
+_ANY_ARGUMENTS = r"""(?:[^'"()]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")*"""
+"""A regex of arguments whatever they are."""
+
+
+def _strict_call(name: str, schema: Mapping[str, Any] | None) -> forms.Form:
+    """A call whose values are written as JSON, which Python's literals include as read here."""
+    if not _is_identifier(name, "._-"):
+        forms.not_strict(name, "", "its format cannot write this name")
+    if schema is None:
+        return forms.tag(f"{name}(", forms.regex(_ANY_ARGUMENTS), ")")
+    parts = []
+    for one in parameters(name, schema):
+        if not _is_identifier(one.name, "_"):
+            forms.not_strict(name, one.pointer, "its format cannot write this name")
+        parts.append((forms.tag(f"{one.name}=", forms.schema_form(one.schema)), one.required))
+    return forms.tag(f"{name}(", listed(parts, ", ") or forms.const(""), ")")
+
+
+def _is_identifier(text: str, others: str) -> bool:
+    """Whether :func:`_identifier` reads all of it."""
+    return (
+        0 < len(text) <= MAX_NAME
+        and not text[0].isdigit()
+        and all(character.isalnum() or character in others for character in text)
+    )
 
 
 def _identifier(source: Source, others: str) -> Steps[str]:

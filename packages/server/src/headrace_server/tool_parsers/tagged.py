@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace_server.source import Steps
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
 
 _THINK = ("<think>", "</think>")
@@ -34,6 +35,7 @@ class GraniteToolParser(ObjectsParser):
     needs_special_tokens = True
     opens = ("<|tool_call|>", "<tool_call>")
     frame = ("<|tool_call|>[", "]")
+    between = ", "
     format = ObjectFormat(array=True)
 
 
@@ -68,6 +70,7 @@ class JambaToolParser(ObjectsParser):
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
     frame = ("<tool_calls>[\n", "\n]</tool_calls>")
+    between = ",\n"
     format = ObjectFormat(array=True, close=closes)
 
 
@@ -79,6 +82,7 @@ class HunyuanToolParser(ObjectsParser):
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
     frame = ("<tool_calls>[", "]</tool_calls>")
+    between = ", "
     format = ObjectFormat(array=True, close=closes)
 
 
@@ -90,6 +94,7 @@ class MiniMaxToolParser(ObjectsParser):
     opens = ("<tool_calls>",)
     closes = ("</tool_calls>",)
     frame = ("<tool_calls>\n", "\n</tool_calls>")
+    between = "\n"
     format = ObjectFormat(separator="", close=closes, arguments_optional=True)
 
 
@@ -97,6 +102,8 @@ class Phi4MiniToolParser(ObjectsParser):
     """Phi-4-mini: ``functools[``, objects, ``]``."""
 
     opens = ("functools[",)
+    frame = ("functools[", "]")
+    between = ", "
 
     def calls(self, mark: str) -> Steps[None]:
         yield from self.object_list()
@@ -113,6 +120,13 @@ class Llama3JsonToolParser(ObjectsParser):
     format = ObjectFormat(
         separator=";", arguments=("parameters", "arguments"), others=("type", "id")
     )
+
+    @classmethod
+    def strict_form(cls, tools: forms.Tools) -> forms.Form:
+        objects = forms.calls(cls.strict_objects(tools), "; ")
+        mark = cls.opens[0]
+        # Behind a call another one could follow the text at once.
+        return forms.may_begin(objects, "{", mark, forms.tag(mark, objects), ends=True)
 
     def begin(self) -> Steps[None]:
         yield from self.objects()

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import MissingDependency, RequestError
+from headrace_core.errors import RequestError
 from headrace_core.grammar import (
-    GrammarBackend,
     GrammarMatcher,
     GrammarSpec,
     Refusal,
@@ -25,6 +24,7 @@ from headrace_core.grammar import (
     malformed,
     refuse,
 )
+from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, unsupported
 from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
@@ -57,7 +57,7 @@ END = "<|end of the constraint|>"
 """Name of a token behind the vocabulary: where it is allowed, the output is complete."""
 
 
-class GuidanceBackend(GrammarBackend):
+class GuidanceBackend(LibraryBackend):
     """See the module."""
 
     name = "guidance"
@@ -66,13 +66,7 @@ class GuidanceBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        try:
-            import llguidance
-        except ImportError as error:
-            raise MissingDependency(
-                self.library, needed_for=f"grammar backend {self.name}", install=self.install
-            ) from error
-        self._library = llguidance
+        llguidance = self._library
         self._tokenizer: LLTokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(vocabulary)),
             n_vocab=vocabulary.size + 1,
@@ -98,13 +92,7 @@ class GuidanceBackend(GrammarBackend):
         matcher = self._matcher(self._text(spec))
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
-        grammar = GuidanceGrammar(matcher, self.vocabulary)
-        first = np.zeros((1, self.vocabulary.num_words), np.int32)
-        begin = grammar.matcher()
-        begin.fill_bitmask(first, 0)
-        if not (first.any() or begin.complete):
-            raise malformed(spec.kind, "no text that the tokenizer can write satisfies it")
-        return grammar
+        return self._satisfiable(spec.kind, GuidanceGrammar(matcher, self.vocabulary))
 
     def fill_bitmasks(
         self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
@@ -124,7 +112,10 @@ class GuidanceBackend(GrammarBackend):
             matcher.take_mask(room[i], bitmask, row)
 
     def _matcher(self, grammar: str) -> LLMatcher:
-        return self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        made: LLMatcher = self._library.LLMatcher(
+            self._tokenizer, grammar, log_level=0, limits=self._limits
+        )
+        return made
 
     def _text(self, spec: GrammarSpec) -> str:
         """The constraint in the library's own form."""
@@ -148,15 +139,16 @@ class GuidanceBackend(GrammarBackend):
 
     def _json(self, spec: GrammarSpec) -> str:
         source = spec.source or '{"type": "object"}'
-        return self._library.LLMatcher.grammar_from_json_schema(
+        grammar: str = self._library.LLMatcher.grammar_from_json_schema(
             source, overrides=cast(Any, _json_options(spec))
         )
+        return grammar
 
     def _error(self, spec: GrammarSpec, message: str) -> RequestError:
-        reason = plain(message) or "it cannot be compiled"
         if spec.kind != "json":
             where = position(message) if spec.kind == "grammar" else ""
-            return malformed(spec.kind, where + reason)
+            return not_compiled(spec.kind, message, where)
+        reason = plain(message) or UNKNOWN
         schema = parse_json(spec.source, spec.kind)
 
         def error_of(part: Any) -> str:
@@ -165,9 +157,7 @@ class GuidanceBackend(GrammarBackend):
                 json.dumps(part), overrides=options
             )
             matcher = self._matcher(text)
-            return (
-                plain(matcher.get_error()) or "it cannot be compiled" if matcher.is_error() else ""
-            )
+            return plain(matcher.get_error()) or UNKNOWN if matcher.is_error() else ""
 
         keyword, pointer, reason = blame(schema, error_of, reason)
         return refuse(spec, [Refusal.of(keyword, pointer, reason)])

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import MissingDependency, RequestError
+from headrace_core.errors import RequestError
 from headrace_core.grammar import (
-    GrammarBackend,
     GrammarSpec,
     Refusal,
     Vocabulary,
     malformed,
     refuse,
 )
+from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 KEYWORDS = frozenset({"additionalProperties", "enum", "items", "properties", "required", "type"})
 
 
-class EnforcerBackend(GrammarBackend):
+class EnforcerBackend(LibraryBackend):
     """See the module."""
 
     name = "lm-format-enforcer"
@@ -40,19 +40,10 @@ class EnforcerBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        try:
-            import lmformatenforcer
-            from lmformatenforcer.tokenenforcer import TokenEnforcerTokenizerData
-        except ImportError as error:
-            raise MissingDependency(
-                self.library, needed_for=f"grammar backend {self.name}", install=self.install
-            ) from error
-        self._library = lmformatenforcer
-        texts = {i: _text(token) for i, token in enumerate(vocabulary.tokens)
-                 if i not in vocabulary.special_token_ids}  # fmt: skip
-        self.texts = {token_id: text for token_id, text in texts.items() if text}
+        texts = ((token_id, _text(token)) for token_id, token in self._text_tokens())
+        self.texts = {token_id: text for token_id, text in texts if text}
         self._characters = {text for text in self.texts.values() if len(text) == 1}
-        self._make_tokens = TokenEnforcerTokenizerData
+        self._make_tokens = self._import(f"{self.library}.tokenenforcer").TokenEnforcerTokenizerData
         self.tokens = self._tokens(self.texts)
         # Its JSON strings would hold any character that a token has.
         self.json_tokens = self._tokens(
@@ -91,7 +82,7 @@ class EnforcerBackend(GrammarBackend):
         except (MemoryError, RequestError):
             raise
         except Exception:  # of interegular: classes that share no base
-            raise malformed(spec.kind, "it cannot be compiled") from None
+            raise not_compiled(spec.kind) from None
 
     def _parsers(self, spec: GrammarSpec) -> Callable[[], CharacterLevelParser]:
         """Makes the parser of one request; the costly part is done here."""

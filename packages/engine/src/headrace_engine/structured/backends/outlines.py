@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import MissingDependency
-from headrace_core.grammar import GrammarBackend, GrammarSpec, Refusal, Vocabulary, malformed
+from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
+from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.schema import (
     entangled,
     is_recursive,
@@ -28,7 +28,6 @@ from headrace_engine.structured.schema import (
     subschemas,
     unsupported,
 )
-from headrace_engine.structured.wording import plain
 
 if TYPE_CHECKING:
     import outlines_core
@@ -44,7 +43,7 @@ KEPT_MASKS = 256
 """States of one grammar whose masks are kept."""
 
 
-class OutlinesBackend(GrammarBackend):
+class OutlinesBackend(LibraryBackend):
     """See the module."""
 
     name = "outlines"
@@ -53,18 +52,10 @@ class OutlinesBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        try:
-            import outlines_core
-        except ImportError as error:
-            raise MissingDependency(
-                self.library, needed_for=f"grammar backend {self.name}", install=self.install
-            ) from error
-        self._library = outlines_core
         ids: dict[bytes, list[int]] = {}
-        for token_id, token in enumerate(vocabulary.tokens):
-            if token and token_id not in vocabulary.special_token_ids:
-                ids.setdefault(token, []).append(token_id)
-        self._words = outlines_core.Vocabulary(vocabulary.size, ids)
+        for token_id, token in self._text_tokens():
+            ids.setdefault(token, []).append(token_id)
+        self._words = self._library.Vocabulary(vocabulary.size, ids)
 
     @classmethod
     def refuse(cls, spec: GrammarSpec) -> list[str]:
@@ -83,7 +74,7 @@ class OutlinesBackend(GrammarBackend):
         try:
             index = self._library.Index(self._regex(spec), self._words)
         except ValueError as error:
-            raise malformed(spec.kind, plain(str(error)) or "it cannot be compiled") from None
+            raise not_compiled(spec.kind, str(error)) from None
         return OutlinesGrammar(index, self.vocabulary)
 
     def _regex(self, spec: GrammarSpec) -> str:

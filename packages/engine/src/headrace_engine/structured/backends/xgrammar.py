@@ -7,24 +7,16 @@ know; :data:`KEYWORDS` holds those that it was seen to enforce.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace_core.errors import MissingDependency
-from headrace_core.grammar import (
-    GrammarBackend,
-    GrammarMatcher,
-    GrammarSpec,
-    Refusal,
-    Vocabulary,
-    malformed,
-)
+from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
+from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.schema import MAX_WHITESPACE, entangled, parse_json, unsupported
-from headrace_engine.structured.structural_tag import parse_tag, schemas_of
-from headrace_engine.structured.wording import plain
+from headrace_engine.structured.structural_tag import inner_forms, parse_tag, schemas_of
 
 if TYPE_CHECKING:
     import xgrammar
@@ -42,7 +34,7 @@ END = b"<|end of the constraint|>"
 """A token behind the vocabulary that stands for the end."""
 
 
-class XGrammarBackend(GrammarBackend):
+class XGrammarBackend(LibraryBackend):
     """See the module."""
 
     name = "xgrammar"
@@ -51,21 +43,14 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise MissingDependency(
-                self.library, needed_for=f"grammar backend {self.name}", install=self.install
-            ) from error
-        self._library = xgrammar
         special = vocabulary.special_token_ids
-        info = xgrammar.TokenizerInfo(
+        info = self._library.TokenizerInfo(
             [b"" if i in special else t for i, t in enumerate(vocabulary.tokens)] + [END],
-            xgrammar.VocabType.RAW,
+            self._library.VocabType.RAW,
             vocab_size=vocabulary.size + 1,
             stop_token_ids=[vocabulary.size],
         )
-        self._compiler = xgrammar.GrammarCompiler(
+        self._compiler: xgrammar.GrammarCompiler = self._library.GrammarCompiler(
             info, max_threads=COMPILE_THREADS, cache_enabled=False
         )
 
@@ -77,7 +62,8 @@ class XGrammarBackend(GrammarBackend):
             return _schema_refusals(parse_json(spec.source, spec.kind))
         if spec.kind == "structural_tag":
             form = parse_tag(parse_json(spec.source, spec.kind))
-            return [reason for schema in schemas_of(form) for reason in _schema_refusals(schema)]
+            reasons = [reason for one in schemas_of(form) for reason in _schema_refusals(one)]
+            return reasons + list(_endless(form, "/format"))
         if spec.kind == "grammar" and "::=" not in spec.source:
             return ["grammar: only EBNF (root ::= ...), not Lark"]
         return []
@@ -96,18 +82,9 @@ class XGrammarBackend(GrammarBackend):
         try:
             compiled = make[spec.kind]()
         except Exception as error:  # RuntimeError, and classes of its own that share no base
-            raise malformed(spec.kind, plain(str(error)) or "it cannot be compiled") from None
+            raise not_compiled(spec.kind, str(error)) from None
         grammar = XGrammarGrammar(self._library, compiled, self.vocabulary)
-        begin = grammar.matcher()
-        if not (begin.any_token() or begin.complete):
-            raise malformed(spec.kind, "no text that the tokenizer can write satisfies it")
-        return grammar
-
-    def fill_bitmasks(
-        self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
-    ) -> None:
-        for matcher, row in rows:
-            matcher.fill_bitmask(bitmask, row)
+        return self._satisfiable(spec.kind, grammar)
 
     def _schema(self, spec: GrammarSpec, text: str) -> xgrammar.CompiledGrammar:
         return self._compiler.compile_json_schema(
@@ -117,6 +94,27 @@ class XGrammarBackend(GrammarBackend):
             strict_mode=False,
             max_whitespace_cnt=MAX_WHITESPACE if spec.any_whitespace else None,
         )
+
+
+def _endless(form: Mapping[str, Any], pointer: str) -> Iterator[str]:
+    """Tags that may go on for ever and have no end."""
+    if form["type"] == "tag" and _goes_on(form["content"]) and "" in (form["end"], *form["end"]):
+        yield Refusal.of("end", pointer, "must not be empty where the content has no end")
+    for at, inner in inner_forms(form, pointer):
+        yield from _endless(inner, at)
+
+
+def _goes_on(form: Mapping[str, Any]) -> bool:
+    match form["type"]:
+        case "any_text" | "triggered_tags":
+            return True
+        case "tags_with_separator":
+            return not form.get("stop_after_first")
+        case "sequence":
+            return _goes_on(form["elements"][-1])
+        case "or":
+            return any(map(_goes_on, form["elements"]))
+    return False
 
 
 def _schema_refusals(schema: Any) -> list[str]:

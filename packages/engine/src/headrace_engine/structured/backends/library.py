@@ -1,0 +1,60 @@
+"""What the backends share: their library, text tokens, and what is said of a bad constraint."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+
+from headrace_core.errors import MissingDependency, RequestError
+from headrace_core.grammar import Grammar, GrammarBackend, Vocabulary, malformed
+from headrace_engine.structured.wording import plain
+
+G = TypeVar("G", bound=Grammar)
+UNKNOWN = "it cannot be compiled"
+"""Said where a library's own words are not fit to be shown."""
+
+
+class LibraryBackend(GrammarBackend):
+    """A backend that stands on a library, imported when an object is made."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self._library = self._import(self.library)
+
+    def _import(self, module: str) -> Any:
+        """A module of the library.
+
+        Raises:
+            MissingDependency: it is not installed.
+        """
+        try:
+            return importlib.import_module(module)
+        except ImportError as error:
+            raise MissingDependency(
+                self.library, needed_for=f"grammar backend {self.name}", install=self.install
+            ) from error
+
+    def _text_tokens(self) -> Iterator[tuple[int, bytes]]:
+        """(id, bytes) of the tokens that are text."""
+        special = self.vocabulary.special_token_ids
+        return ((i, t) for i, t in enumerate(self.vocabulary.tokens) if t and i not in special)
+
+    def _satisfiable(self, kind: str, grammar: G) -> G:
+        """A grammar that has a first token, or is complete without any.
+
+        Raises:
+            RequestError: it has neither.
+        """
+        begin, first = grammar.matcher(), np.zeros((1, self.vocabulary.num_words), np.int32)
+        begin.fill_bitmask(first, 0)
+        if not (first.any() or begin.complete):
+            raise malformed(kind, "no text that the tokenizer can write satisfies it")
+        return grammar
+
+
+def not_compiled(kind: str, message: str = "", where: str = "") -> RequestError:
+    """The error of a constraint that a library does not take, for the reason that it gives."""
+    return malformed(kind, where + (plain(message) or UNKNOWN))
