@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
@@ -293,6 +295,27 @@ def _prompt(given: str | list[int], salt: str | None) -> Prompt:
 
 
 # Chats
+
+
+def as_chat(values: dict[str, Any], spelling: Mapping[str, str]) -> ChatRequest:
+    """What another protocol's request is as a chat.
+
+    Args:
+        values: the chat's fields.
+        spelling: of these -> the client's.
+
+    Raises:
+        RequestValidationError: naming the field as the client spells it.
+    """
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            field, *rest = problem["loc"]
+            where = ("body", *spelling.get(str(field), str(field)).split("."), *rest)
+            problems.append({**problem, "loc": where})
+        raise RequestValidationError(problems) from error
 
 
 def chat_params(

@@ -52,12 +52,17 @@ def render(
 
     Raises:
         RequestError: the effort is another word.
-        UnsupportedFeature: the last message is to be continued.
+        UnsupportedFeature: the last message is to be continued, or there are documents.
     """
     if prompt.continue_final_message:
         raise UnsupportedFeature(
             "continue_final_message: this model's format cannot continue a message",
             param="continue_final_message",
+        )
+    if prompt.documents:
+        raise UnsupportedFeature(
+            "documents: this model's format has no place for them; send them as messages",
+            param="documents",
         )
     chosen = effort or prompt.chat_template_kwargs.get("reasoning_effort") or "medium"
     if chosen not in EFFORTS:
