@@ -208,10 +208,6 @@ class Turn:
     def num_cached_tokens(self) -> int:
         return self._tally.num_cached_tokens
 
-    @property
-    def num_output_tokens(self) -> int:
-        return self._tally.num_output_tokens
-
     def _make_reader(self, prompt: str) -> Reader:
         if self._plan.harmony:
             return self._plan.make_reader()

@@ -83,7 +83,8 @@ class ResponseService:
         wanted = (body.request_id or "").removeprefix("resp_") or None
         name = convert.answer_id("resp_", wanted, request)
         stored = self.stores and body.store
-        self._check_room(body)  # before work is done for it
+        if body.background:
+            self._check_room()  # before work is done for it
         record = self._new_record(body, owner, name) if stored else None
         try:
             run = ResponseRun(
@@ -96,14 +97,13 @@ class ResponseService:
                 stored=stored,
             )
             await run.prepare()
-            self._check_room(body)  # others came meanwhile
         except BaseException:
             self.release(record)
             raise
         return Started(self, run, record)
 
-    def _check_room(self, body: ResponsesRequest) -> None:
-        if body.background and len(self._tasks) >= self._max_background:
+    def _check_room(self) -> None:
+        if len(self._tasks) >= self._max_background:
             raise QueueFull(
                 f"{len(self._tasks)} responses run in the background", retry_after=_RETRY_SECONDS
             )
@@ -151,10 +151,15 @@ class ResponseService:
         return record
 
     def start_background(self, run: ResponseRun, record: Record, state: ServerState) -> None:
-        """Run without a reader; the record tells what comes of it."""
+        """Run without a reader; the record tells what comes of it.
+
+        Raises:
+            QueueFull: others began while this one was prepared.
+        """
+        self.release(record)
+        self._check_room()
         run.queue()
         self.store.add(record)
-        self.release(record)
         task = asyncio.create_task(self._in_background(run, record, state))
         record.cancel = partial(_cancel, task)
         self._tasks.add(task)
