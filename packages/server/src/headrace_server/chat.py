@@ -82,11 +82,7 @@ class Chat:
         )
         self._created = int(time.time())
         self._model = model.name
-        self._as_ids = (
-            state.settings.return_tokens_as_token_ids
-            if body.return_tokens_as_token_ids is None
-            else body.return_tokens_as_token_ids
-        )
+        self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._parsers: list[AnswerParser] | list[HarmonyParser] = []
         """Of the choices, by index; made from the first output."""
         self._tally = Tally(state.metrics, self._params)

@@ -218,8 +218,7 @@ class Turn:
     def _logprobs(self, part: CompletionOutput) -> list[ChunkContentLogprob]:
         if not self.body.logprobs or part.logprobs is None:
             return []
-        wanted = self.body.return_tokens_as_token_ids
-        as_ids = self.state.settings.return_tokens_as_token_ids if wanted is None else wanted
+        as_ids = convert.tokens_as_ids(self.body, self.state.settings)
         count = self.body.top_logprobs or 0
         return chat_logprobs(part.token_ids, part.logprobs, count, as_ids).content
 

@@ -21,6 +21,7 @@ from headrace_server.protocol.chat import ChatMessage, ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
 from headrace_server.protocol.sampling import SamplingBody, SamplingFields
 from headrace_server.protocol.tokenize import TokenizeChatRequest
+from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
 from headrace_server.tool_calls import check_tools
 
@@ -159,6 +160,12 @@ def check_shared(body: SamplingBody, model: ServedModel) -> None:
             f"length_penalty = {body.length_penalty:g}: needs use_beam_search",
             param="length_penalty",
         )
+
+
+def tokens_as_ids(body: SamplingBody, settings: ServerSettings) -> bool:
+    """Whether log-probabilities show tokens as ``token_id:N``."""
+    wanted = body.return_tokens_as_token_ids
+    return settings.return_tokens_as_token_ids if wanted is None else wanted
 
 
 def check_streaming(stream: bool, options: object, prompt_logprobs: int | None) -> None:
