@@ -118,6 +118,7 @@ async def test_the_answer_has_every_field(connect: Any) -> None:
         "content": [{"type": "text", "text": "Hello.", "citations": None}],
         "stop_reason": "end_turn", "stop_sequence": None,
         "usage": {"input_tokens": 26, "output_tokens": 7, "cache_creation_input_tokens": 0,
+                  "output_tokens_details": None,
                   "cache_read_input_tokens": 0},
     }  # fmt: skip
 

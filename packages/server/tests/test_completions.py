@@ -37,6 +37,7 @@ async def test_the_answer_has_every_field(connect: Any) -> None:
         "completion_tokens": 5,
         "total_tokens": 8,
         "prompt_tokens_details": None,
+        "completion_tokens_details": None,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from typing import Any
 
 import pytest
@@ -219,3 +220,128 @@ _MARKS = st.sampled_from(
 @given(st.lists(_MARKS, max_size=30).map("".join), st.lists(st.integers(0, 10_000), max_size=12))
 def test_any_cut_gives_the_same(text: str, cuts: list[int]) -> None:
     assert read(text, cuts) == joined(HarmonyReader().feed(text, last=True))
+
+
+# There and back: what a model wrote, as history
+
+
+HEADS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "developer", "content": "Use tools."},
+    {"role": "user", "content": "Weather in Oslo?"},
+    {"role": "assistant", "content": "I look.", "reasoning": "Use get_weather.",
+     "tool_calls": [call("get_weather", '{"location": "Oslo"}')]},
+    {"role": "tool", "tool_call_id": "1", "content": '{"sun": true}'},
+]  # fmt: skip
+
+
+def tokens(text: str) -> list[str]:
+    """As the models' tokenizer would cut it: marks are one token each, texts are words."""
+    marks = "|".join(map(re.escape, HEADS))
+    return [part for part in re.split(rf"({marks}|\s*\w+)", text) if part]
+
+
+def written(talk: list[dict[str, Any]], effort: str = "medium") -> str:
+    """The text of the model's last turn, as the prompt repeats it."""
+    text = render(ChatPrompt(messages=talk, tools=[WEATHER]), effort=effort, today=DAY)
+    user = "<|start|>user<|message|>Weather in Oslo?<|end|><|start|>assistant"
+    return text.split(user)[1].removesuffix("<|start|>assistant")
+
+
+def test_what_was_read_is_written_the_same() -> None:
+    """Token by token, a turn with reasoning, a preamble and a call."""
+    text = written(TALK[:4])
+    reader, found = HarmonyReader(), list[Any]()
+    for token in tokens(text):
+        found += reader.feed(token, last=False)
+    found += reader.feed("", last=True)
+    assert [s for s in joined(found) if s != Break()] == [
+        Reasoning("Use get_weather."), Content("I look."), CallPiece(0, "get_weather", ""),
+        CallPiece(0, None, '{"location": "Oslo"}'),
+    ]  # fmt: skip
+    assert "".join(reader.thoughts) == "Use get_weather."
+    # The prompt of the next turn begins with the tokens of this one: the cache finds them.
+    assert written(TALK).startswith(text)
+    assert written(TALK).endswith(
+        '<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>{"sun": true}'
+        "<|end|>"
+    )
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+def test_roles_and_effort(effort: str) -> None:
+    text = render(ChatPrompt(messages=TALK, tools=[WEATHER]), effort=effort, today=DAY)
+    assert f"\n\nReasoning: {effort}\n\n" in text
+    assert (
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\nUse tools.\n\n# Tools" in text
+    )
+    assert (
+        text.count("<|start|>system<|message|>") == text.count("<|start|>developer<|message|>") == 1
+    )
+
+
+def test_the_published_package_reads_what_we_write() -> None:
+    """And we read what it writes."""
+    package = pytest.importorskip("openai_harmony", reason="openai_harmony is not installed")
+    try:
+        encoding = package.load_harmony_encoding(package.HarmonyEncodingName.HARMONY_GPT_OSS)
+    except Exception as error:  # its vocabulary is fetched from the network
+        pytest.skip(f"openai_harmony cannot load its vocabulary: {type(error).__name__}")
+    text = written(TALK[:4])
+    read = encoding.parse_messages_from_completion_tokens(
+        encoding.encode(text, allowed_special="all"), package.Role.ASSISTANT
+    )
+    assert [(m.channel, m.recipient, m.content[0].text) for m in read] == [
+        ("analysis", None, "Use get_weather."), ("commentary", None, "I look."),
+        ("commentary", "functions.get_weather", '{"location": "Oslo"}'),
+    ]  # fmt: skip
+    again = encoding.decode_utf8(
+        encoding.render_conversation(package.Conversation.from_messages(read))
+    )
+    ours = HarmonyReader().feed(again.removeprefix("<|start|>assistant"), last=True)
+    assert [s.name for s in ours if isinstance(s, CallPiece) and s.name] == ["get_weather"]
+    assert "".join(s.text for s in ours if isinstance(s, Reasoning)) == "Use get_weather."
+
+
+def test_a_call_without_arguments_is_json() -> None:
+    head = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"
+    for text in (head, head + "<|call|>"):
+        calls = [s for s in HarmonyReader().feed(text, last=True) if isinstance(s, CallPiece)]
+        assert "".join(c.arguments for c in calls) == "{}"
+    assert read(head + "<|call|>", [3, len(head)])[1] == CallPiece(0, None, "{}")
+
+
+def test_text_without_marks_is_not_held_back() -> None:
+    reader = HarmonyReader()
+    assert reader.feed("Hel", last=False) == [Content("Hel")]
+    assert reader.feed("lo", last=False) == [Content("lo")]
+    assert HarmonyReader().feed("<|chan", last=False) == []
+    assert HarmonyReader().feed('{"a": "<|message|>"}', last=True) == [
+        Content('{"a": "<|message|>"}')
+    ]
+
+
+def test_tools_of_developer_messages() -> None:
+    """API-CHAT-CONTENT: a developer message may bring tools."""
+    chat: list[dict[str, Any]] = [
+        {"role": "developer", "content": "Help.", "tools": [WEATHER]},
+        {"role": "user", "content": "Hi"},
+    ]
+    text = render(ChatPrompt(messages=chat), today=DAY)
+    assert "type get_weather = (_: {" in text
+    assert "Calls to these tools must go to the commentary channel" in text
+    for wrong in ("x", ["x"], [{"type": "function"}], {"a": 1}):
+        chat[0]["tools"] = wrong
+        with pytest.raises(RequestError, match="tools"):
+            render(ChatPrompt(messages=chat))
+
+
+def test_malformed_calls_are_refused() -> None:
+    for wrong in ({}, {"function": "x"}, {"function": {"name": 7}}):
+        chat = [{"role": "assistant", "content": None, "tool_calls": [wrong]}]
+        with pytest.raises(RequestError, match="tool_calls"):
+            render(ChatPrompt(messages=chat))
+    function: Any = {"function": {"name": "f", "arguments": {"a": True}}}
+    (sent,) = from_chat([{"role": "assistant", "content": None, "tool_calls": [function]}])
+    assert sent.text == '{"a":true}'

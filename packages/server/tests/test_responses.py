@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_server import ServerSettings, create_app
 from headrace_server.routes import responses as routes
@@ -448,6 +448,88 @@ async def test_the_background_is_bounded(connect: Any) -> None:
     assert engine.num_running == 0
 
 
+async def test_the_background_is_bounded_for_those_that_come_at_once(connect: Any) -> None:
+    """Each waits while its prompt is counted; none may slip past the bound meanwhile."""
+    engine = SlowTokenizer("Hello.", delay=30)
+    client = connect(engine, enable_responses_store=True, max_background_responses=2)
+    body = {"input": "Hi", "background": True, "truncation": "auto"}
+    answers = await asyncio.gather(*(client.post(URL, json=body) for _ in range(6)))
+    assert sorted(a.status_code for a in answers) == [200, 200, 429, 429, 429, 429]
+    for one in answers:
+        if one.status_code == 200:
+            await client.delete(f"{URL}/{one.json()['id']}")
+    assert engine.num_running == 0
+
+
+class SlowTokenizer(FakeEngine):
+    """So that others come in while a request is prepared."""
+
+    async def tokenize(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0.02)
+        return await super().tokenize(*args, **kwargs)
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_an_id_is_used_once(connect: Any, background: bool) -> None:
+    """Also by requests that come at once; a run that failed or was left gives its id back."""
+    engine = SlowTokenizer("Hello.")
+    client = connect(engine, enable_responses_store=True)
+    body = {"input": "Hi", "background": background, "truncation": "auto", "request_id": "mine"}
+    answers = await asyncio.gather(*(client.post(URL, json=body) for _ in range(3)))
+    assert sorted(a.status_code for a in answers) == [200, 400, 400]
+    assert "'resp_mine' is in use" in "".join(a.text for a in answers)
+    assert (await client.get(f"{URL}/resp_mine")).status_code == 200
+    await client.delete(f"{URL}/resp_mine")
+    for _ in range(2):
+        assert (await refused(client, request_id="mine", tools=[{"type": "x"}]))["param"] == "tools"
+    engine.reject = GenerateError("x")
+    failed = await client.post(URL, json={"input": "Hi", "request_id": "mine"})
+    assert failed.status_code == 500
+    engine.reject = None
+    assert (await post(client, request_id="mine"))["id"] == "resp_mine"
+
+
+@pytest.mark.req("REL-05")
+async def test_what_is_left_leaves_nothing(live: Any, until: Any) -> None:
+    """A stored stream whose client goes: no record, no id, no turn."""
+    engine = FakeEngine("Hello." * 100, delay=0.02)
+    server = await live(engine, enable_responses_store=True)
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        body = {"input": "Hi", "stream": True, "request_id": "mine"}
+        async with client.stream("POST", URL, json=body) as answer:
+            async for _ in answer.aiter_bytes():
+                break
+        await until(lambda: engine.num_running == 0)
+        assert (await client.get(f"{URL}/resp_mine")).status_code == 404
+        engine.delay = 0.0
+        again = await client.post(URL, json={"input": "Hi", "request_id": "mine"})
+        assert again.status_code == 200, again.text
+
+
+@pytest.mark.req("REL-05")
+async def test_a_client_that_goes_ends_the_preparation(
+    live: Any, until: Any, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking tool servers can take long."""
+    state = {"asked": 0, "left": 0}
+
+    async def namespaces() -> Mapping[str, Namespace]:
+        state["asked"] += 1
+        try:
+            await asyncio.sleep(60)
+        finally:
+            state["left"] += 1
+        return {}
+
+    monkeypatch.setattr(echo, "namespaces", namespaces)
+    server = await live(FakeEngine("Hello."))
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        body = {"input": "Hi", "tools": [MCP]}
+        with pytest.raises(httpx2.TimeoutException):
+            await client.post(URL, json=body, timeout=0.3)
+    await until(lambda: state == {"asked": 1, "left": 1})
+
+
 @pytest.mark.req("REL-09")
 async def test_stopping_cancels_the_background(live: Any, until: Any) -> None:
     engine = FakeEngine("Hello.", delay=30)
@@ -678,6 +760,16 @@ async def test_which_tools_are_offered(connect: Any, echo: EchoServer) -> None:
         assert name in (await refused(client, tools=[{**MCP, name: "x"}]))["message"]
     always = await refused(client, tools=[{**MCP, "require_approval": "always"}])
     assert "'never'" in always["message"]
+
+
+async def test_a_failed_call_that_is_sent_back_tells_why(connect: Any) -> None:
+    failed = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": "it broke"}]}
+    item = {"type": "mcp_call", "id": "mcp_1", "server_label": "t", "name": "f", "arguments": "{}"}
+    for error, shown in ((failed, "it broke"), ("late", "late"), (None, "")):
+        engine = FakeEngine("ok")
+        await post(connect(engine), [{**item, "error": error}, {"role": "user", "content": "?"}])
+        messages = engine.requests[0].prompt.messages  # type: ignore[union-attr]
+        assert [m["content"] for m in messages if m["role"] == "tool"] == [shown]
 
 
 def harmony(*replies: str) -> FakeEngine:

@@ -33,7 +33,7 @@ async def test_the_answer_has_every_field(connect: Any) -> None:
     assert answer == {
         "request_id": "mine",
         "usage": {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4,
-                  "prompt_tokens_details": None},
+                  "prompt_tokens_details": None, "completion_tokens_details": None},
         "prompt_logprobs": None,
         "kv_transfer_params": None,
     }  # fmt: skip

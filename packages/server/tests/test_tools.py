@@ -15,7 +15,7 @@ import pytest
 from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.testing.engine import FakeEngine
 from headrace_server import ServerSettings, create_app
-from headrace_server.tools import base
+from headrace_server.tools import base, mcp
 from headrace_server.tools.address import Address, parse_addresses
 from headrace_server.tools.base import MAX_OUTPUT, Namespace, Sessions, Tool, ToolServerUnreachable
 from headrace_server.tools.load import load_tool_server
@@ -162,6 +162,29 @@ async def test_a_server_that_does_not_answer(connect: Any) -> None:
     answer = await client.post("/v1/responses", json={"input": "Hi", "tools": tools})
     assert answer.status_code == 424
     assert str(port) not in json.dumps(answer.json())
+
+
+@pytest.mark.req("REL-05")
+async def test_a_dead_server_is_not_asked_by_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests take turns to ask; each would wait for the timeouts of all before it."""
+    asked = []
+
+    @contextlib.asynccontextmanager
+    async def connect(address: Address, headers: Any) -> AsyncIterator[Any]:
+        asked.append(address)
+        raise OSError("refused")
+        yield
+
+    monkeypatch.setattr(mcp, "_over_http", connect)
+    monkeypatch.setattr(mcp, "_over_sse", connect)
+    server = McpToolServer([Address("127.0.0.1", 1)])
+    results = await asyncio.gather(*(server.namespaces() for _ in range(5)), return_exceptions=True)
+    assert all(isinstance(r, ToolServerUnreachable) for r in results)
+    assert len(asked) == 2  # once, over both transports
+    monkeypatch.setattr(mcp, "RETRY_SECONDS", 0.0)
+    with pytest.raises(ToolServerUnreachable):
+        await server.namespaces()
+    assert len(asked) == 4
 
 
 async def test_python_takes_bare_code() -> None:

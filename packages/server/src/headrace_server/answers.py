@@ -12,13 +12,18 @@ from headrace_core.request import ChatPrompt
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.text import AnswerContext
 from headrace_server import convert
+from headrace_server.harmony.answer import HarmonyParser
+from headrace_server.harmony.parse import HarmonyReader
+from headrace_server.harmony.prompt import is_harmony
 from headrace_server.parsers import Parsers
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import ChatRequest
+from headrace_server.reasoning_parsers.harmony import GptOssReasoningParser
 from headrace_server.special_tokens import by_first
 from headrace_server.state import ServerState
 from headrace_server.structured import constraint_of
 from headrace_server.tool_calls import form_or_calls, plan_tools
+from headrace_server.tool_parsers.harmony import OpenAIToolParser
 
 PROMPT_END = 256
 """Characters of the prompt's end that reasoning parsers get to see."""
@@ -30,17 +35,18 @@ class AnswerPlan:
     Args:
         body: the request.
         state: the application's.
-        parsers: in place of those that the operator chose.
 
     Raises:
         RequestError: naming the field.
     """
 
-    def __init__(
-        self, body: ChatRequest, state: ServerState, parsers: Parsers | None = None
-    ) -> None:
+    def __init__(self, body: ChatRequest, state: ServerState) -> None:
         self._body, self._state = body, state
-        self._chosen = parsers or state.parsers
+        self.harmony = answers_in_harmony(state)
+        """Whether answers are read by the gpt-oss format, which has calls and reasoning of its own."""
+        self._chosen = state.parsers
+        if self.harmony:  # no flag is needed
+            self._chosen = Parsers(OpenAIToolParser, state.parsers.reasoning)
         self.tools = plan_tools(
             body.tools or [],
             body.tool_choice,
@@ -63,15 +69,17 @@ class AnswerPlan:
                 "format lets calls come before the end of the reasoning; send strict false",
                 param="tools",
             )
-        needs_marks = self.tools.needs_special_tokens or (
-            reasoning is not None and reasoning.needs_special_tokens
+        needs_marks = (
+            self.harmony
+            or self.tools.needs_special_tokens
+            or (reasoning is not None and reasoning.needs_special_tokens)
         )
         self._hides = needs_marks and body.skip_special_tokens
         """Whether parsers read special tokens that the client is not to see."""
         self.params = convert.chat_params(
             body, state.engine.model, self._constraint(), keep_special_tokens=needs_marks
         )
-        self.is_parsed = reasoning is not None or self.tools.make_parser is not None
+        self.is_parsed = self.harmony or reasoning is not None or self.tools.make_parser is not None
         """Whether texts are anything but content."""
 
     def _constraint(self) -> StructuredOutputsParams | None:
@@ -101,14 +109,17 @@ class AnswerPlan:
         given = body.response_format is not None and body.response_format.type != "text"
         return "response_format" if given and not self.tools.forced else "tools"
 
-    @property
-    def with_tools(self) -> bool:
-        """Whether the prompt describes the tools."""
-        dropped = self._state.settings.exclude_tools_when_tool_choice_none
-        return not (dropped and self.tools.choice == "none")
+    def make_reader(self) -> HarmonyReader:
+        """The reader of one choice in the gpt-oss format."""
+        forced = self.tools.make_parser if self.tools.forced else None
+        return HarmonyReader(
+            keep_reasoning=self._body.include_reasoning,
+            one_call=not self._body.parallel_tool_calls,
+            forced=forced() if forced is not None else None,
+        )
 
     def make_parser(self, context: AnswerContext) -> AnswerParser:
-        """The parser of one choice."""
+        """The operator's parsers for one choice."""
         reasoning, make_tools = self._chosen.reasoning, self.tools.make_parser
         return AnswerParser(
             reasoning(context) if reasoning is not None else None,
@@ -118,13 +129,17 @@ class AnswerPlan:
             hidden=by_first(self._state.engine.model.special_tokens) if self._hides else None,
         )
 
-    async def make_parsers(self, output: RequestOutput, prompt: ChatPrompt) -> list[AnswerParser]:
+    async def make_parsers(
+        self, output: RequestOutput, prompt: ChatPrompt
+    ) -> list[AnswerParser] | list[HarmonyParser]:
         """One parser per choice.
 
         Args:
             output: the first: it shows the prompt as rendered.
             prompt: the conversation.
         """
+        if self.harmony:
+            return [HarmonyParser(self.make_reader()) for _ in range(self._body.n)]
         context = AnswerContext()
         if self._chosen.reasoning is not None:
             context = await self._context(output, prompt)
@@ -136,3 +151,14 @@ class AnswerPlan:
         if text is None:
             text = await self._state.engine.detokenize(output.prompt_token_ids[-PROMPT_END:])
         return AnswerContext(text[-PROMPT_END:], prompt.chat_template_kwargs)
+
+
+def answers_in_harmony(state: ServerState) -> bool:
+    """Whether a gpt-oss model's answers are read by their own format: parsers of another one, if
+    the operator chose any, win."""
+    chosen = state.parsers
+    return (
+        is_harmony(state.engine.model)
+        and chosen.tools in (None, OpenAIToolParser)
+        and chosen.reasoning in (None, GptOssReasoningParser)
+    )

@@ -17,7 +17,9 @@ from headrace_core.text import ParsedDelta, ToolCall, ToolCallDelta
 from headrace_server import convert
 from headrace_server.answers import AnswerPlan
 from headrace_server.beam import beam_outputs, beams_of
+from headrace_server.conversation import chat_of, reasoning_tokens, special_tokens, spelled
 from headrace_server.counting import Tally, usage
+from headrace_server.harmony.answer import HarmonyParser
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import (
@@ -40,6 +42,8 @@ from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Pour, close, event
 from headrace_server.structured import spelling_of
+
+Parser = AnswerParser | HarmonyParser
 
 
 class Chat:
@@ -66,36 +70,38 @@ class Chat:
         }
         """The engine's names of fields -> the client's."""
         self._beams = beams_of(body, self._params.max_tokens)
-        if self._beams is not None and self._params.structured_outputs is not None:
-            raise UnsupportedFeature(
-                "tool_choice: not along with use_beam_search", param="tool_choice"
-            )
-        self._prompt = convert.chat_prompt(
-            body,
-            state,
-            salt=body.cache_salt,
-            with_tools=self._plan.with_tools,
-            effort=body.reasoning_effort,
-        )
+        if self._beams is not None:
+            self._check_beams()
+        self._chat = chat_of(body, state)
+        self._prompt = spelled(self._chat, state)
+        """The same as the engine is given it."""
         self._role = (
             state.settings.response_role
-            if self._prompt.add_generation_prompt
+            if self._chat.add_generation_prompt
             else body.messages[-1].role
         )
         self._created = int(time.time())
         self._model = model.name
-        self._as_ids = (
-            state.settings.return_tokens_as_token_ids
-            if body.return_tokens_as_token_ids is None
-            else body.return_tokens_as_token_ids
-        )
-        self._parsers: list[AnswerParser] = []
+        self._as_ids = convert.tokens_as_ids(body, state.settings)
+        self._parsers: list[AnswerParser] | list[HarmonyParser] = []
         """Of the choices, by index; made from the first output."""
         self._tally = Tally(state.metrics, self._params)
         self._plain: list[EventTemplate] = []
         """Of a stream whose events are nothing but text, by index."""
         self._running = False
         """Whether each event has the usage so far."""
+
+    def _check_beams(self) -> None:
+        if self._params.structured_outputs is not None:
+            raise UnsupportedFeature(
+                "tool_choice: not along with use_beam_search", param="tool_choice"
+            )
+        if self._plan.harmony:
+            raise UnsupportedFeature(
+                "use_beam_search: the texts of beams have no marks, without which this model's "
+                "answers cannot be read",
+                param="use_beam_search",
+            )
 
     async def whole(self) -> ChatResponse:
         """The answer in one piece."""
@@ -108,13 +114,14 @@ class Chat:
         finally:
             await close(outputs)
         assert last is not None, "an engine yields at least one output"
-        self._parsers = await self._plan.make_parsers(last, self._prompt)
+        self._parsers = await self._plan.make_parsers(last, self._chat)
         ids = bool(self.body.return_token_ids)
         wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
         choices = []
         for part in sorted(last.outputs, key=lambda p: p.index):
             choices.append(self._choice(part))
             await asyncio.sleep(0)  # a choice may be long, and others wait
+        await self._count_reasoning()
         return ChatResponse(
             id=self.id,
             created=self._created,
@@ -136,7 +143,7 @@ class Chat:
             async for output in outputs:
                 opening = b""
                 if not opened:
-                    self._parsers = await self._plan.make_parsers(output, self._prompt)
+                    self._parsers = await self._plan.make_parsers(output, self._chat)
                     opening, opened = self._opening(output), True
                 data = opening + self._encode(output)
                 if data:
@@ -149,6 +156,7 @@ class Chat:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage
         if forced or (options is not None and options.include_usage):
+            await self._count_reasoning()
             yield event(self._wrap([], True))
 
     def _encode(self, output: RequestOutput) -> bytes:
@@ -173,6 +181,7 @@ class Chat:
     def _generate(self) -> AsyncIterator[RequestOutput]:
         name = convert.engine_id(self.id, 0)
         log_request(self.state.settings, name, self._params, self._prompt)
+        special = special_tokens(self._prompt)
         if self._beams is not None:
             return beam_outputs(
                 self.state.engine,
@@ -180,16 +189,21 @@ class Chat:
                 self._beams,
                 name,
                 priority=self.body.priority,
+                add_special_tokens=special,
             )
         return self.state.engine.generate(
-            self._prompt, self._params, name, priority=self.body.priority
+            self._prompt,
+            self._params,
+            name,
+            priority=self.body.priority,
+            add_special_tokens=special,
         )
 
     def _echoed(self) -> str:
         """The last message's text, if it is to be repeated in front of the answer."""
         if not self.body.echo or self.body.messages[-1].role != self._role:
             return ""
-        content = self._prompt.messages[-1]["content"]
+        content = self._chat.messages[-1]["content"]
         if isinstance(content, str):
             return content
         return "".join(part["text"] for part in content)
@@ -209,7 +223,7 @@ class Chat:
         choice.logprobs = cast(ChatLogprobs | None, self._logprobs(part))  # see encode_answer
         return choice
 
-    def _message(self, parser: AnswerParser, parsed: ParsedDelta) -> ChatAnswer:
+    def _message(self, parser: Parser, parsed: ParsedDelta) -> ChatAnswer:
         calls = [
             ToolCallOut(
                 id=parser.call_id(index, call.name),
@@ -287,6 +301,9 @@ class Chat:
         )
         return choice if speaks else None
 
+    async def _count_reasoning(self) -> None:
+        self._tally.num_reasoning_tokens = await reasoning_tokens(self.state, self._parsers)
+
     def _usage(self) -> Usage:
         return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)
 
@@ -295,7 +312,7 @@ class Chat:
         return ChatChunk(self.id, self._created, self._model, choices, counts)
 
 
-def _delta(parser: AnswerParser, parsed: ParsedDelta) -> ChunkDelta:
+def _delta(parser: Parser, parsed: ParsedDelta) -> ChunkDelta:
     delta = ChunkDelta()
     if parsed.content:
         delta.content = parsed.content
@@ -306,7 +323,7 @@ def _delta(parser: AnswerParser, parsed: ParsedDelta) -> ChunkDelta:
     return delta
 
 
-def _chunk_call(parser: AnswerParser, call: ToolCallDelta) -> ChunkToolCall:
+def _chunk_call(parser: Parser, call: ToolCallDelta) -> ChunkToolCall:
     function = ChunkFunction(call.name, call.arguments)
     if call.name is None:
         return ChunkToolCall(call.index, function=function)

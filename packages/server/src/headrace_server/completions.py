@@ -89,8 +89,7 @@ class Completion:
         self._created = int(time.time())
         self._model = model.name
         self._prompt_only = body.max_tokens == 0
-        self._as_ids = _choose(body.return_tokens_as_token_ids,
-                               state.settings.return_tokens_as_token_ids)  # fmt: skip
+        self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._echoes: dict[int, _Echo] = {}
         self._choices: list[_Choice] = []
         """Of a stream, by index."""
@@ -300,10 +299,6 @@ class Completion:
     def _wrap(self, choices: list[CompletionChunkChoice], used: Usage | None) -> CompletionChunk:
         counts: object | UnsetType = used.model_dump() if used is not None else UNSET
         return CompletionChunk(self.id, self._created, self._model, choices, counts)
-
-
-def _choose(wanted: bool | None, default: bool) -> bool:
-    return default if wanted is None else wanted
 
 
 def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:

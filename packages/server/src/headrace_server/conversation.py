@@ -10,28 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from headrace_core.errors import PromptTooLong, UnsupportedFeature
+from headrace_core.engine import ServedModel
+from headrace_core.errors import PromptTooLong
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt
 from headrace_core.text import AnswerContext
 from headrace_server import convert
 from headrace_server.answers import PROMPT_END, AnswerPlan
 from headrace_server.counting import Tally
-from headrace_server.harmony.parse import HarmonyReader
 from headrace_server.harmony.prompt import is_harmony, render
 from headrace_server.logprobs import chat_logprobs
-from headrace_server.parsers import Parsers
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import ChatRequest, ChunkContentLogprob
 from headrace_server.request_log import log_request
 from headrace_server.segments import CallPiece, Content, Reasoning, Segment
+from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
 from headrace_server.stream import close
-from headrace_server.tool_parsers.harmony import OpenAIToolParser
 from headrace_server.tools.base import Namespace
 
 _EDGES = re.compile(r"(?<=[>\])}\n])|(?=[<\[{])")
@@ -62,7 +61,16 @@ class Counts:
     however the output was cut."""
 
 
-class Reader(Protocol):
+class HasThoughts(Protocol):
+    """Whatever read an answer's reasoning."""
+
+    @property
+    def thoughts(self) -> list[str]:
+        """The reasoning in pieces, kept or not."""
+        ...
+
+
+class Reader(HasThoughts, Protocol):
     """Text of an answer, piece by piece -> segments."""
 
     def feed(self, text: str, *, last: bool) -> list[Segment]:
@@ -102,15 +110,13 @@ class Turn:
         body.check_fields(state)
         self.body, self.state, self.name = body, state, name
         self._fit, self._keep_text = fit, keep_text
-        self.harmony = is_harmony(state.engine.model)
-        self._plan = _plan(body, state, self.harmony)
+        self._plan = AnswerPlan(body, state)
         self.params = self._plan.params
         self.prompt = turn_prompt(body, state, builtin)
-        self.parsed = self.harmony or self._plan.is_parsed
+        self.parsed = self._plan.is_parsed
         """Whether anything but plain text is looked for."""
         self._reader: Reader | None = None
         self._tally = Tally(state.metrics, self.params)
-        self._reasoning: list[str] = []
         self._outputs: AsyncIterator[RequestOutput] | None = None
         self._text: list[str] = []
         self.token_ids: list[int] = []
@@ -133,7 +139,7 @@ class Turn:
         await self.close()
         name = convert.engine_id(self.name, 0)
         log_request(self.state.settings, name, self.params, self.prompt)
-        special = _special_tokens(self.prompt)
+        special = special_tokens(self.prompt)
         self._outputs = self.state.engine.generate(
             self.prompt, self.params, name, priority=self.body.priority, add_special_tokens=special
         )
@@ -171,7 +177,6 @@ class Turn:
             self._text.append(part.text)
             self.token_ids += part.token_ids
         segments = self._reader.feed(part.text, last=part.finished())
-        self._reasoning += [s.text for s in segments if isinstance(s, Reasoning)]
         return Piece(segments, self._logprobs(part), part.finish_reason, part.stop_reason)
 
     @property
@@ -184,15 +189,15 @@ class Turn:
         return None if self._reader is None else self._reader.call_id(index, name)
 
     async def counts(self) -> Counts:
-        """Tokens so far; of reasoning only those that were to be shown."""
-        reasoning, thought = 0, "".join(self._reasoning)
-        if thought:
-            again = await self.state.engine.tokenize(thought, add_special_tokens=False)
-            reasoning = len(again.token_ids)
+        """Tokens so far."""
         tally = self._tally
-        output = sum(tally.num_tokens.values())
+        if self._reader is not None:
+            tally.num_reasoning_tokens = await reasoning_tokens(self.state, [self._reader])
         return Counts(
-            tally.num_prompt_tokens, tally.num_cached_tokens, output, min(reasoning, output)
+            tally.num_prompt_tokens,
+            tally.num_cached_tokens,
+            tally.num_output_tokens,
+            min(tally.num_reasoning_tokens, tally.num_output_tokens),
         )
 
     @property
@@ -203,13 +208,9 @@ class Turn:
     def num_cached_tokens(self) -> int:
         return self._tally.num_cached_tokens
 
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(self._tally.num_tokens.values())
-
     def _make_reader(self, prompt: str) -> Reader:
-        if self.harmony:
-            return HarmonyReader(keep_reasoning=self.body.include_reasoning)
+        if self._plan.harmony:
+            return self._plan.make_reader()
         kwargs = self.prompt.chat_template_kwargs if isinstance(self.prompt, ChatPrompt) else {}
         parser = self._plan.make_parser(AnswerContext(prompt[-PROMPT_END:], kwargs))
         return _ParserReader(parser, seeks_calls=self._plan.tools.make_parser is not None)
@@ -217,8 +218,7 @@ class Turn:
     def _logprobs(self, part: CompletionOutput) -> list[ChunkContentLogprob]:
         if not self.body.logprobs or part.logprobs is None:
             return []
-        wanted = self.body.return_tokens_as_token_ids
-        as_ids = self.state.settings.return_tokens_as_token_ids if wanted is None else wanted
+        as_ids = convert.tokens_as_ids(self.body, self.state.settings)
         count = self.body.top_logprobs or 0
         return chat_logprobs(part.token_ids, part.logprobs, count, as_ids).content
 
@@ -228,6 +228,7 @@ class _ParserReader:
 
     def __init__(self, parser: AnswerParser, *, seeks_calls: bool) -> None:
         self._parser, self._seeks_calls = parser, seeks_calls
+        self.thoughts = parser.thoughts
 
     def feed(self, text: str, *, last: bool) -> list[Segment]:
         parts = _EDGES.split(text) if self._seeks_calls else [text]
@@ -249,47 +250,75 @@ class _ParserReader:
         return self._parser.own_id(index, name)
 
 
-def _plan(body: ChatRequest, state: ServerState, harmony: bool) -> AnswerPlan:
-    """As the chat route's; of a gpt-oss model, whose format has calls and reasoning of its own."""
-    if not harmony:
-        return AnswerPlan(body, state)
-    plan = AnswerPlan(body, state, Parsers(tools=OpenAIToolParser))  # no flag is needed
-    if plan.tools.forced:
-        raise UnsupportedFeature(
-            "tool_choice: must be 'auto' or 'none' with this model; its calls cannot be forced",
-            param="tool_choice",
-        )
-    plan.params.skip_special_tokens = False
-    return plan
+def can_chat(model: ServedModel, settings: ServerSettings) -> bool:
+    """Whether conversations can be written for a model: by a template, or in the gpt-oss format."""
+    return model.has_chat_template or settings.chat_template is not None or is_harmony(model)
 
 
-def _special_tokens(prompt: Prompt) -> bool | None:
+async def reasoning_tokens(state: ServerState, readers: Iterable[HasThoughts]) -> int:
+    """Tokens of what was thought, shown or not; by tokenizing it again, so nearly exact."""
+    count = 0
+    for reader in readers:
+        if thought := "".join(reader.thoughts):
+            again = await state.engine.tokenize(thought, add_special_tokens=False)
+            count += len(again.token_ids)
+    return count
+
+
+def special_tokens(prompt: Prompt) -> bool | None:
     """Whether the tokenizer adds special tokens: a rendered text has its own."""
     return None if isinstance(prompt, ChatPrompt) else False
 
 
 async def count_tokens(state: ServerState, prompt: Prompt) -> int:
     """Tokens of a prompt of :func:`turn_prompt`, as it would be run."""
-    special = _special_tokens(prompt)
+    special = special_tokens(prompt)
     return len((await state.engine.tokenize(prompt, add_special_tokens=special)).token_ids)
 
 
 def turn_prompt(
     body: ChatRequest, state: ServerState, builtin: tuple[Namespace, ...] = ()
 ) -> Prompt:
-    """What the engine is given: the model's template, or the gpt-oss format as we write it.
+    """What the engine is given for a body: see :func:`spelled`.
 
-    A template that the operator (or a trusted client) brought wins over both.
+    Raises:
+        RequestError: naming the message and part.
+    """
+    return spelled(chat_of(body, state), state, builtin)
+
+
+def chat_of(body: ChatRequest, state: ServerState) -> ChatPrompt:
+    """The conversation of a body, its messages and settings in one form.
 
     Raises:
         RequestError: naming the message and part.
     """
     drops = state.settings.exclude_tools_when_tool_choice_none
-    with_tools = not (drops and body.tool_choice == "none")
-    prompt = convert.chat_prompt(body, state, salt=body.cache_salt, with_tools=with_tools)
-    if not is_harmony(state.engine.model) or prompt.chat_template is not None:
-        return prompt
-    text = TextPrompt(prompt=render(prompt, builtin, effort=body.reasoning_effort))
-    if body.cache_salt is not None:
-        text["cache_salt"] = body.cache_salt
+    return convert.chat_prompt(
+        body,
+        state,
+        salt=body.cache_salt,
+        with_tools=not (drops and body.tool_choice == "none"),
+        effort=body.reasoning_effort,
+    )
+
+
+def spelled(
+    chat: ChatPrompt, state: ServerState, builtin: tuple[Namespace, ...] = ()
+) -> ChatPrompt | TextPrompt:
+    """A conversation for the model's template, or in the gpt-oss format as we write it.
+
+    A template that the operator (or a trusted client) brought wins over both.
+
+    Args:
+        builtin: tools that the server calls itself.
+
+    Raises:
+        RequestError: the format cannot say something; naming the field.
+    """
+    if not is_harmony(state.engine.model) or chat.chat_template is not None:
+        return chat
+    text = TextPrompt(prompt=render(chat, builtin))
+    if chat.cache_salt is not None:
+        text["cache_salt"] = chat.cache_salt
     return text

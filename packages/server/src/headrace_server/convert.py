@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
@@ -19,6 +21,7 @@ from headrace_server.protocol.chat import ChatMessage, ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
 from headrace_server.protocol.sampling import SamplingBody, SamplingFields
 from headrace_server.protocol.tokenize import TokenizeChatRequest
+from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState
 from headrace_server.tool_calls import check_tools
 
@@ -159,6 +162,12 @@ def check_shared(body: SamplingBody, model: ServedModel) -> None:
         )
 
 
+def tokens_as_ids(body: SamplingBody, settings: ServerSettings) -> bool:
+    """Whether log-probabilities show tokens as ``token_id:N``."""
+    wanted = body.return_tokens_as_token_ids
+    return settings.return_tokens_as_token_ids if wanted is None else wanted
+
+
 def check_streaming(stream: bool, options: object, prompt_logprobs: int | None) -> None:
     """Raises RequestError for what belongs to streams only, or to whole answers only."""
     if options is not None and not stream:
@@ -293,6 +302,27 @@ def _prompt(given: str | list[int], salt: str | None) -> Prompt:
 
 
 # Chats
+
+
+def as_chat(values: dict[str, Any], spelling: Mapping[str, str]) -> ChatRequest:
+    """What another protocol's request is as a chat.
+
+    Args:
+        values: the chat's fields.
+        spelling: of these -> the client's.
+
+    Raises:
+        RequestValidationError: naming the field as the client spells it.
+    """
+    try:
+        return ChatRequest.model_validate(values)
+    except ValidationError as error:
+        problems = []
+        for problem in error.errors():
+            field, *rest = problem["loc"]
+            where = ("body", *spelling.get(str(field), str(field)).split("."), *rest)
+            problems.append({**problem, "loc": where})
+        raise RequestValidationError(problems) from error
 
 
 def chat_params(

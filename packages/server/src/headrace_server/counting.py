@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace_core.output import RequestOutput
 from headrace_core.sampling import SamplingParams
 from headrace_server.metrics import Metrics
-from headrace_server.protocol.usage import PromptTokensDetails, Usage
+from headrace_server.protocol.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 
 
 class Tally:
@@ -19,6 +19,12 @@ class Tally:
         self.num_tokens: dict[int, int] = {}
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_reasoning_tokens = 0
+        """Set at the end, by whoever knows."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.num_tokens.values())
 
     def count(self, output: RequestOutput) -> None:
         """Take in the next output."""
@@ -52,11 +58,15 @@ def usage(tallies: list[Tally], *, details: bool, hidden: int = 0) -> Usage:
         hidden: generated tokens that were not asked for.
     """
     prompt = sum(tally.num_prompt_tokens for tally in tallies)
-    generated = sum(sum(tally.num_tokens.values()) for tally in tallies) - hidden
+    generated = sum(tally.num_output_tokens for tally in tallies) - hidden
+    reasoning = min(generated, sum(tally.num_reasoning_tokens for tally in tallies))
     cached = sum(tally.num_cached_tokens for tally in tallies)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=generated,
         total_tokens=prompt + generated,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if details else None,
+        completion_tokens_details=(
+            CompletionTokensDetails(reasoning_tokens=reasoning) if reasoning else None
+        ),
     )

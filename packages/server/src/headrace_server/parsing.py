@@ -36,6 +36,8 @@ class AnswerParser:
         self._filters = (TokenFilter(hidden), TokenFilter(hidden)) if hidden else None
         self.called = False
         """A tool was called."""
+        self.thoughts: list[str] = []
+        """The reasoning in pieces, kept or not."""
 
     def feed(self, text: str, *, last: bool) -> ParsedDelta:
         """Take the next piece; with ``last``, also what was held back."""
@@ -46,6 +48,8 @@ class AnswerParser:
                 rest = self._reasoning.finish()
                 delta.content += rest.content
                 delta.reasoning += rest.reasoning
+        if delta.reasoning:
+            self.thoughts.append(delta.reasoning)
         if not self._keep_reasoning:
             delta.reasoning = ""
         if self._tools is not None:

@@ -49,7 +49,8 @@ class MessageAnswer:
         async for piece in self._turn.pieces():
             self._take(piece)
         content = [whole_block(block) for block in self._blocks.blocks]
-        return {**self._message(content), **self._stop(), "usage": self._usage(with_output=True)}
+        usage = await self._final_usage()
+        return {**self._message(content), **self._stop(), "usage": usage}
 
     async def events(self) -> AsyncGenerator[bytes | Pour, None]:
         """The answer as server-sent events."""
@@ -67,8 +68,8 @@ class MessageAnswer:
                         yield data
         finally:
             await turn.close()
-        ending = {"type": "message_delta", "delta": self._stop(),
-                  "usage": self._usage(with_output=True)}  # fmt: skip
+        usage = await self._final_usage()
+        ending = {"type": "message_delta", "delta": self._stop(), "usage": usage}
         yield named_event("message_delta", ending) + named_event(
             "message_stop", {"type": "message_stop"}
         )
@@ -87,7 +88,7 @@ class MessageAnswer:
 
     def _opening(self) -> bytes:
         message = {**self._message([]), "stop_reason": None, "stop_sequence": None,
-                   "usage": self._usage(with_output=False)}  # fmt: skip
+                   "usage": {**self._input_usage(), "output_tokens": 0}}  # fmt: skip
         return named_event("message_start", {"type": "message_start", "message": message})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -107,15 +108,22 @@ class MessageAnswer:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _usage(self, *, with_output: bool) -> dict[str, int]:
+    def _input_usage(self) -> dict[str, int]:
         """Input tokens are those that were not in the cache, as this protocol counts."""
-        turn = self._turn
-        cached = turn.num_cached_tokens
+        cached = self._turn.num_cached_tokens
         return {
-            "input_tokens": turn.num_prompt_tokens - cached,
+            "input_tokens": self._turn.num_prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": turn.num_output_tokens if with_output else 0,
+        }
+
+    async def _final_usage(self) -> dict[str, Any]:
+        counts = await self._turn.counts()
+        details = {"thinking_tokens": counts.reasoning} if counts.reasoning else None
+        return {
+            **self._input_usage(),
+            "output_tokens": counts.output,
+            "output_tokens_details": details,
         }
 
     def _call_id(self, index: int, name: str) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.anthropic.protocol import (
@@ -16,11 +14,20 @@ from headrace_server.anthropic.protocol import (
     InputMessage,
     MessagesRequest,
 )
+from headrace_server.convert import as_chat
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
 
 _COPIED = ("stream", "temperature", "top_p", "top_k")
 _LEAST_BUDGET = 1024
+SPELLING: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Fields of a chat -> the client's."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
@@ -45,11 +52,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         values["chat_template_kwargs"] = kwargs
     if body.output_config is not None:
         _add_output(values, body.output_config.effort, body.output_config.format)
-    try:
-        return ChatRequest.model_validate(values)
-    except ValidationError as error:
-        problems = [{**p, "loc": ("body", *p["loc"])} for p in error.errors()]
-        raise RequestValidationError(problems) from error
+    return as_chat(values, SPELLING)
 
 
 def shows_thinking(body: CountTokensRequest) -> bool:

@@ -147,6 +147,12 @@ class AnswerBlock(BaseModel):
     type: Literal["text", "thinking", "tool_use"]
 
 
+class OutputDetails(BaseModel):
+    """What output tokens were for."""
+
+    thinking_tokens: int
+
+
 class AnthropicUsage(BaseModel):
     """Tokens of a message."""
 
@@ -154,6 +160,8 @@ class AnthropicUsage(BaseModel):
     output_tokens: int
     cache_creation_input_tokens: int | None = None
     cache_read_input_tokens: int | None = None
+    output_tokens_details: OutputDetails | None = None
+    """None: nothing of the answer was parsed as reasoning."""
 
 
 class Message(BaseModel):

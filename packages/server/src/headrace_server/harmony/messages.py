@@ -6,6 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
+from headrace_core.errors import RequestError
+
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 FUNCTIONS = "functions"
 EFFORTS = ("low", "medium", "high")
@@ -71,6 +75,9 @@ def from_chat(
 
     Args:
         builtin: servers of built-in tools; calls to other names are calls of functions.
+
+    Raises:
+        RequestError: a call is malformed.
     """
     result: list[HarmonyMessage] = []
     names: dict[str, str] = {}
@@ -96,11 +103,23 @@ def _assistant(
         # Text next to a call is a preamble; it does not end the turn.
         parts.append(HarmonyMessage("assistant", text, COMMENTARY if calls else FINAL))
     for call in calls:
-        function = call.get("function") or {}
-        recipient = _recipient(str(function.get("name", "")), builtin)
+        function = call.get("function")
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "messages: a call in tool_calls must hold function, an object with a name",
+                param="messages",
+            )
+        recipient = _recipient(function["name"], builtin)
         names[str(call.get("id"))] = recipient
-        parts.append(_call(recipient, str(function.get("arguments", ""))))
+        parts.append(_call(recipient, _arguments(function.get("arguments"))))
     return parts
+
+
+def _arguments(given: Any) -> str:
+    """JSON text; some clients send the object."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    return msgspec.json.encode(given).decode()
 
 
 def _call(recipient: str, arguments: str) -> HarmonyMessage:

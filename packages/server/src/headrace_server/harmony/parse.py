@@ -7,6 +7,7 @@ begins. Text is read once; at most a beginning of a mark, or a head, is held bac
 
 from __future__ import annotations
 
+from headrace_core.text import ParsedDelta, ToolCallParser
 from headrace_server.harmony.messages import ANALYSIS, FUNCTIONS
 from headrace_server.harmony.prompt import (
     CALL,
@@ -23,6 +24,8 @@ _MAX_HEAD = 1024
 """Characters; what is longer is no head but text."""
 _ENDS = (END, CALL, RETURN, START)
 _LONGEST = max(map(len, (*_ENDS, MESSAGE)))
+_FIRST_HEADS = (CHANNEL, MESSAGE, START, " to=", "to=", "assistant")
+"""How an answer begins that has marks."""
 
 
 class HarmonyReader:
@@ -30,15 +33,29 @@ class HarmonyReader:
 
     Args:
         keep_reasoning: False drops the analysis channel.
+        one_call: only the first call is kept.
+        forced: reads the calls of an answer whose form a constraint forces: such calls are its
+            text, and the model's own messages to tools cannot be there.
     """
 
-    def __init__(self, *, keep_reasoning: bool = True) -> None:
-        self._keep_reasoning = keep_reasoning
-        self._in_head = True
+    def __init__(
+        self,
+        *,
+        keep_reasoning: bool = True,
+        one_call: bool = False,
+        forced: ToolCallParser | None = None,
+    ) -> None:
+        self._keep_reasoning, self._one_call = keep_reasoning, one_call
+        self._forced = forced
+        self.thoughts: list[str] = []
+        """The analysis channel in pieces, kept or not."""
+        self._in_head = self._at_start = True
         self._held = ""
         self._channel = ""
         self._recipient: str | None = None
         self._num_calls = 0
+        self._argued = False
+        """The call that is being read has arguments."""
         self._marked = False
         """A head was seen: the text has marks."""
 
@@ -54,10 +71,15 @@ class HarmonyReader:
             pass
         if last:
             self._end(found)
+            if self._forced is not None:
+                self._add_forced(self._forced.finish(), found)
         return found
 
     def _head(self, found: list[Segment]) -> bool:
         """Read a head; False: its end has not come."""
+        if self._at_start and not _may_be_a_head(self._held):
+            self._in_head, self._channel, self._recipient = False, "final", None
+            return True
         end = self._held.find(MESSAGE, 0, _MAX_HEAD)
         if end < 0:
             if len(self._held) < _MAX_HEAD:
@@ -69,8 +91,8 @@ class HarmonyReader:
         self._in_head, self._marked = False, True
         self._channel, self._recipient = _parse_head(head)
         if self._recipient is not None:
-            name = self._recipient.removeprefix(FUNCTIONS + ".")
-            found.append(CallPiece(self._num_calls, name, ""))
+            name, self._argued = self._recipient.removeprefix(FUNCTIONS + "."), False
+            self._add_call(CallPiece(self._num_calls, name, ""), found)
             self._num_calls += 1
         return True
 
@@ -80,8 +102,9 @@ class HarmonyReader:
         if ends:
             position, mark = min(ends)
             self._say(self._held[:position], found)
+            self._end_call(found)
             self._held = self._held[position + len(mark) :]
-            self._in_head = True
+            self._in_head, self._at_start = True, False
             found.append(Break())
             return True
         keep = _beginning_of_a_mark(self._held)
@@ -94,17 +117,39 @@ class HarmonyReader:
         if not text:
             return
         if self._recipient is not None:
-            found.append(CallPiece(self._num_calls - 1, None, text))
-        elif self._channel != ANALYSIS:
+            self._argued = True
+            self._add_call(CallPiece(self._num_calls - 1, None, text), found)
+        elif self._channel == ANALYSIS:
+            self.thoughts.append(text)
+            if self._keep_reasoning:
+                found.append(Reasoning(text))
+        elif self._forced is not None:
+            self._add_forced(self._forced.feed(text), found)
+        else:
             found.append(Content(text))
-        elif self._keep_reasoning:
-            found.append(Reasoning(text))
+
+    def _end_call(self, found: list[Segment]) -> None:
+        """A function that is given nothing is given no arguments: clients parse JSON."""
+        is_function = (self._recipient or "").startswith(FUNCTIONS + ".")
+        if is_function and not self._argued:
+            self._add_call(CallPiece(self._num_calls - 1, None, "{}"), found)
+
+    def _add_call(self, piece: CallPiece, found: list[Segment]) -> None:
+        if piece.index == 0 or not self._one_call:
+            found.append(piece)
+
+    def _add_forced(self, parsed: ParsedDelta, found: list[Segment]) -> None:
+        if parsed.content:
+            found.append(Content(parsed.content))
+        for call in parsed.tool_calls:
+            self._add_call(CallPiece(call.index, call.name, call.arguments), found)
 
     def _end(self, found: list[Segment]) -> None:
         """What is held is said, but for a head that never ended."""
         held, self._held = self._held, ""
         if not self._in_head:
             self._say(held, found)
+            self._end_call(found)
         elif not self._marked and CHANNEL not in held:
             self._channel, self._recipient = "final", None
             self._say(held, found)
@@ -116,6 +161,11 @@ def parse_chat(text: str) -> tuple[str | None, str | None]:
     thought = "".join(s.text for s in segments if isinstance(s, Reasoning))
     said = "".join(s.text for s in segments if isinstance(s, Content))
     return thought or None, said or None
+
+
+def _may_be_a_head(text: str) -> bool:
+    """Whether an answer's beginning may be a head's, as far as it has come."""
+    return any(text.startswith(head) or head.startswith(text) for head in _FIRST_HEADS)
 
 
 def _parse_head(head: str) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ from headrace_server.harmony.messages import (
     text_of,
 )
 from headrace_server.harmony.schema import parameters_type
+from headrace_server.tool_calls import check_tools
 from headrace_server.tools.base import Namespace, Tool
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -52,12 +53,17 @@ def render(
 
     Raises:
         RequestError: the effort is another word.
-        UnsupportedFeature: the last message is to be continued.
+        UnsupportedFeature: the last message is to be continued, or there are documents.
     """
     if prompt.continue_final_message:
         raise UnsupportedFeature(
             "continue_final_message: this model's format cannot continue a message",
             param="continue_final_message",
+        )
+    if prompt.documents:
+        raise UnsupportedFeature(
+            "documents: this model's format has no place for them; send them as messages",
+            param="documents",
         )
     chosen = effort or prompt.chat_template_kwargs.get("reasoning_effort") or "medium"
     if chosen not in EFFORTS:
@@ -66,7 +72,7 @@ def render(
             param="reasoning_effort",
         )
     day = today or datetime.datetime.now(datetime.UTC).date()
-    tools = prompt.tools or ()
+    tools = _tools(prompt)
     messages = [_system(day, chosen, bool(tools), builtin)]
     developer = _developer(prompt.messages, tools)
     if developer:
@@ -115,6 +121,27 @@ def _system(
     if functions:
         channels += "\nCalls to these tools must go to the commentary channel: 'functions'."
     return HarmonyMessage("system", "\n\n".join([*parts, channels]))
+
+
+def _tools(prompt: ChatPrompt) -> list[Mapping[str, Any]]:
+    """The request's tools, and those that developer messages bring.
+
+    Raises:
+        RequestError: these are malformed.
+    """
+    found = list(prompt.tools or ())
+    for message in prompt.messages:
+        given = message.get("tools")
+        if message["role"] != "developer" or not given:
+            continue
+        if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+            raise RequestError(
+                "messages: tools of a developer message must be a list of functions",
+                param="messages",
+            )
+        check_tools(given)
+        found += given
+    return found
 
 
 def _developer(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:

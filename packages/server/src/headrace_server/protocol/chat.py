@@ -26,6 +26,10 @@ CHAT_REFUSALS: Mapping[str, Refusal] = {
 }
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""All words that clients have; which of them a model knows, its template says."""
+
+
 class ChatMessage(BaseModel):
     """One message. Fields besides these reach the template as they are."""
 
@@ -63,7 +67,7 @@ class ChatRequest(SamplingBody):
     tool_choice: ShortText | FreeObject | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None,
         description="Handed to the chat template. none also sets enable_thinking and thinking to "
         "false there.",

@@ -11,6 +11,12 @@ class PromptTokensDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """What completion tokens were for."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
@@ -18,3 +24,5 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """None: nothing of the answer was parsed as reasoning."""

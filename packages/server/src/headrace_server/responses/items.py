@@ -145,13 +145,23 @@ def _add(talk: _Conversation, where: str, item: AnyItem, developer: bool) -> Non
         case McpCallItem():
             call_id = item.id or where
             talk.call(call_id, item.name, item.arguments)
-            talk.result(where, call_id, item.output or "")
+            talk.result(where, call_id, item.output or _failure(item.error))
         case WebSearchCallItem() | CodeInterpreterCallItem():
             pass  # its result is in the answer that followed; the item holds none
         case OtherItem():
             raise UnsupportedFeature(
                 f"{where}: items of type {str(item.type)[:64]!r} are not served", param="input"
             )
+
+
+def _failure(error: Any) -> str:
+    """What went wrong in a call that this server made, as the model was told."""
+    content = error.get("content") if isinstance(error, dict) else error
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _reasoning(where: str, item: ReasoningItem) -> str:

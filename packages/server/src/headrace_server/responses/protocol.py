@@ -15,6 +15,7 @@ from headrace_server.protocol.base import (
     StopText,
     Text,
 )
+from headrace_server.protocol.chat import Effort
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -165,7 +166,7 @@ InputItem = Annotated[
 class ReasoningOptions(BaseModel):
     """How the model is to think."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 

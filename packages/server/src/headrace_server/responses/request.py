@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.convert import as_chat
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.responses.protocol import INCLUDABLE, LOGPROBS, ResponsesRequest
@@ -124,11 +122,7 @@ def chat_request(
     form = _response_format(body)
     if form is not None:
         values["response_format"] = form
-    try:
-        return ChatRequest.model_validate(values)
-    except ValidationError as error:
-        problems = [{**p, "loc": ("body", *p["loc"])} for p in error.errors()]
-        raise RequestValidationError(problems) from error
+    return as_chat(values, SPELLING)
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

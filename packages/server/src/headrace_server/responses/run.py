@@ -324,22 +324,21 @@ class ResponseRun:
         if isinstance(error, RequestError):
             code = "invalid_prompt"
         self._error = {"code": code, "message": told.message}
-        self.status = "failed"
-        return self._last("response.failed")
+        return self._last("failed")
 
     def cancel(self) -> bytes:
         """End because somebody asked for it: the last event, encoded."""
-        self.status = "cancelled"
-        return self._last("response.cancelled")
+        return self._last("cancelled")
 
-    def _last(self, kind: str) -> bytes:
+    def _last(self, status: str) -> bytes:
         self._out.clear()
         for item in self._items.items:
             if item["status"] == "in_progress":
                 item["status"] = "incomplete"
         if self._numbers.next == 0:
             self._numbers.send("response.created", response=self.response())
-        self._numbers.send(kind, response=self.response())
+        self.status = status
+        self._numbers.send(f"response.{status}", response=self.response())
         self._keep()
         return self._flush()
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 
@@ -64,6 +65,8 @@ class ResponseService:
         self._max_background = settings.max_background_responses
         self._tool_server = tool_server
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: WeakValueDictionary[tuple[str, str], Record] = WeakValueDictionary()
+        """Records of runs that are not kept yet; of a run that was dropped, none."""
 
     async def begin(self, body: ResponsesRequest, request: Request, state: ServerState) -> Started:
         """Check a request and make its run.
@@ -80,24 +83,43 @@ class ResponseService:
         wanted = (body.request_id or "").removeprefix("resp_") or None
         name = convert.answer_id("resp_", wanted, request)
         stored = self.stores and body.store
-        if stored and self.store.has(owner, name):
-            raise RequestError(f"request_id: {name[:64]!r} is in use", param="request_id")
-        if body.background and len(self._tasks) >= self._max_background:
+        if body.background:
+            self._check_room()  # before work is done for it
+        record = self._new_record(body, owner, name) if stored else None
+        try:
+            run = ResponseRun(
+                body,
+                state,
+                name,
+                previous=self._previous(owner, body),
+                record=record if body.stream or body.background else None,
+                tool_server=self._tool_server,
+                stored=stored,
+            )
+            await run.prepare()
+        except BaseException:
+            self.release(record)
+            raise
+        return Started(self, run, record)
+
+    def _check_room(self) -> None:
+        if len(self._tasks) >= self._max_background:
             raise QueueFull(
                 f"{len(self._tasks)} responses run in the background", retry_after=_RETRY_SECONDS
             )
-        record = Record(name, owner, body.background) if stored else None
-        run = ResponseRun(
-            body,
-            state,
-            name,
-            previous=self._previous(owner, body),
-            record=record if body.stream or body.background else None,
-            tool_server=self._tool_server,
-            stored=stored,
-        )
-        await run.prepare()
-        return Started(self, run, record)
+
+    def _new_record(self, body: ResponsesRequest, owner: str, name: str) -> Record:
+        """A record, whose id is taken from now on."""
+        if self.store.has(owner, name) or (owner, name) in self._under_way:
+            raise RequestError(f"request_id: {name[:64]!r} is in use", param="request_id")
+        record = Record(name, owner, body.background)
+        self._under_way[owner, name] = record
+        return record
+
+    def release(self, record: Record | None) -> None:
+        """The run of a record has ended, or did not begin."""
+        if record is not None:
+            self._under_way.pop((record.owner, record.id), None)
 
     def _previous(self, owner: str, body: ResponsesRequest) -> Record | None:
         if body.previous_response_id is None:
@@ -129,7 +151,13 @@ class ResponseService:
         return record
 
     def start_background(self, run: ResponseRun, record: Record, state: ServerState) -> None:
-        """Run without a reader; the record tells what comes of it."""
+        """Run without a reader; the record tells what comes of it.
+
+        Raises:
+            QueueFull: others began while this one was prepared.
+        """
+        self.release(record)
+        self._check_room()
         run.queue()
         self.store.add(record)
         task = asyncio.create_task(self._in_background(run, record, state))
@@ -194,9 +222,12 @@ class Started:
 
     async def whole(self) -> dict[str, Any]:
         """Run to the end; the response object."""
-        result = await self.run.whole()
-        if self.record is not None:
-            self._service.keep(self.run, self.record)
+        try:
+            result = await self.run.whole()
+            if self.record is not None:
+                self._service.keep(self.run, self.record)
+        finally:
+            self._service.release(self.record)
         return result
 
     async def events(self) -> AsyncGenerator[bytes | Pour, None]:
@@ -205,10 +236,11 @@ class Started:
         try:
             async for item in events:
                 yield item
+            if self.record is not None:
+                self._service.keep(self.run, self.record)
         finally:
+            self._service.release(self.record)
             await events.aclose()
-        if self.record is not None:
-            self._service.keep(self.run, self.record)
 
     def in_background(self, state: ServerState) -> Record:
         """Run without a reader."""

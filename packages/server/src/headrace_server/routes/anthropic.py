@@ -22,9 +22,8 @@ from headrace_server.anthropic.protocol import (
     MessagesRequest,
     TokenCount,
 )
-from headrace_server.conversation import count_tokens, turn_prompt
+from headrace_server.conversation import can_chat, count_tokens, turn_prompt
 from headrace_server.errors import report
-from headrace_server.harmony.prompt import is_harmony
 from headrace_server.routing import JsonRoute
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
@@ -50,11 +49,7 @@ class AnthropicRouter:
 
     def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
         router = APIRouter(route_class=_Route, responses=_ERRORS)
-        if (
-            engine.model.has_chat_template
-            or settings.chat_template is not None
-            or is_harmony(engine.model)
-        ):
+        if can_chat(engine.model, settings):
             _add(router)
         return router
 

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from headrace_core.engine import EngineClient
 from headrace_server.chat import Chat
 from headrace_server.completions import Completion
+from headrace_server.conversation import can_chat
 from headrace_server.protocol.chat import ChatRequest, ChatResponse
 from headrace_server.protocol.completions import CompletionRequest, CompletionResponse
 from headrace_server.routing import STREAM_RESPONSE, answer_with, json_router
@@ -31,7 +32,7 @@ class OpenAIRouter:
         async def completions(body: CompletionRequest, request: Request) -> Response:
             return await answer_with(Completion(body, request, state_of(request)), request)
 
-        if engine.model.has_chat_template or settings.chat_template is not None:
+        if can_chat(engine.model, settings):
 
             @router.post(
                 "/v1/chat/completions", response_model=ChatResponse, responses=STREAM_RESPONSE

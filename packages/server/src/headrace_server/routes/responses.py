@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError
+from headrace_server.conversation import can_chat
 from headrace_server.errors import report
-from headrace_server.harmony.prompt import is_harmony
 from headrace_server.responses.protocol import (
     DeletedResponse,
     ItemList,
@@ -48,8 +48,7 @@ class ResponsesRouter:
     def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
         router = json_router()
         service = ResponseService(settings, load_tool_server(settings.tool_server))
-        has_template = engine.model.has_chat_template or settings.chat_template is not None
-        if has_template or is_harmony(engine.model):
+        if can_chat(engine.model, settings):
             _add_create(router, service)
             _add_stored(router, service)
         return router
@@ -70,7 +69,9 @@ def _add_create(router: APIRouter, service: ResponseService) -> None:
 
 async def _create(body: ResponsesRequest, request: Request, service: ResponseService) -> Response:
     state = state_of(request)
-    started = await service.begin(body, request, state)
+    name = request.scope["headrace_request_id"]
+    work = service.begin(body, request, state)  # may ask tool servers, and tokenize
+    started = await wait_watching(work, request, state.lifecycle, name)
     run = started.run
     if body.background:
         record = started.in_background(state)

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import Prompt
+from headrace_server.conversation import can_chat, special_tokens, spelled
 from headrace_server.convert import chat_prompt, check_model
 from headrace_server.protocol.tokenize import (
     DetokenizeRequest,
@@ -41,14 +42,17 @@ class TokenizeRouter:
             body.check_fields(state)
             _need_tokenizer(engine)
             prompt: Prompt
+            special: bool | None = body.add_special_tokens
             if isinstance(body, TokenizeChatRequest):
-                _need_template(engine, state.chat_template or body.chat_template)
-                prompt = chat_prompt(body, state)
+                _need_template(engine, settings, body.chat_template)
+                chat = chat_prompt(body, state)
+                prompt = spelled(chat, state)
+                special = special_tokens(prompt) if prompt is not chat else special
             else:
                 prompt = body.prompt
             work = engine.tokenize(
                 prompt,
-                add_special_tokens=body.add_special_tokens,
+                add_special_tokens=special,
                 strings=bool(body.return_token_strs),
             )
             name = request.scope["headrace_request_id"]
@@ -84,8 +88,8 @@ def _need_tokenizer(engine: EngineClient) -> None:
         raise UnsupportedFeature("this server runs without a tokenizer (--skip-tokenizer-init)")
 
 
-def _need_template(engine: EngineClient, template: str | None) -> None:
-    if not engine.model.has_chat_template and template is None:
+def _need_template(engine: EngineClient, settings: ServerSettings, template: str | None) -> None:
+    if not can_chat(engine.model, settings) and template is None:
         raise UnsupportedFeature(
             "messages: the model has no chat template; start the server with --chat-template",
             param="messages",

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 120.0
+RETRY_SECONDS = 5.0
+"""Until a server that did not answer is asked for its tools again."""
 MAX_TOOLS = 256
 """Tools of one server that are offered."""
 
@@ -54,9 +56,12 @@ class McpToolServer(ToolServer):
         self._found: dict[str, Namespace] = {}
         self._where: dict[str, tuple[Address, Connect]] = {}
         self._listing = asyncio.Lock()
+        self._failed: dict[Address, float] = {}
+        """Servers that did not answer -> when, by the event loop's clock."""
 
     async def namespaces(self) -> Mapping[str, Namespace]:
-        """Asked for once; servers that did not answer are asked again the next time."""
+        """Asked for once; servers that did not answer are asked again after a while, so that
+        requests do not queue up for their timeouts."""
         async with self._listing:
             known = {address for address, _ in self._where.values()}
             for address in self._addresses:
@@ -71,6 +76,9 @@ class McpToolServer(ToolServer):
 
     async def _find(self, address: Address) -> None:
         """List a server's tools, over the first transport that it speaks."""
+        clock = asyncio.get_running_loop().time
+        if clock() - self._failed.get(address, -RETRY_SECONDS) < RETRY_SECONDS:
+            raise ToolServerUnreachable(str(address))
         for connect in (_over_http, _over_sse):
             try:
                 async with asyncio.timeout(CONNECT_SECONDS), connect(address, {}) as client:
@@ -78,6 +86,7 @@ class McpToolServer(ToolServer):
                 return
             except Exception as error:
                 logger.warning("tool server %s: %s", address, _said(error))
+        self._failed[address] = clock()
         raise ToolServerUnreachable(str(address))
 
     def _add(self, address: Address, connect: Connect, client: Any, listed: Sequence[Any]) -> None:
