@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace_core.output import Logprob, PositionLogprobs
+from headrace_server.offload import encoded
 from headrace_server.protocol.chat import ChunkChatLogprobs, ChunkContentLogprob, ChunkToken
-from headrace_server.protocol.completions import ChunkLogprobs, PromptLogprob
+from headrace_server.protocol.completions import ChunkLogprobs, ChunkPromptLogprob
 
 LEAST = -9999.0
 
@@ -84,19 +87,19 @@ def chat_logprobs(
 
 def prompt_logprobs(
     positions: Iterable[PositionLogprobs | None],
-) -> list[dict[str, PromptLogprob] | None]:
-    """Per prompt token: id as text -> entry; None for the first."""
-    return [
-        None
-        if entries is None
-        else {
-            str(token_id): PromptLogprob(
-                logprob=finite(e.logprob), rank=e.rank, decoded_token=e.decoded_token
-            )
-            for token_id, e in entries.items()
-        }
-        for entries in positions
-    ]
+) -> msgspec.Raw:
+    """Per prompt token: id as text -> entry; None for the first. As JSON."""
+    return encoded(
+        [
+            None
+            if entries is None
+            else {
+                str(token_id): ChunkPromptLogprob(finite(e.logprob), e.rank, e.decoded_token)
+                for token_id, e in entries.items()
+            }
+            for entries in positions
+        ]
+    )
 
 
 def _best(entries: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:

@@ -109,8 +109,8 @@ async def answer_with(call: Call, request: Request) -> Response:
 def encode_answer(answer: BaseModel) -> bytes:
     """A whole answer as JSON.
 
-    Blocks of log-probabilities are msgspec structs in the place of the models that describe them:
-    there may be hundreds of thousands of entries, for which models would stop the event loop for
-    seconds.
+    Blocks of log-probabilities are msgspec structs in the place of the models that describe them,
+    or encoded already: there may be hundreds of thousands of entries, for which models would take
+    seconds. So this is quick, whatever the size.
     """
     return msgspec.json.encode(answer.model_dump(by_alias=True, warnings=False))

@@ -27,6 +27,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
 from headrace_server.http import DirectWrite, direct_write
+from headrace_server.offload import OffLoop, cost_of
 from headrace_server.state import Lifecycle, ServerState
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class Pour:
         encode: an output's events; b"" for none.
         encode_text: the same of new text and the number of its tokens, where that is all; None:
             ``encode`` gets every output.
+        off_loop: where events are encoded that cost much.
+        cost: of an output's events.
     """
 
     def __init__(
@@ -108,9 +111,14 @@ class Pour:
         outputs: OutputStream,
         encode: Callable[[RequestOutput], bytes],
         encode_text: Callable[[str, int], bytes] | None = None,
+        *,
+        off_loop: OffLoop,
+        cost: Callable[[RequestOutput], int] = cost_of,
     ) -> None:
         self._outputs = outputs
         self._encode = encode
+        self._off_loop = off_loop
+        self._cost = cost
         self._encode_text = encode_text
         self._ended = False
 
@@ -120,6 +128,7 @@ class Pour:
         Raises: what the engine, encoding or writing raises.
         """
         refused, encode_text = b"", self._encode_text
+        heavy: tuple[int, RequestOutput] | None = None
 
         def put(data: bytes) -> bool:
             nonlocal refused
@@ -129,7 +138,11 @@ class Pour:
             return False
 
         def take(output: RequestOutput) -> bool:
+            nonlocal heavy
             self._ended = output.finished
+            if (cost := self._cost(output)) > self._off_loop.light:
+                heavy = cost, output
+                return False
             return put(self._encode(output))
 
         def take_text(text: str, num_tokens: int) -> bool:
@@ -138,10 +151,16 @@ class Pour:
 
         while not self._ended:
             await self._outputs.pour(take, None if encode_text is None else take_text)
-            if not refused:
+            if heavy is not None:
+                # Meanwhile the engine merges what comes, as it does for a socket that is full.
+                cost, output = heavy
+                heavy = None
+                put(await self._off_loop(cost, self._encode, output))
+            elif not refused:
                 return  # it has ended
-            data, refused = refused, b""
-            await writer.write(data)
+            if refused:
+                data, refused = refused, b""
+                await writer.write(data)
 
 
 class Numbered(AsyncIterator[tuple[int, T]]):

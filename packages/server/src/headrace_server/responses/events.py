@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace_server.blocks import Block, Change, Step
+from headrace_server.offload import encoded
 from headrace_server.protocol.chat import ChunkContentLogprob
 from headrace_server.responses.toolset import BuiltinTool
 from headrace_server.tools.base import ToolResult
@@ -200,16 +201,8 @@ def new_id(prefix: str) -> str:
 
 
 def logprob_entries(entries: tuple[ChunkContentLogprob, ...] | list[ChunkContentLogprob]) -> Any:
-    """Log-probabilities as events and items hold them."""
-    return [
-        {
-            "token": e.token, "logprob": e.logprob, "bytes": e.bytes,
-            "top_logprobs": [
-                {"token": t.token, "logprob": t.logprob, "bytes": t.bytes} for t in e.top_logprobs
-            ],
-        }
-        for e in entries
-    ]  # fmt: skip
+    """Log-probabilities as events and items hold them: as JSON, which is made once."""
+    return encoded(entries) if entries else []
 
 
 def _item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 
-from headrace_core.engine import EngineClient
+from headrace_core.engine import EngineClient, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import Prompt
 from headrace_server.convert import chat_prompt, check_model
+from headrace_server.offload import encoded
 from headrace_server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -23,6 +25,11 @@ from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import wait_watching
 
+_TOKENS = 16
+"""Of an answer, for one unit of cost."""
+_SLICE = 4096
+"""Tokens that are encoded in one call."""
+
 
 class TokenizeRouter:
     """Texts and conversations to token ids and back."""
@@ -34,8 +41,8 @@ class TokenizeRouter:
         router = json_router()
         router.tags.append("tokenize")
 
-        @router.post("/tokenize")
-        async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        @router.post("/tokenize", response_model=TokenizeResponse)
+        async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             state = state_of(request)
             check_model(body.model, engine.model)
             body.check_fields(state)
@@ -53,12 +60,9 @@ class TokenizeRouter:
             )
             name = request.scope["headrace_request_id"]
             result = await wait_watching(work, request, state.lifecycle, name)
-            return TokenizeResponse(
-                count=len(result.token_ids),
-                max_model_len=engine.model.max_model_len,
-                tokens=result.token_ids,
-                token_strs=result.token_strings,
-            )
+            cost = len(result.token_ids) // _TOKENS
+            data = await state.off_loop(cost, _answer, result, engine.model.max_model_len)
+            return Response(data, media_type="application/json")
 
         @router.post("/detokenize")
         async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
@@ -66,7 +70,7 @@ class TokenizeRouter:
             body.check_fields(state_of(request))
             _need_tokenizer(engine)
             size = engine.model.vocab_size
-            if any(token >= size for token in body.tokens):
+            if body.tokens and max(body.tokens) >= size:
                 raise RequestError(f"tokens: must be ids below {size}", param="tokens")
             return DetokenizeResponse(prompt=await engine.detokenize(body.tokens))
 
@@ -77,6 +81,18 @@ class TokenizeRouter:
                 return engine.model.tokenizer_info
 
         return router
+
+
+def _answer(result: TokenizedPrompt, max_model_len: int) -> bytes:
+    strings = result.token_strings
+    return msgspec.json.encode(
+        {
+            "count": len(result.token_ids),
+            "max_model_len": max_model_len,
+            "tokens": encoded(result.token_ids, _SLICE),
+            "token_strs": None if strings is None else encoded(strings, _SLICE),
+        }
+    )
 
 
 def _need_tokenizer(engine: EngineClient) -> None:
