@@ -18,7 +18,7 @@ from headrace_server.answers import AnswerPlan
 from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
-from headrace_server.offload import cost_of, seal
+from headrace_server.offload import cost_of
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import (
     ChatAnswer,
@@ -235,7 +235,7 @@ class Chat:
         if not self.body.logprobs or part.logprobs is None:
             return None
         count = self.body.top_logprobs or 0
-        return seal(chat_logprobs(part.token_ids, part.logprobs, count, self._as_ids))
+        return chat_logprobs(part.token_ids, part.logprobs, count, self._as_ids)
 
     # Streams
 

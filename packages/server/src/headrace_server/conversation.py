@@ -14,6 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+from msgspec import Raw
+
 from headrace_core.errors import PromptTooLong, UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt
@@ -23,10 +26,10 @@ from headrace_server.answers import PROMPT_END, AnswerPlan
 from headrace_server.counting import Tally
 from headrace_server.harmony.parse import HarmonyReader
 from headrace_server.harmony.prompt import is_harmony, render
-from headrace_server.logprobs import chat_logprobs
+from headrace_server.logprobs import content_logprobs
 from headrace_server.parsers import Parsers
 from headrace_server.parsing import AnswerParser
-from headrace_server.protocol.chat import ChatRequest, ChunkContentLogprob
+from headrace_server.protocol.chat import ChatRequest
 from headrace_server.request_log import log_request
 from headrace_server.segments import CallPiece, Content, Reasoning, Segment
 from headrace_server.state import ServerState
@@ -43,7 +46,7 @@ class Piece:
     """What one output of the engine added."""
 
     segments: list[Segment]
-    logprobs: list[ChunkContentLogprob] = field(default_factory=list)
+    logprobs: list[Raw] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -213,13 +216,14 @@ class Turn:
         parser = self._plan.make_parser(AnswerContext(prompt[-PROMPT_END:], kwargs))
         return _ParserReader(parser, seeks_calls=self._plan.tools.make_parser is not None)
 
-    def _logprobs(self, part: CompletionOutput) -> list[ChunkContentLogprob]:
+    def _logprobs(self, part: CompletionOutput) -> list[Raw]:
         if not self.body.logprobs or part.logprobs is None:
             return []
         wanted = self.body.return_tokens_as_token_ids
         as_ids = self.state.settings.return_tokens_as_token_ids if wanted is None else wanted
         count = self.body.top_logprobs or 0
-        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids).content
+        entries = content_logprobs(part.token_ids, part.logprobs, count, as_ids)
+        return [Raw(msgspec.json.encode(entry)) for entry in entries]
 
 
 class _ParserReader:

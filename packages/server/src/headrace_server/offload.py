@@ -9,7 +9,8 @@ into C keeps the interpreter's lock to its end; so large lists are encoded in sl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,8 +28,13 @@ _DECODED = 64
 """Characters of base64 for one unit."""
 _THREADS = 2
 """Few: each may keep the interpreter's lock from the loop for one switch interval (5 ms)."""
-_SLICE = 32
-"""Items of a list that are encoded in one call: of log-probabilities some 100 KB."""
+_SLICE = 4
+"""Positions whose log-probabilities are made and encoded at a time. As many as to stay below the
+number of new objects at which the garbage collector begins to look at old ones (700)."""
+_LONG = 256
+"""Items of plain lists that are encoded at a time."""
+PIECE = 1 << 18
+"""Bytes of an answer that are handed to the socket at a time."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -108,14 +114,25 @@ def _entries(positions: Logprobs) -> int:
     return len(positions) * len(positions[-1] or (0,))
 
 
-def encoded(items: Sequence[Any], size: int = _SLICE) -> msgspec.Raw:
-    """A list as JSON, encoded in slices of so many items."""
-    return msgspec.Raw(b"[" + b",".join(_slices(items, size)) + b"]")
+def encoded(items: Iterable[Any], size: int = _SLICE) -> msgspec.Raw:
+    """A list as JSON, encoded in slices of so many items.
+
+    Items that are made as they are asked for never exist all at once: hundreds of thousands of
+    objects would have the garbage collector stop every thread to look at them.
+    """
+    parts = [b"["]
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        parts += (_encoder.encode(batch)[1:-1], b",")
+    parts[-1] = b"]" if len(parts) > 1 else b"[]"
+    return msgspec.Raw(b"".join(parts))  # a large join lets other threads run
 
 
-def _slices(items: Sequence[Any], size: int) -> Iterable[bytes]:
-    for start in range(0, len(items), size):
-        yield _encoder.encode(items[start : start + size])[1:-1]
+def pieces(data: bytes) -> Iterator[bytes]:
+    """``data`` as it is sent: the socket's buffer is not filled with megabytes at once."""
+    if len(data) <= PIECE:
+        return iter((data,))
+    return (data[at : at + PIECE] for at in range(0, len(data), PIECE))
 
 
 def text_cost(*texts: str) -> int:
@@ -127,6 +144,6 @@ def seal(block: T) -> T:
     """Replace a struct's long lists by their JSON. They cannot be read any more."""
     for name in type(block).__struct_fields__:  # type: ignore[attr-defined]
         value = getattr(block, name)
-        if isinstance(value, list) and len(value) > _SLICE:
-            setattr(block, name, encoded(value))
+        if isinstance(value, list) and len(value) > _LONG:
+            setattr(block, name, encoded(value, _LONG))
     return block

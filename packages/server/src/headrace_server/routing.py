@@ -11,9 +11,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError
 from headrace_server.errors import BodyRefused, ErrorResponse
+from headrace_server.offload import pieces
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, start_stream, wait_watching
 
@@ -103,7 +105,20 @@ async def answer_with(call: Call, request: Request) -> Response:
     except RequestError as error:
         error.param = call.spelling.get(error.param or "", error.param)
         raise
-    return Response(encode_answer(result), media_type="application/json")
+    return JsonAnswer(encode_answer(result))
+
+
+class JsonAnswer(Response):
+    """JSON that may be megabytes: sent in pieces, as fast as they are read."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send({**head, "headers": self.raw_headers})
+        for piece in pieces(bytes(self.body)):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def encode_answer(answer: BaseModel) -> bytes:

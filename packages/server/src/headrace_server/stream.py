@@ -27,7 +27,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
 from headrace_server.http import DirectWrite, direct_write
-from headrace_server.offload import OffLoop, cost_of
+from headrace_server.offload import PIECE, OffLoop, cost_of, pieces
 from headrace_server.state import Lifecycle, ServerState
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,13 @@ _encoder = msgspec.json.Encoder()
 
 def event(data: Any) -> bytes:
     """One server-sent event with a JSON line."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"".join((b"data: ", _encoder.encode(data), b"\n\n"))
 
 
 def named_event(name: str, data: Any) -> bytes:
     """One server-sent event with an ``event:`` line and a JSON line."""
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"
+    head = b"event: %b\ndata: " % name.encode()
+    return b"".join((head, _encoder.encode(data), b"\n\n"))
 
 
 def _error_event(error: Exception, request_id: str) -> bytes:
@@ -155,12 +156,11 @@ class Pour:
                 # Meanwhile the engine merges what comes, as it does for a socket that is full.
                 cost, output = heavy
                 heavy = None
-                put(await self._off_loop(cost, self._encode, output))
+                refused = await self._off_loop(cost, self._encode, output)
             elif not refused:
                 return  # it has ended
-            if refused:
-                data, refused = refused, b""
-                await writer.write(data)
+            data, refused = refused, b""
+            await writer.write_large(data)
 
 
 class Numbered(AsyncIterator[tuple[int, T]]):
@@ -346,8 +346,8 @@ class EventStream(Response):
             failpoints.hit("stream.write", self._request_id)
         if isinstance(item, Pour):
             await item.into(writer)
-        elif not writer.write_now(item):
-            await writer.write(item)
+        elif len(item) > PIECE or not writer.write_now(item):
+            await writer.write_large(item)
 
 
 class _Writer:
@@ -376,6 +376,12 @@ class _Writer:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def write_large(self, data: bytes) -> None:
+        """:meth:`write` what may be megabytes, or nothing."""
+        for piece in pieces(data):
+            if piece:
+                await self.write(piece)
 
     async def finish(self, error: Exception | None, request_id: str) -> None:
         """The terminal event, after an error event if there was an error."""

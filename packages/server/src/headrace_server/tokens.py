@@ -19,7 +19,7 @@ from headrace_core.sampling import SamplingParams
 from headrace_server import convert
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
-from headrace_server.offload import cost_of, seal
+from headrace_server.offload import cost_of
 from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
 from headrace_server.protocol.tokens import (
     GenerateChoice,
@@ -139,7 +139,7 @@ class TokenGeneration:
         count = self._params.logprobs
         if count is None or part.logprobs is None:
             return None
-        return seal(chat_logprobs(part.token_ids, part.logprobs, count, as_ids=True))
+        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids=True)
 
     def _usage(self) -> Usage:
         return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)

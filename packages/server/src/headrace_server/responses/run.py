@@ -182,7 +182,7 @@ class ResponseRun:
             await self._turn.close()
             if sessions is not None:
                 await sessions.close()
-        self._complete()
+        await self.state.off_loop(self._repeated(), self._complete)
         if data := self._flush():
             yield data
 
@@ -205,11 +205,12 @@ class ResponseRun:
 
     def _cost(self, output: RequestOutput) -> int:
         """Of its events: where it closes a block, they repeat all of it."""
-        cost = cost_of(output)
-        block = self._blocks.open
-        if block is not None and output.finished and block.logprobs:
-            cost += len(block.logprobs) * (1 + self.body.top_logprobs)
-        return cost
+        return cost_of(output) + (self._repeated() if output.finished else 0)
+
+    def _repeated(self) -> int:
+        """Cost of an event that repeats all that the turn has said; it is encoded already."""
+        entries = sum(len(block.logprobs) for block in self._blocks.blocks)
+        return entries * (1 + self.body.top_logprobs) // 8
 
     def _encode(self, output: RequestOutput) -> bytes:
         """The events of one output; b"" if it says nothing or nobody streams."""

@@ -20,7 +20,7 @@ from headrace_server.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from headrace_server.routing import json_router
+from headrace_server.routing import JsonAnswer, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import wait_watching
@@ -62,7 +62,7 @@ class TokenizeRouter:
             result = await wait_watching(work, request, state.lifecycle, name)
             cost = len(result.token_ids) // _TOKENS
             data = await state.off_loop(cost, _answer, result, engine.model.max_model_len)
-            return Response(data, media_type="application/json")
+            return JsonAnswer(data)
 
         @router.post("/detokenize")
         async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
