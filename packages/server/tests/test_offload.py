@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,10 +15,14 @@ import msgspec
 import pytest
 
 from headrace_core.engine import TokenizedPrompt
+from headrace_core.errors import RequestError
 from headrace_core.output import CompletionOutput, Logprob, RequestOutput
 from headrace_core.sampling import RequestOutputKind
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_server import ServerSettings, create_app
+from headrace_server.embeds import _PIECE as PIECE_OF_BASE64
+from headrace_server.embeds import decode_embeds
+from headrace_server.offload import PIECE, OffLoop, encoded, pieces
 
 pytestmark = pytest.mark.req("REL-21")
 
@@ -195,3 +200,54 @@ async def test_nor_does_decoding_embeddings() -> None:
 
     text = base64.b64encode(bytes(45_000_000)).decode()
     await _compare(Embedding(), "/v1/completions", {"prompt_embeds": text})
+
+
+def test_a_list_in_slices_is_the_list() -> None:
+    for count in (0, 1, 3, 4, 5, 9):
+        items = [{"a": [i], "b": "}],["} for i in range(count)]
+        assert msgspec.json.encode(encoded(iter(items))) == msgspec.json.encode(items)
+    assert b"".join(pieces(b"abc" * PIECE)) == b"abc" * PIECE
+
+
+async def test_whoever_is_cancelled_waits_for_the_work_and_work_speaks_in_order() -> None:
+    off_loop, begun, seen = OffLoop(), threading.Event(), list[int]()
+
+    def work() -> None:
+        for number in range(100):
+            off_loop.back(seen.append, number)
+        begun.set()
+        time.sleep(0.2)
+        seen.append(-1)
+
+    task = asyncio.ensure_future(off_loop(NEVER, work))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == [*range(100), -1]
+    with pytest.raises(ZeroDivisionError):
+        await off_loop(NEVER, lambda: 1 // 0)
+    assert await off_loop(0, threading.current_thread) is threading.current_thread()
+    off_loop.close()
+
+
+@pytest.mark.parametrize("at", [4, PIECE_OF_BASE64 - 4, PIECE_OF_BASE64])
+def test_padding_is_at_the_end_only(at: int) -> None:
+    data = bytes(range(256)) * 2048
+    text = base64.b64encode(data).decode()
+    assert decode_embeds(text, enabled=True) == [data]
+    with pytest.raises(RequestError):
+        decode_embeds(text[: at - 1] + "=" + text[at:], enabled=True)
+
+
+async def test_a_body_of_millions_of_arrays_is_refused_before_it_is_decoded() -> None:
+    app = create_app(FakeEngine(), ServerSettings())
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        content = b'{"prompt": [' + b"[]," * 1_000_001 + b"1]}"
+        headers = {"Content-Type": "application/json"}
+        with _beating() as heart:
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400), answer.text
+    assert heart.longest < 2

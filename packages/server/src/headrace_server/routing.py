@@ -19,6 +19,10 @@ from headrace_server.offload import pieces
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, start_stream, wait_watching
 
+MAX_VALUES = 1_000_000
+"""Arrays and objects of one body (brackets in texts count too). No request needs as many, and one of
+64 MB may hold twenty million, for which decoding stops every thread for seconds."""
+
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is wrong."},
     404: {"model": ErrorResponse, "description": "The model is not served."},
@@ -38,8 +42,11 @@ class JsonRequest(Request):
     """Decodes its body with msgspec: strict JSON (no NaN), no deep recursion."""
 
     async def json(self) -> Any:
+        body = await self.body()
+        if len(body) > MAX_VALUES and body.count(b"[") + body.count(b"{") > MAX_VALUES:
+            raise BodyRefused("HR-REQ-006", f"the body has more than {MAX_VALUES} opening brackets")
         try:
-            return msgspec.json.decode(await self.body())
+            return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
 
