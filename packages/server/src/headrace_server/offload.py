@@ -65,14 +65,15 @@ class OffLoop:
         if cost <= self.light:
             return work(*args)
         self._loop = asyncio.get_running_loop()
-        future = self._loop.run_in_executor(self._pool, work, *args)
+        running = self._pool.submit(work, *args)
+        future = asyncio.wrap_future(running)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
                 await asyncio.wait({future})
             except asyncio.CancelledError as error:
                 # What waits in the queue need not begin; what runs is soon done.
-                future.cancel()
+                running.cancel()
                 cancelled = error
         if cancelled is not None:
             if not future.cancelled():
