@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from families import VOCAB_SIZE
+from together import together
 
 from headrace import LLM, SamplingParams
 
@@ -68,7 +70,8 @@ def run(
             if alone:
                 outputs = [llm.generate(p, PARAMS, use_tqdm=False)[0] for p in PROMPTS]
             else:
-                outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+                with together(llm, len(PROMPTS)) if preempt else contextlib.nullcontext():
+                    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         if repeat > 1:
             assert outputs[2].num_cached_tokens >= 40, "the second run must hit the cache"
         stats = llm.engine.stats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import select
 import signal
 import socket
 import subprocess
@@ -15,7 +17,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from servers import serving, wait_for
+from servers import children_of, serving, wait_for
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
@@ -282,3 +284,61 @@ def test_a_server_whose_log_nobody_reads():
         process.kill()
         process.wait(30)
         process.stderr.close()
+
+
+NOISE = """
+import atexit, sys, threading, time, warnings
+
+def noise():
+    print("o" * 1000)
+    sys.stderr.write("e" * 1000 + "\\n")
+    warnings.warn("w" * 1000)
+
+def always():
+    while True:
+        time.sleep(0.1)
+        noise()
+
+threading.Thread(target=always, daemon=True).start()
+atexit.register(lambda: [noise() for _ in range(100)])
+"""
+
+
+@pytest.mark.req("REL-09")
+@pytest.mark.req("REL-19")
+@pytest.mark.parametrize("words", [(), ("--engine-process",)], ids=["thread", "process"])
+def test_a_server_stops_whoever_writes_to_full_pipes(tmp_path, words):
+    """Nobody reads its standard output and error, and other code prints to both, to its last."""
+    (tmp_path / "sitecustomize.py").write_text(NOISE)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    reading, writing = os.pipe()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "serve", "--port", str(port), *words],
+        stdout=writing, stderr=writing, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: _status(url + "/health") == 200, 120, "it did not start")
+        wait_for(lambda: not select.select([], [writing], [], 0)[1], 60, "the pipe is not full")
+        for _ in range(50):
+            assert _status(url + "/v1/models") == 200
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        wait_for(lambda: not any(os.path.exists(f"/proc/{child}") for child in children), 30)
+    finally:
+        process.kill()
+        process.wait(30)
+        os.close(reading)
+        os.close(writing)
+
+
+def _status(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status
+    except OSError:
+        return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import constrained
 import pytest
 from constrained import CHOICES, EOS, KINDS, PERSON, SETTINGS, closing_bias, params, valid
+from together import together
 
 from headrace import LLM, AsyncLLM, EngineArgs
 from headrace_core.errors import ConfigError, MissingDependency, RequestError, UnsupportedFeature
@@ -92,10 +94,12 @@ def expected(llm, bias):
 )
 def test_every_mode_gives_the_same_tokens(folder, bias, expected, changes):
     """Chunked prompts, preemption, the engine in a process: a mask is where its tokens are."""
+    changes = dict(changes)
     preempted = changes.pop("preempted", False)
     prompts, wanted = mixed(bias)
     with LLM(folder, **{**SETTINGS, **changes}) as other:
-        outputs = generate(other, prompts, wanted)
+        with together(other, len(prompts)) if preempted else contextlib.nullcontext():
+            outputs = generate(other, prompts, wanted)
         stats = other.engine.stats()
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert not preempted or stats.num_preemptions > 0

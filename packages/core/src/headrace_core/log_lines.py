@@ -6,6 +6,7 @@ Here, and not with the command line, because processes of the engine's own write
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import logging
 import os
@@ -56,7 +57,7 @@ class ThreadedHandler(logging.Handler):
         super().__init__()
         self.num_dropped = 0
         """Since the start."""
-        self._stream = stream
+        self.stream = stream
         self._file = _own_file(stream)
         """Where lines go if the stream is a file: past its buffer, whose lock would be held by a write
         that hangs, and which Python flushes before a process may end."""
@@ -68,11 +69,16 @@ class ThreadedHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line, or drop it."""
         try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            self.num_dropped += 1
+            self.put(self.format(record) + "\n")
         except Exception:
             self.handleError(record)
+
+    def put(self, text: str) -> None:
+        """Queue text as it is, or drop it."""
+        try:
+            self._lines.put_nowait(text)
+        except queue.Full:
+            self.num_dropped += 1
 
     def flush(self) -> None:
         """Wait until what was logged is written; not longer than :data:`LAST_LINES`."""
@@ -95,12 +101,12 @@ class ThreadedHandler(logging.Handler):
         super().close()
 
     def _write_all(self) -> None:
-        while (line := self._lines.get()) is not None:
-            self._write(line)
+        while (text := self._lines.get()) is not None:
+            self._write(text)
             self._lines.task_done()
         self._lines.task_done()
 
-    def _write(self, line: str) -> None:
+    def _write(self, text: str) -> None:
         try:
             if self.num_dropped > self._told:
                 missing, self._told = self.num_dropped - self._told, self.num_dropped
@@ -108,19 +114,62 @@ class ThreadedHandler(logging.Handler):
                     __name__, logging.WARNING, __file__, 0,
                     "%d log lines were dropped: nobody read the log", (missing,), None,
                 )  # fmt: skip
-                line = f"{self.format(record)}\n{line}"
-            self._put(line + "\n")
+                text = f"{self.format(record)}\n{text}"
+            self._put(text)
         except (OSError, ValueError):  # the disk is full, or the stream closed
             self.num_dropped += 1
 
     def _put(self, text: str) -> None:
         if self._file is None:
-            self._stream.write(text)
-            self._stream.flush()
+            self.stream.write(text)
+            self.stream.flush()
             return
-        data = text.encode(self._stream.encoding or "utf-8", "backslashreplace")
+        data = text.encode(self.stream.encoding or "utf-8", "backslashreplace")
         while data:
             data = data[os.write(self._file, data) :]
+
+
+class QueuedText(io.TextIOBase):
+    """Stands for ``sys.stdout`` or ``sys.stderr``: what is printed goes the way of a handler's lines.
+
+    A print, a warning or a traceback to a pipe that nobody reads would hold its thread for ever;
+    and with it the stream's lock, for which Python waits before a process may end.
+
+    Args:
+        stream: the one that it stands for.
+        handler: writes to that stream.
+    """
+
+    def __init__(self, stream: TextIO, handler: ThreadedHandler) -> None:
+        self._stands_for = stream
+        self._handler = handler
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stands_for.encoding
+
+    @property
+    def errors(self) -> str | None:  # type: ignore[override]
+        return self._stands_for.errors
+
+    def write(self, text: str) -> int:
+        self._handler.put(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits; the process writes at its end what is left, for a moment."""
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stands_for.isatty()
+
+    def fileno(self) -> int:
+        return self._stands_for.fileno()
+
+    def close(self) -> None:
+        """Stays open, as its stream does."""
 
 
 def _own_file(stream: TextIO) -> int | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.log_lines import JsonLines, ThreadedHandler
+from headrace_core.log_lines import JsonLines, QueuedText, ThreadedHandler
 
 Choice = TypeVar("Choice")
 
@@ -111,6 +111,18 @@ def _replace_last_resort(handler: logging.Handler) -> None:
         root.removeHandler(old)
     if not root.handlers:
         root.addHandler(handler)
+
+
+def queue_prints() -> None:
+    """Have whatever else is written to standard output and error, by whomever, wait for no reader
+    either: see :class:`headrace_core.log_lines.QueuedText`. For processes that serve."""
+    handlers = [h for h in logging.getLogger(ROOTS[0]).handlers if isinstance(h, ThreadedHandler)]
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or isinstance(stream, QueuedText):
+            continue
+        handler = next((h for h in handlers if h.stream is stream), None)
+        setattr(sys, name, QueuedText(stream, handler or ThreadedHandler(stream)))
 
 
 def flush() -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from msgspec import Raw
+
 from headrace_server.conversation import Piece
-from headrace_server.protocol.chat import ChunkContentLogprob
 from headrace_server.segments import Break, CallPiece, Content, Reasoning, Segment
 
 Kind = Literal["reasoning", "text", "call"]
@@ -31,7 +32,7 @@ class Block:
     call_id: str = ""
     parts: list[str] = field(default_factory=list)
     """The text in pieces: appending to one string would copy it for every token."""
-    logprobs: list[ChunkContentLogprob] = field(default_factory=list)
+    logprobs: list[Raw] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -55,7 +56,7 @@ class Step:
     block: Block
     text: str = ""
     """Of GROW: what was appended."""
-    logprobs: tuple[ChunkContentLogprob, ...] = ()
+    logprobs: tuple[Raw, ...] = ()
     """Of GROW: entries of the tokens since the last."""
 
 
@@ -75,7 +76,7 @@ class Blocks:
         self._space = ""
         """White space that waits for text of the same kind."""
         self._space_kind: Kind = "text"
-        self._logprobs: list[ChunkContentLogprob] = []
+        self._logprobs: list[Raw] = []
         self._call = -1
 
     @property
@@ -143,7 +144,7 @@ class Blocks:
         return block
 
     def _grow(self, block: Block, text: str, steps: list[Step]) -> None:
-        entries: tuple[ChunkContentLogprob, ...] = ()
+        entries: tuple[Raw, ...] = ()
         if block.kind == "text":
             entries, self._logprobs = tuple(self._logprobs), []
             block.logprobs += entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, cast
@@ -21,6 +20,7 @@ from headrace_server.conversation import chat_of, reasoning_tokens, special_toke
 from headrace_server.counting import Tally, usage
 from headrace_server.harmony.answer import HarmonyParser
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
+from headrace_server.offload import cost_of
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import (
     ChatAnswer,
@@ -115,22 +115,10 @@ class Chat:
             await close(outputs)
         assert last is not None, "an engine yields at least one output"
         self._parsers = await self._plan.make_parsers(last, self._chat)
-        ids = bool(self.body.return_token_ids)
-        wanted = self.body.prompt_logprobs is not None and last.prompt_logprobs is not None
-        choices = []
-        for part in sorted(last.outputs, key=lambda p: p.index):
-            choices.append(self._choice(part))
-            await asyncio.sleep(0)  # a choice may be long, and others wait
+        answer = await self.state.off_loop(cost_of(last), self._answer, last)
         await self._count_reasoning()
-        return ChatResponse(
-            id=self.id,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=self._usage(),
-            prompt_logprobs=prompt_logprobs(last.prompt_logprobs or []) if wanted else None,
-            prompt_token_ids=last.prompt_token_ids if ids else None,
-        )
+        answer.usage = self._usage()
+        return answer
 
     async def events(self) -> Events:
         """The answer as server-sent events, the terminal one left out."""
@@ -145,13 +133,13 @@ class Chat:
                 if not opened:
                     self._parsers = await self._plan.make_parsers(output, self._chat)
                     opening, opened = self._opening(output), True
-                data = opening + self._encode(output)
+                off_loop = self.state.off_loop
+                data = opening + await off_loop(cost_of(output), self._encode, output)
                 if data:
                     yield data
                 if isinstance(outputs, OutputStream) and not output.finished:
-                    yield Pour(
-                        outputs, self._encode, self._encode_text if len(self._plain) == 1 else None
-                    )
+                    encode_text = self._encode_text if len(self._plain) == 1 else None
+                    yield Pour(outputs, self._encode, encode_text, off_loop=off_loop)
         finally:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage
@@ -209,6 +197,20 @@ class Chat:
         return "".join(part["text"] for part in content)
 
     # The whole answer
+
+    def _answer(self, last: RequestOutput) -> ChatResponse:
+        ids = bool(self.body.return_token_ids)
+        answer = ChatResponse(
+            id=self.id,
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
+            usage=self._usage(),
+            prompt_token_ids=last.prompt_token_ids if ids else None,
+        )
+        if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
+            answer.prompt_logprobs = cast(Any, prompt_logprobs(last.prompt_logprobs))
+        return answer
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
         parser = self._parsers[part.index]

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from fastapi import Request
 from msgspec import UNSET, UnsetType
@@ -19,6 +19,7 @@ from headrace_server import convert
 from headrace_server.beam import beam_outputs, beams_of
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import CompletionFormat, prompt_logprobs
+from headrace_server.offload import cost_of, seal
 from headrace_server.protocol.completions import (
     ChunkLogprobs,
     CompletionChoice,
@@ -109,10 +110,10 @@ class Completion:
                 if not output.finished:
                     continue
                 echo = await self._echo(position, output)
-                for part in output.outputs:
-                    index = position * self.body.n + part.index
-                    choices[index] = self._choice(index, part, output, echo)
-                    await asyncio.sleep(0)  # a choice may be long, and others wait
+                cost = cost_of(output)
+                made = await self.state.off_loop(cost, self._choices_of, position, output, echo)
+                choices |= {choice.index: choice for choice in made}
+                await asyncio.sleep(0)  # there may be many prompts, and others wait
         finally:
             await close(outputs)
         return CompletionResponse(
@@ -134,14 +135,15 @@ class Completion:
         try:
             async for position, output in outputs:
                 echo = await self._echo(position, output)
-                data = self._encode(position, echo, output)
+                off_loop, encode = self.state.off_loop, partial(self._encode, position, echo)
+                data = await off_loop(cost_of(output), encode, output)
                 if data:
                     yield data
                 if output.finished or not isinstance(outputs, Numbered):
                     continue
                 if isinstance(outputs.stream, OutputStream):
                     encode_text = self._encode_text if len(self._plain) == 1 else None
-                    yield Pour(outputs.stream, partial(self._encode, position, echo), encode_text)
+                    yield Pour(outputs.stream, encode, encode_text, off_loop=off_loop)
         finally:
             await close(outputs)
         if forced or (options is not None and options.include_usage):
@@ -247,22 +249,29 @@ class Completion:
         shown.logprobs = _join(blocks)
         return shown
 
+    def _choices_of(
+        self, position: int, output: RequestOutput, echo: _Echo | None
+    ) -> list[CompletionChoice]:
+        """Those of one prompt."""
+        first = position * self.body.n
+        return [self._choice(first + part.index, part, output, echo) for part in output.outputs]
+
     def _choice(
         self, index: int, part: CompletionOutput, output: RequestOutput, echo: _Echo | None
     ) -> CompletionChoice:
         shown = self._show(part, output, echo, self._format())
         ids = bool(self.body.return_token_ids)
-        wanted = self.body.prompt_logprobs is not None and output.prompt_logprobs is not None
         choice = CompletionChoice(
             index=index,
             text=shown.text,
             finish_reason="length" if self._prompt_only else part.finish_reason,
             stop_reason=None if self._prompt_only else part.stop_reason,
-            prompt_logprobs=prompt_logprobs(output.prompt_logprobs or []) if wanted else None,
             token_ids=shown.token_ids if ids else None,
             prompt_token_ids=output.prompt_token_ids if ids else None,
         )
         choice.logprobs = cast(CompletionLogprobs | None, shown.logprobs)  # see encode_answer
+        if self.body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = cast(Any, prompt_logprobs(output.prompt_logprobs))
         return choice
 
     def _chunk(
@@ -310,4 +319,4 @@ def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:
         first.token_logprobs += other.token_logprobs
         first.tokens += other.tokens
         first.top_logprobs += other.top_logprobs
-    return first
+    return seal(first)

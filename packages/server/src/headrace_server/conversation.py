@@ -14,6 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+from msgspec import Raw
+
 from headrace_core.engine import ServedModel
 from headrace_core.errors import PromptTooLong
 from headrace_core.output import CompletionOutput, RequestOutput
@@ -23,9 +26,9 @@ from headrace_server import convert
 from headrace_server.answers import PROMPT_END, AnswerPlan
 from headrace_server.counting import Tally
 from headrace_server.harmony.prompt import is_harmony, render
-from headrace_server.logprobs import chat_logprobs
+from headrace_server.logprobs import content_logprobs
 from headrace_server.parsing import AnswerParser
-from headrace_server.protocol.chat import ChatRequest, ChunkContentLogprob
+from headrace_server.protocol.chat import ChatRequest
 from headrace_server.request_log import log_request
 from headrace_server.segments import CallPiece, Content, Reasoning, Segment
 from headrace_server.settings import ServerSettings
@@ -43,7 +46,7 @@ class Piece:
     """What one output of the engine added."""
 
     segments: list[Segment]
-    logprobs: list[ChunkContentLogprob] = field(default_factory=list)
+    logprobs: list[Raw] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -215,12 +218,13 @@ class Turn:
         parser = self._plan.make_parser(AnswerContext(prompt[-PROMPT_END:], kwargs))
         return _ParserReader(parser, seeks_calls=self._plan.tools.make_parser is not None)
 
-    def _logprobs(self, part: CompletionOutput) -> list[ChunkContentLogprob]:
+    def _logprobs(self, part: CompletionOutput) -> list[Raw]:
         if not self.body.logprobs or part.logprobs is None:
             return []
         as_ids = convert.tokens_as_ids(self.body, self.state.settings)
         count = self.body.top_logprobs or 0
-        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids).content
+        entries = content_logprobs(part.token_ids, part.logprobs, count, as_ids)
+        return [Raw(msgspec.json.encode(entry)) for entry in entries]
 
 
 class _ParserReader:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
 
 from headrace_core.output import Logprob, PositionLogprobs
+from headrace_server.offload import encoded
 from headrace_server.protocol.chat import ChunkChatLogprobs, ChunkContentLogprob, ChunkToken
-from headrace_server.protocol.completions import ChunkLogprobs, PromptLogprob
+from headrace_server.protocol.completions import ChunkLogprobs, ChunkPromptLogprob
 
 LEAST = -9999.0
+_FEW = 32
+"""Positions up to which a block is made of objects, which its reader encodes."""
 
 
 def finite(value: float) -> float:
@@ -73,30 +79,42 @@ def chat_logprobs(
     as_ids: bool,
 ) -> ChunkChatLogprobs:
     """``logprobs`` of a chat choice; ``top_logprobs`` holds the ``count`` likeliest."""
-    content = []
+    entries = content_logprobs(token_ids, positions, count, as_ids)
+    block = ChunkChatLogprobs([])
+    if len(token_ids) > _FEW:
+        block.content = cast(Any, encoded(entries))
+    else:
+        block.content.extend(entries)
+    return block
+
+
+def content_logprobs(
+    token_ids: Sequence[int],
+    positions: Iterable[PositionLogprobs | None],
+    count: int,
+    as_ids: bool,
+) -> Iterator[ChunkContentLogprob]:
+    """The entries of :func:`chat_logprobs`, one by one."""
     for token_id, entries in zip(token_ids, positions, strict=True):
         entries = entries or {}
         chosen = _token(token_id, entries.get(token_id) or Logprob(LEAST), as_ids)
         top = [_token(other, entry, as_ids) for other, entry in _best(entries, count)]
-        content.append(ChunkContentLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
-    return ChunkChatLogprobs(content)
+        yield ChunkContentLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
 
 def prompt_logprobs(
     positions: Iterable[PositionLogprobs | None],
-) -> list[dict[str, PromptLogprob] | None]:
-    """Per prompt token: id as text -> entry; None for the first."""
-    return [
+) -> msgspec.Raw:
+    """Per prompt token: id as text -> entry; None for the first. As JSON."""
+    return encoded(
         None
         if entries is None
         else {
-            str(token_id): PromptLogprob(
-                logprob=finite(e.logprob), rank=e.rank, decoded_token=e.decoded_token
-            )
+            str(token_id): ChunkPromptLogprob(finite(e.logprob), e.rank, e.decoded_token)
             for token_id, e in entries.items()
         }
         for entries in positions
-    ]
+    )
 
 
 def _best(entries: PositionLogprobs, count: int) -> list[tuple[int, Logprob]]:

@@ -11,11 +11,17 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError
 from headrace_server.errors import BodyRefused, ErrorResponse
+from headrace_server.offload import pieces
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, start_stream, wait_watching
+
+MAX_VALUES = 1_000_000
+"""Arrays and objects of one body (brackets in texts count too). No request needs as many, and one of
+64 MB may hold twenty million, for which decoding stops every thread for seconds."""
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is wrong."},
@@ -36,8 +42,11 @@ class JsonRequest(Request):
     """Decodes its body with msgspec: strict JSON (no NaN), no deep recursion."""
 
     async def json(self) -> Any:
+        body = await self.body()
+        if len(body) > MAX_VALUES and body.count(b"[") + body.count(b"{") > MAX_VALUES:
+            raise BodyRefused("HR-REQ-006", f"the body has more than {MAX_VALUES} opening brackets")
         try:
-            return msgspec.json.decode(await self.body())
+            return msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
 
@@ -103,14 +112,27 @@ async def answer_with(call: Call, request: Request) -> Response:
     except RequestError as error:
         error.param = call.spelling.get(error.param or "", error.param)
         raise
-    return Response(encode_answer(result), media_type="application/json")
+    return JsonAnswer(encode_answer(result))
+
+
+class JsonAnswer(Response):
+    """JSON that may be megabytes: sent in pieces, as fast as they are read."""
+
+    media_type = "application/json"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send({**head, "headers": self.raw_headers})
+        for piece in pieces(bytes(self.body)):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def encode_answer(answer: BaseModel) -> bytes:
     """A whole answer as JSON.
 
-    Blocks of log-probabilities are msgspec structs in the place of the models that describe them:
-    there may be hundreds of thousands of entries, for which models would stop the event loop for
-    seconds.
+    Blocks of log-probabilities are msgspec structs in the place of the models that describe them,
+    or encoded already: there may be hundreds of thousands of entries, for which models would take
+    seconds. So this is quick, whatever the size.
     """
     return msgspec.json.encode(answer.model_dump(by_alias=True, warnings=False))

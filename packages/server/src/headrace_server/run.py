@@ -145,6 +145,7 @@ async def serve(
         await state.engine.shutdown()
         if state.tracing is not None:
             await asyncio.to_thread(state.tracing.shutdown)
+        state.off_loop.close()
         if settings.uds is not None:
             Path(settings.uds).unlink(missing_ok=True)
     return 1 if state.lifecycle.engine_died.is_set() else 0

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from headrace_core.engine import EngineClient
 from headrace_server.http import Connections
 from headrace_server.metrics import Metrics
+from headrace_server.offload import OffLoop
 from headrace_server.parsers import Parsers
 from headrace_server.settings import ServerSettings
 from headrace_server.tracing import Tracing
@@ -123,6 +124,8 @@ class ServerState:
     tracing: Tracing | None = None
     connections: Connections = field(default_factory=Connections)
     """Open connections of the public port, and their limits."""
+    off_loop: OffLoop = field(default_factory=OffLoop)
+    """Where large work is done."""
 
 
 def state_of(request: Request) -> ServerState:

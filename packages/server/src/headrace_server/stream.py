@@ -27,6 +27,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
 from headrace_server.http import DirectWrite, direct_write
+from headrace_server.offload import PIECE, OffLoop, cost_of, pieces
 from headrace_server.state import Lifecycle, ServerState
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,13 @@ _encoder = msgspec.json.Encoder()
 
 def event(data: Any) -> bytes:
     """One server-sent event with a JSON line."""
-    return b"data: " + _encoder.encode(data) + b"\n\n"
+    return b"".join((b"data: ", _encoder.encode(data), b"\n\n"))
 
 
 def named_event(name: str, data: Any) -> bytes:
     """One server-sent event with an ``event:`` line and a JSON line."""
-    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"
+    head = b"event: %b\ndata: " % name.encode()
+    return b"".join((head, _encoder.encode(data), b"\n\n"))
 
 
 def _error_event(error: Exception, request_id: str) -> bytes:
@@ -101,6 +103,8 @@ class Pour:
         encode: an output's events; b"" for none.
         encode_text: the same of new text and the number of its tokens, where that is all; None:
             ``encode`` gets every output.
+        off_loop: where events are encoded that cost much.
+        cost: of an output's events.
     """
 
     def __init__(
@@ -108,9 +112,14 @@ class Pour:
         outputs: OutputStream,
         encode: Callable[[RequestOutput], bytes],
         encode_text: Callable[[str, int], bytes] | None = None,
+        *,
+        off_loop: OffLoop,
+        cost: Callable[[RequestOutput], int] = cost_of,
     ) -> None:
         self._outputs = outputs
         self._encode = encode
+        self._off_loop = off_loop
+        self._cost = cost
         self._encode_text = encode_text
         self._ended = False
 
@@ -120,6 +129,7 @@ class Pour:
         Raises: what the engine, encoding or writing raises.
         """
         refused, encode_text = b"", self._encode_text
+        heavy: tuple[int, RequestOutput] | None = None
 
         def put(data: bytes) -> bool:
             nonlocal refused
@@ -129,7 +139,11 @@ class Pour:
             return False
 
         def take(output: RequestOutput) -> bool:
+            nonlocal heavy
             self._ended = output.finished
+            if (cost := self._cost(output)) > self._off_loop.light:
+                heavy = cost, output
+                return False
             return put(self._encode(output))
 
         def take_text(text: str, num_tokens: int) -> bool:
@@ -138,10 +152,15 @@ class Pour:
 
         while not self._ended:
             await self._outputs.pour(take, None if encode_text is None else take_text)
-            if not refused:
+            if heavy is not None:
+                # Meanwhile the engine merges what comes, as it does for a socket that is full.
+                cost, output = heavy
+                heavy = None
+                refused = await self._off_loop(cost, self._encode, output)
+            elif not refused:
                 return  # it has ended
             data, refused = refused, b""
-            await writer.write(data)
+            await writer.write_large(data)
 
 
 class Numbered(AsyncIterator[tuple[int, T]]):
@@ -327,8 +346,8 @@ class EventStream(Response):
             failpoints.hit("stream.write", self._request_id)
         if isinstance(item, Pour):
             await item.into(writer)
-        elif not writer.write_now(item):
-            await writer.write(item)
+        elif len(item) > PIECE or not writer.write_now(item):
+            await writer.write_large(item)
 
 
 class _Writer:
@@ -357,6 +376,12 @@ class _Writer:
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         await self._put({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def write_large(self, data: bytes) -> None:
+        """:meth:`write` what may be megabytes, or nothing."""
+        for piece in pieces(data):
+            if piece:
+                await self.write(piece)
 
     async def finish(self, error: Exception | None, request_id: str) -> None:
         """The terminal event, after an error event if there was an error."""

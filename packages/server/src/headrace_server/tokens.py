@@ -19,6 +19,7 @@ from headrace_core.sampling import SamplingParams
 from headrace_server import convert
 from headrace_server.counting import Tally, usage
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
+from headrace_server.offload import cost_of
 from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
 from headrace_server.protocol.tokens import (
     GenerateChoice,
@@ -72,13 +73,17 @@ class TokenGeneration:
         finally:
             await close(outputs)
         assert last is not None, "an engine yields at least one output"
-        wanted = self._params.prompt_logprobs is not None and last.prompt_logprobs is not None
-        return GenerateResponse(
+        return await self.state.off_loop(cost_of(last), self._answer, last)
+
+    def _answer(self, last: RequestOutput) -> GenerateResponse:
+        answer = GenerateResponse(
             request_id=self._request_id,
             choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
             usage=self._usage(),
-            prompt_logprobs=prompt_logprobs(last.prompt_logprobs or []) if wanted else None,
         )
+        if self._params.prompt_logprobs is not None and last.prompt_logprobs is not None:
+            answer.prompt_logprobs = cast(Any, prompt_logprobs(last.prompt_logprobs))
+        return answer
 
     async def events(self) -> Events:
         """The answer as server-sent events, the terminal one left out."""
@@ -87,11 +92,12 @@ class TokenGeneration:
         outputs = self._generate()
         try:
             async for output in outputs:
-                data = self._encode(output)
+                off_loop = self.state.off_loop
+                data = await off_loop(cost_of(output), self._encode, output)
                 if data:
                     yield data
                 if isinstance(outputs, OutputStream) and not output.finished:
-                    yield Pour(outputs, self._encode)
+                    yield Pour(outputs, self._encode, off_loop=off_loop)
         finally:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage

@@ -16,13 +16,13 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TextIO, cast
 
 import msgspec
 import zmq
 
 from headrace_core.engine import EngineStats
-from headrace_core.log_lines import JsonLines, ThreadedHandler
+from headrace_core.log_lines import JsonLines, QueuedText, ThreadedHandler
 from headrace_engine.clients.wire import (
     Abort,
     Add,
@@ -138,6 +138,8 @@ def _configure_logging(hello: Hello) -> None:
     handler.setFormatter(JsonLines() if hello.log_json else text)
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(hello.log_level)
+    sys.stderr = cast(TextIO, QueuedText(sys.stderr, handler))
+    sys.stdout = cast(TextIO, QueuedText(sys.stdout, ThreadedHandler(sys.stdout)))
 
 
 def _serve(hello: Hello, sender: Sender, commands: zmq.Socket[bytes]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser, flag_name, options_of
 from headrace.engine_args import EngineArgs
-from headrace.logs import configure
+from headrace.logs import configure, queue_prints
 from headrace_core.errors import MissingDependency
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def main(words: Sequence[str]) -> int:
     args = make_parser().parse_args(words)
     settings = settings_from(args, os.environ)
     configure(log_format=settings.log_format, config_file=settings.log_config_file)
+    queue_prints()
     if args.model_tag is not None:
         args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)

@@ -17,6 +17,7 @@ from headrace_server.anthropic.events import PING, STOP_REASONS, encode_step, wh
 from headrace_server.anthropic.protocol import MessagesRequest
 from headrace_server.blocks import Blocks, Step
 from headrace_server.conversation import Piece, Turn
+from headrace_server.offload import cost_of
 from headrace_server.state import ServerState
 from headrace_server.stream import Pour, named_event
 
@@ -46,8 +47,14 @@ class MessageAnswer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        async for piece in self._turn.pieces():
-            self._take(piece)
+        off_loop, turn = self.state.off_loop, self._turn
+        try:
+            output = await turn.begin()
+            await off_loop(cost_of(output), self._take, output)
+            async for output in turn.outputs:
+                await off_loop(cost_of(output), self._take, output)
+        finally:
+            await turn.close()
         content = [whole_block(block) for block in self._blocks.blocks]
         usage = await self._final_usage()
         return {**self._message(content), **self._stop(), "usage": usage}
@@ -57,14 +64,15 @@ class MessageAnswer:
         turn = self._turn
         try:
             first = await turn.begin()
-            data = self._encode(first)
+            off_loop = self.state.off_loop
+            data = await off_loop(cost_of(first), self._encode, first)
             yield self._opening() + PING + data
             outputs = turn.outputs
             if isinstance(outputs, OutputStream) and not first.finished:
-                yield Pour(outputs, self._encode)
+                yield Pour(outputs, self._encode, off_loop=off_loop)
             else:
                 async for output in outputs:
-                    if data := self._encode(output):
+                    if data := await off_loop(cost_of(output), self._encode, output):
                         yield data
         finally:
             await turn.close()
@@ -75,9 +83,10 @@ class MessageAnswer:
         )
 
     def _encode(self, output: RequestOutput) -> bytes:
-        return b"".join(map(encode_step, self._take(self._turn.take(output))))
+        return b"".join(map(encode_step, self._take(output)))
 
-    def _take(self, piece: Piece) -> list[Step]:
+    def _take(self, output: RequestOutput) -> list[Step]:
+        piece = self._turn.take(output)
         steps = self._blocks.take(piece)
         if piece.finish_reason is not None:
             self._last = piece

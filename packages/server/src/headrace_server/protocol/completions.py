@@ -129,6 +129,14 @@ class ChunkLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class ChunkPromptLogprob(Struct):
+    """:class:`PromptLogprob` as it is encoded."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
 class CompletionChunkChoice(Struct):
     index: int
     text: str

@@ -11,8 +11,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Raw
+
 from headrace_server.blocks import Block, Change, Step
-from headrace_server.protocol.chat import ChunkContentLogprob
+from headrace_server.offload import encoded
 from headrace_server.responses.toolset import BuiltinTool
 from headrace_server.tools.base import ToolResult
 
@@ -199,17 +201,9 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def logprob_entries(entries: tuple[ChunkContentLogprob, ...] | list[ChunkContentLogprob]) -> Any:
-    """Log-probabilities as events and items hold them."""
-    return [
-        {
-            "token": e.token, "logprob": e.logprob, "bytes": e.bytes,
-            "top_logprobs": [
-                {"token": t.token, "logprob": t.logprob, "bytes": t.bytes} for t in e.top_logprobs
-            ],
-        }
-        for e in entries
-    ]  # fmt: skip
+def logprob_entries(entries: tuple[Raw, ...] | list[Raw]) -> Any:
+    """Log-probabilities as events and items hold them: as JSON, which is made once."""
+    return encoded(entries, 256) if entries else []
 
 
 def _item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headrace_server.blocks import Block, Blocks
 from headrace_server.conversation import Piece, Turn, count_tokens, turn_prompt
 from headrace_server.errors import report
 from headrace_server.harmony.prompt import is_harmony
+from headrace_server.offload import cost_of
 from headrace_server.responses.events import Event, ItemEvents, Numbering, new_id
 from headrace_server.responses.items import to_messages, with_instructions
 from headrace_server.responses.protocol import MessageItem, ResponsesRequest
@@ -181,7 +182,7 @@ class ResponseRun:
             await self._turn.close()
             if sessions is not None:
                 await sessions.close()
-        self._complete()
+        await self.state.off_loop(self._repeated(), self._complete)
         if data := self._flush():
             yield data
 
@@ -190,16 +191,26 @@ class ResponseRun:
         self._blocks = Blocks(len(self._items.items), self._call_id)
         first = await turn.begin()
         self._open()
-        yield self._encode(first)
+        off_loop = self.state.off_loop
+        yield await off_loop(self._cost(first), self._encode, first)
         outputs = turn.outputs
         if self._keep_out and isinstance(outputs, OutputStream) and not first.finished:
-            yield Pour(outputs, self._encode)
+            yield Pour(outputs, self._encode, off_loop=off_loop, cost=self._cost)
         else:
             async for output in outputs:
-                if data := self._encode(output):
+                if data := await off_loop(self._cost(output), self._encode, output):
                     yield data
         await turn.close()
         await self._count(turn)
+
+    def _cost(self, output: RequestOutput) -> int:
+        """Of its events: where it closes a block, they repeat all of it."""
+        return cost_of(output) + (self._repeated() if output.finished else 0)
+
+    def _repeated(self) -> int:
+        """Cost of an event that repeats all that the turn has said; it is encoded already."""
+        entries = sum(len(block.logprobs) for block in self._blocks.blocks)
+        return entries * (1 + self.body.top_logprobs) // 8
 
     def _encode(self, output: RequestOutput) -> bytes:
         """The events of one output; b"" if it says nothing or nobody streams."""
@@ -286,7 +297,7 @@ class ResponseRun:
         if self._keep_out:
             self._out.append(data)
         if self._record is not None:
-            self._record.append(data)
+            self.state.off_loop.back(self._record.append, data)
 
     def _flush(self) -> bytes:
         data = b"".join(self._out)

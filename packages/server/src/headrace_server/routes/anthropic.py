@@ -24,7 +24,7 @@ from headrace_server.anthropic.protocol import (
 )
 from headrace_server.conversation import can_chat, count_tokens, turn_prompt
 from headrace_server.errors import report
-from headrace_server.routing import JsonRoute
+from headrace_server.routing import JsonAnswer, JsonRoute
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import StreamForm, start_stream, wait_watching
@@ -62,7 +62,7 @@ def _add(router: APIRouter) -> None:
         if body.stream:
             return await start_stream(answer.events(), request, state, answer.id, _FORM)
         result = await wait_watching(answer.whole(), request, state.lifecycle, answer.id)
-        return Response(msgspec.json.encode(result), media_type="application/json")
+        return JsonAnswer(msgspec.json.encode(result))
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount)
     async def count(body: CountTokensRequest, request: Request) -> Response:

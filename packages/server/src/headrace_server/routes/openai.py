@@ -10,6 +10,7 @@ from headrace_core.engine import EngineClient
 from headrace_server.chat import Chat
 from headrace_server.completions import Completion
 from headrace_server.conversation import can_chat
+from headrace_server.offload import text_cost
 from headrace_server.protocol.chat import ChatRequest, ChatResponse
 from headrace_server.protocol.completions import CompletionRequest, CompletionResponse
 from headrace_server.routing import STREAM_RESPONSE, answer_with, json_router
@@ -30,7 +31,10 @@ class OpenAIRouter:
             "/v1/completions", response_model=CompletionResponse, responses=STREAM_RESPONSE
         )
         async def completions(body: CompletionRequest, request: Request) -> Response:
-            return await answer_with(Completion(body, request, state_of(request)), request)
+            state, embeds = state_of(request), body.prompt_embeds or ""
+            cost = text_cost(*([embeds] if isinstance(embeds, str) else embeds))
+            call = await state.off_loop(cost, Completion, body, request, state)
+            return await answer_with(call, request)
 
         if can_chat(engine.model, settings):
 

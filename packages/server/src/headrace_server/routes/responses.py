@@ -22,7 +22,7 @@ from headrace_server.responses.protocol import (
 from headrace_server.responses.request import SPELLING
 from headrace_server.responses.service import ResponseService, UnknownResponse, owner_of
 from headrace_server.responses.store import Record
-from headrace_server.routing import json_router
+from headrace_server.routing import JsonAnswer, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState, state_of
 from headrace_server.stream import Pour, StreamForm, named_event, start_stream, wait_watching
@@ -185,7 +185,7 @@ def _page(
 
 
 def _json(data: Any) -> Response:
-    return Response(msgspec.json.encode(data), media_type="application/json")
+    return JsonAnswer(msgspec.json.encode(data))
 
 
 ROUTER = ResponsesRouter()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+import msgspec
+from fastapi import APIRouter, Request, Response
 
-from headrace_core.engine import EngineClient
+from headrace_core.engine import EngineClient, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import Prompt
 from headrace_server.conversation import can_chat, special_tokens, spelled
 from headrace_server.convert import chat_prompt, check_model
+from headrace_server.offload import encoded
 from headrace_server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -19,10 +21,15 @@ from headrace_server.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from headrace_server.routing import json_router
+from headrace_server.routing import JsonAnswer, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import wait_watching
+
+_TOKENS = 16
+"""Of an answer, for one unit of cost."""
+_SLICE = 4096
+"""Tokens that are encoded in one call."""
 
 
 class TokenizeRouter:
@@ -35,8 +42,8 @@ class TokenizeRouter:
         router = json_router()
         router.tags.append("tokenize")
 
-        @router.post("/tokenize")
-        async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+        @router.post("/tokenize", response_model=TokenizeResponse)
+        async def tokenize(body: TokenizeRequest, request: Request) -> Response:
             state = state_of(request)
             check_model(body.model, engine.model)
             body.check_fields(state)
@@ -57,12 +64,9 @@ class TokenizeRouter:
             )
             name = request.scope["headrace_request_id"]
             result = await wait_watching(work, request, state.lifecycle, name)
-            return TokenizeResponse(
-                count=len(result.token_ids),
-                max_model_len=engine.model.max_model_len,
-                tokens=result.token_ids,
-                token_strs=result.token_strings,
-            )
+            cost = len(result.token_ids) // _TOKENS
+            data = await state.off_loop(cost, _answer, result, engine.model.max_model_len)
+            return JsonAnswer(data)
 
         @router.post("/detokenize")
         async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
@@ -70,7 +74,7 @@ class TokenizeRouter:
             body.check_fields(state_of(request))
             _need_tokenizer(engine)
             size = engine.model.vocab_size
-            if any(token >= size for token in body.tokens):
+            if body.tokens and max(body.tokens) >= size:
                 raise RequestError(f"tokens: must be ids below {size}", param="tokens")
             return DetokenizeResponse(prompt=await engine.detokenize(body.tokens))
 
@@ -81,6 +85,18 @@ class TokenizeRouter:
                 return engine.model.tokenizer_info
 
         return router
+
+
+def _answer(result: TokenizedPrompt, max_model_len: int) -> bytes:
+    strings = result.token_strings
+    return msgspec.json.encode(
+        {
+            "count": len(result.token_ids),
+            "max_model_len": max_model_len,
+            "tokens": encoded(result.token_ids, _SLICE),
+            "token_strs": None if strings is None else encoded(strings, _SLICE),
+        }
+    )
 
 
 def _need_tokenizer(engine: EngineClient) -> None:

@@ -1,0 +1,253 @@
+"""Nothing large holds the event loop: a heartbeat on the same loop goes on beating."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from headrace_core.engine import TokenizedPrompt
+from headrace_core.errors import RequestError
+from headrace_core.output import CompletionOutput, Logprob, RequestOutput
+from headrace_core.sampling import RequestOutputKind
+from headrace_core.testing.engine import FakeEngine, fake_served_model
+from headrace_server import ServerSettings, create_app
+from headrace_server.embeds import _PIECE as PIECE_OF_BASE64
+from headrace_server.embeds import decode_embeds
+from headrace_server.offload import PIECE, OffLoop, encoded, pieces
+
+pytestmark = pytest.mark.req("REL-21")
+
+POSITIONS = 4000
+WIDE = {i: Logprob(-0.5 - i, i + 1, f"{i:040}") for i in range(20)}
+"""Twenty tokens with texts so long that a thousand positions are 5 MB."""
+LONG = "word <tool_call> {\n" * 40_000
+NEVER = 10**15
+
+
+def _output(text: str, count: int, *, wide: bool, finished: bool, prompt: bool) -> RequestOutput:
+    part = CompletionOutput(0, text, [0] * count, logprobs=[WIDE] * count if wide else None)
+    part.finish_reason = "length" if finished else None
+    return RequestOutput(
+        "r", "prompt", [0] * 4, [part], finished,
+        prompt_logprobs=[None, *[WIDE] * POSITIONS] if prompt else None,
+    )  # fmt: skip
+
+
+class Prepared(FakeEngine):
+    """Answers with a large output that costs it nothing; streams put a small one before it."""
+
+    def __init__(self, text: str = "text", *, wide: bool = True, prompt: bool = False) -> None:
+        super().__init__()
+        self._text, self._wide, self._prompt = text, wide, prompt
+
+    def generate(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = [
+            _output(self._text, POSITIONS, wide=self._wide, finished=True, prompt=self._prompt)
+        ]
+        if params.output_kind is RequestOutputKind.DELTA:
+            outputs.insert(0, _output("a", 1, wide=self._wide, finished=False, prompt=False))
+        return _Stream(outputs)
+
+    async def tokenize(self, *args: Any, **kwargs: Any) -> TokenizedPrompt:
+        return TokenizedPrompt([5] * 1_000_000, ["text"] * 1_000_000)
+
+
+class _Stream(AsyncIterator[RequestOutput]):
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        self._outputs = outputs
+
+    async def __anext__(self) -> RequestOutput:
+        if not self._outputs:
+            raise StopAsyncIteration
+        return self._outputs.pop(0)
+
+    async def aclose(self) -> None:
+        self._outputs.clear()
+
+    async def pour(self, take: Callable[[RequestOutput], bool], take_text: Any = None) -> None:
+        while self._outputs:
+            if not take(self._outputs.pop(0)):
+                return
+
+
+class _Heart:
+    """Longest time between two beats, in seconds."""
+
+    longest = 0.0
+
+
+@contextlib.contextmanager
+def _beating() -> Iterator[_Heart]:
+    heart, last = _Heart(), time.perf_counter()
+
+    def saw() -> None:
+        nonlocal last
+        now = time.perf_counter()
+        heart.longest, last = max(heart.longest, now - last), now
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(0.001)
+            saw()
+
+    task = asyncio.ensure_future(beat())
+    try:
+        yield heart
+    finally:
+        saw()
+        task.cancel()
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **fields}
+
+
+MANY = {"logprobs": True, "top_logprobs": 20}
+ENTRIES = ["message.output_text.logprobs"]
+CASES: dict[str, tuple[FakeEngine, str, dict[str, Any]]] = {
+    "chat": (Prepared(), "/v1/chat/completions", _chat(**MANY)),
+    "chat-stream": (Prepared(), "/v1/chat/completions", _chat(stream=True, **MANY)),
+    "chat-prompt": (Prepared(wide=False, prompt=True), "/v1/chat/completions",
+                    _chat(prompt_logprobs=20)),
+    "completion": (Prepared(), "/v1/completions", {"prompt": "a", "logprobs": 20}),
+    "completion-stream": (Prepared(), "/v1/completions",
+                          {"prompt": "a", "logprobs": 20, "stream": True}),
+    "completion-prompt": (Prepared(wide=False, prompt=True), "/v1/completions",
+                          {"prompt": "a", "prompt_logprobs": 20}),
+    "tokens": (Prepared(), "/inference/v1/generate",
+               {"token_ids": [1], "sampling_params": {"logprobs": 20}}),
+    "tokens-stream": (Prepared(), "/inference/v1/generate",
+                      {"token_ids": [1], "sampling_params": {"logprobs": 20}, "stream": True}),
+    "responses": (Prepared(), "/v1/responses",
+                  {"input": "a", "include": ENTRIES, "top_logprobs": 20}),
+    "responses-stream": (Prepared(), "/v1/responses",
+                         {"input": "a", "include": ENTRIES, "top_logprobs": 20, "stream": True}),
+    "tokenize": (Prepared(), "/tokenize", {"prompt": "a", "return_token_strs": True}),
+}  # fmt: skip
+PARSED: dict[str, tuple[FakeEngine, str, dict[str, Any]]] = {
+    "messages": (Prepared(LONG, wide=False), "/v1/messages", _chat(model="fake-model")),
+    "messages-stream": (
+        Prepared(LONG, wide=False),
+        "/v1/messages",
+        _chat(model="fake-model", stream=True),
+    ),
+    "chat-calls": (Prepared(LONG, wide=False), "/v1/chat/completions", _chat()),
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+async def _ask(
+    engine: FakeEngine, path: str, body: dict[str, Any], light: int | None, **settings: Any
+) -> tuple[float, bytes]:
+    """The heart's longest pause, and the answer."""
+    app = create_app(engine, ServerSettings(**settings))
+    state = app.state.headrace
+    if light is not None:
+        state.off_loop.light = light
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        content = msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"}
+        await client.post(path, content=b"{}", headers=headers)  # what the first request loads
+        await asyncio.sleep(0)
+        with _beating() as heart:
+            answer = await client.post(path, content=content, headers=headers)
+        assert answer.status_code == 200, answer.text[:500]
+    state.off_loop.close()
+    return heart.longest, answer.content
+
+
+async def _compare(engine: FakeEngine, path: str, body: dict[str, Any], **settings: Any) -> bytes:
+    """Once all on the loop, which says how long the work takes here; then as it is."""
+    held, _ = await _ask(engine, path, body, NEVER, **settings)
+    pauses = []
+    for _ in range(3):  # others work on this machine, too
+        pause, answer = await _ask(engine, path, body, None, **settings)
+        pauses.append(pause)
+        if pause < held / 3:
+            return answer
+    raise AssertionError(f"the loop stood for {min(pauses):.3f} s; the work takes {held:.3f} s")
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_large_answer_does_not_hold_the_loop(name: str) -> None:
+    engine, path, body = CASES[name]
+    assert len(await _compare(engine, path, body)) > 4_000_000
+
+
+@pytest.mark.parametrize("name", PARSED)
+async def test_nor_does_looking_for_calls_in_a_long_one(name: str) -> None:
+    engine, path, body = PARSED[name]
+    tools = TOOLS if "chat" in name else [{"name": "f", "input_schema": {"type": "object"}}]
+    words = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    await _compare(engine, path, {**body, "tools": tools}, **words)
+
+
+async def test_nor_does_decoding_embeddings() -> None:
+    class Embedding(Prepared):
+        def __init__(self) -> None:
+            super().__init__(wide=False)
+            self._model = fake_served_model(prompt_embeds=True)
+
+    text = base64.b64encode(bytes(45_000_000)).decode()
+    await _compare(Embedding(), "/v1/completions", {"prompt_embeds": text})
+
+
+def test_a_list_in_slices_is_the_list() -> None:
+    for count in (0, 1, 3, 4, 5, 9):
+        items = [{"a": [i], "b": "}],["} for i in range(count)]
+        assert msgspec.json.encode(encoded(iter(items))) == msgspec.json.encode(items)
+    assert b"".join(pieces(b"abc" * PIECE)) == b"abc" * PIECE
+
+
+async def test_whoever_is_cancelled_waits_for_the_work_and_work_speaks_in_order() -> None:
+    off_loop, begun, seen = OffLoop(), threading.Event(), list[int]()
+
+    def work() -> None:
+        for number in range(100):
+            off_loop.back(seen.append, number)
+        begun.set()
+        time.sleep(0.2)
+        seen.append(-1)
+
+    task = asyncio.ensure_future(off_loop(NEVER, work))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == [*range(100), -1]
+    with pytest.raises(ZeroDivisionError):
+        await off_loop(NEVER, lambda: 1 // 0)
+    assert await off_loop(0, threading.current_thread) is threading.current_thread()
+    off_loop.close()
+
+
+@pytest.mark.parametrize("at", [4, PIECE_OF_BASE64 - 4, PIECE_OF_BASE64])
+def test_padding_is_at_the_end_only(at: int) -> None:
+    data = bytes(range(256)) * 2048
+    text = base64.b64encode(data).decode()
+    assert decode_embeds(text, enabled=True) == [data]
+    with pytest.raises(RequestError):
+        decode_embeds(text[: at - 1] + "=" + text[at:], enabled=True)
+
+
+async def test_a_body_of_millions_of_arrays_is_refused_before_it_is_decoded() -> None:
+    app = create_app(FakeEngine(), ServerSettings())
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        content = b'{"prompt": [' + b"[]," * 1_000_001 + b"1]}"
+        headers = {"Content-Type": "application/json"}
+        with _beating() as heart:
+            answer = await client.post("/v1/completions", content=content, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400), answer.text
+    assert heart.longest < 2
