@@ -232,7 +232,7 @@ async def test_text_is_poured_without_outputs(engine: Engine, n: int) -> None:
         parts = [part for output in outputs for part in output.outputs]
         assert sum(len(part.token_ids) for part in parts) + sum(t for _, t in texts) == 40 * n
         if n == 1 and logprobs is None:
-            assert len(texts) > 5
+            assert texts
             text = parts[0].text + "".join(t for t, _ in texts) + "".join(p.text for p in parts[1:])
             assert text == text_of(expected_tokens("text", params))
         else:
@@ -297,7 +297,7 @@ async def test_pouring_raises_what_goes_wrong() -> None:
 
 
 async def test_stream_interval_first_and_last_at_once() -> None:
-    engine = make_engine(stream_interval=10, step_seconds=0.001)
+    engine = make_engine(stream_interval=10, step_seconds=0.02)  # slower than any consumer
     params = SamplingParams(max_tokens=35, ignore_eos=True, output_kind=DELTA)
     sizes = [len(o.outputs[0].token_ids) for o in await collect(engine, "interval", params, "r")]
     assert sizes[0] == 1
