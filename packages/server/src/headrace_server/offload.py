@@ -79,7 +79,7 @@ class OffLoop:
             if not future.cancelled():
                 future.exception()  # nobody else will look at it
             raise cancelled
-        return future.result()
+        return await future  # it is done
 
     def back(self, call: Callable[..., object], *args: Any) -> None:
         """From ``work``: call this on the loop, before the caller goes on and in order."""
