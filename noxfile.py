@@ -149,7 +149,7 @@ def everything(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Real models, real clients, real processes, real sockets."""
     _everything(session)
-    session.install("--quiet", "schemathesis>=4.3", "anthropic>=1")
+    session.install("--quiet", "schemathesis>=4.3")
     _pytest(session, "tests-integration")
 
 
@@ -294,7 +294,7 @@ def soak(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
     _everything(session)
-    session.install("--quiet", "schemathesis>=4.3", "anthropic>=1")
+    session.install("--quiet", "schemathesis>=4.3")
     session.run("pytest", "tests-integration/test_malformed.py", *session.posargs,
                 env={"OMP_NUM_THREADS": "1", "HEADRACE_FUZZ": "all"})  # fmt: skip
 
