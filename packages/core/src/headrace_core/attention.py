@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ATTENTION_TYPES = ("decoder", "encoder", "encoder_only", "encoder_decoder")
+"""``decoder``: causal, paged cache. ``encoder`` (of an encoder-decoder model, of media) and
+``encoder_only``: both directions, no cache. ``encoder_decoder``: queries of a decoder, keys and values
+of an encoder, paged and written once."""
+
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Values that ``cache.block_size`` may take."""
 
@@ -40,7 +45,7 @@ class AttentionNeed:
     block_size: int
     device: str = "cpu"
     attention_type: str = "decoder"
-    """``decoder``, ``encoder_only`` or ``cross``."""
+    """One of :data:`ATTENTION_TYPES`."""
     sliding_window: bool = False
     soft_cap: bool = False
     has_sink: bool = False
@@ -62,6 +67,7 @@ class AttentionLayerSpec:
     k_scale: Tensor | None = None
     """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1."""
     v_scale: Tensor | None = None
+    attention_type: str = "decoder"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -80,8 +86,8 @@ class KVViews(NamedTuple):
     """[N, S, Hk, D], any strides; or [N, Hk, S / 2, D, 2]."""
 
 
-class AttentionBackend(ABC):
-    """One way to compute attention. Holds no weights and no per-request state."""
+class BackendFacts(ABC):
+    """What an attention backend can serve. Holds no weights and no per-request state."""
 
     name: ClassVar[str]
     """What a user types; equal to the entry point's name."""
@@ -116,6 +122,10 @@ class AttentionBackend(ABC):
             (cls.supports_soft_cap or not need.soft_cap, "logits soft cap not supported"),
         )  # fmt: skip
         return [reason for served, reason in checks if not served]
+
+
+class AttentionBackend(BackendFacts):
+    """One way to compute attention over a paged cache."""
 
     def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
         """Logical shape of one layer's cache: (2, N, S, Hk, D), keys first."""
@@ -160,10 +170,46 @@ class AttentionBackend(ABC):
         """
 
 
+class EncoderBackend(BackendFacts):
+    """One way to compute attention in both directions, without a cache.
+
+    A class may be this and an :class:`AttentionBackend`.
+    """
+
+    supported_attention_types: ClassVar[Sequence[str]] = ("encoder", "encoder_only")
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer; sequences do not see each other.
+
+        Args:
+            layer: with a ``sliding_window`` W, a token sees those less than W away.
+            query: [T, num_heads, head_dim]; may be a strided slice of a fused projection.
+            key, value: [T, num_kv_heads, head_dim].
+            cu_seqlens: [B + 1] int32.
+            max_seqlen: the longest sequence.
+            distance_bias: see :class:`headrace_core.ops.VarlenAttentionOp`.
+
+        Returns:
+            [T, num_heads, head_dim], contiguous, query's dtype.
+        """
+
+
 def choose_backend(
     need: AttentionNeed, *, wanted: str | None = None, preferred: Sequence[str] = ()
-) -> type[AttentionBackend]:
-    """Pick a backend class.
+) -> type[BackendFacts]:
+    """Pick a backend class: an :class:`EncoderBackend` for attention that caches nothing, else an
+    :class:`AttentionBackend`.
 
     Args:
         need: what the model asks for.
@@ -174,7 +220,7 @@ def choose_backend(
         ConfigError: nobody can serve; lists each candidate with its reasons.
     """
     if wanted is not None:
-        backend: type[AttentionBackend] = plugins.load("headrace.attention_backends", wanted)
+        backend: type[BackendFacts] = plugins.load("headrace.attention_backends", wanted)
         reasons = backend.refuse(need)
         if reasons:
             raise ConfigError(

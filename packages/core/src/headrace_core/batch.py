@@ -19,7 +19,12 @@ class GroupBatch:
     block_table: Tensor
     """[B, M] int32; entries past a request's blocks are 0 and never read."""
     slot_mapping: Tensor
-    """[T] int64; ``block_id * block_size + offset`` of each new token, -1 = written nowhere."""
+    """[T] int64; ``block_id * block_size + offset`` of each new token, -1 = written nowhere.
+    In a group of cross-attention layers [E], of each new encoder state."""
+    seq_lens: Tensor | None = None
+    """[B] int32; of a group of cross-attention layers: number of encoder states."""
+    max_seqlen_k: int = 0
+    """With ``seq_lens``: the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,10 @@ class ForwardBatch:
     """By cache group: what the backend's ``prepare`` returned."""
     logits_rows: Tensor | None = None
     """[R] int64; rows of the hidden states whose logits are wanted, None for all."""
+    token_type_ids: Tensor | None = None
+    """[T] int64; segments of a pair's texts. Always given to models that have such ids."""
+    encoder_states: Tensor | None = None
+    """[E, H]; what the encoder made of the media of requests that begin in this step."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Capability-specific inputs (media embeddings, ...), by a name that the capability owns."""
 

@@ -410,7 +410,8 @@ async def _add_texts(
 def _salt(prompt: Prompt) -> str | None:
     if isinstance(prompt, ChatPrompt):
         return prompt.cache_salt
-    return prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    return salt if isinstance(salt, str) else None
 
 
 def _sum(candidate: _Candidate) -> float:

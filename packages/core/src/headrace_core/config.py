@@ -8,6 +8,7 @@ has one, its cost. ``None`` or ``"auto"`` means that headrace chooses
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from headrace_core.cores import parse_cores
 from headrace_core.errors import ConfigError
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES
+from headrace_core.pooling import PoolerConfig
+
+logger = logging.getLogger(__name__)
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 DETAILED_TRACES = ("model", "worker", "all")
@@ -132,6 +136,23 @@ class ModelConfig:
     override_generation_config: Mapping[str, Any] = option(
         {}, "JSON merged over the generation config."
     )
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto", "What the model is run for: generate (text), pooling (embeddings, scores, ...); "
+        "auto: by its files and its architecture.",
+    )  # fmt: skip
+    convert: Literal["auto", "none", "embed", "classify", "reward"] = option(
+        "auto", "What a generating model is made into to pool: embed, classify; auto: by its "
+        "architecture. reward is an old name of embed.",
+    )  # fmt: skip
+    pooler_config: Mapping[str, Any] = option(
+        {}, "JSON: how hidden states are pooled; pooling_type (LAST, MEAN, CLS, ALL, STEP), "
+        "normalize, dimensions, enable_chunked_processing, max_embed_len, use_activation, "
+        "logit_bias, step_tag_id, returned_token_ids. Default: the checkpoint's own.",
+    )  # fmt: skip
+    io_processor_plugin: str | None = option(
+        None, "Plug-in that makes prompts of requests' data and answers of pooled results. "
+        "Default: the one that config.json names (io_processor_plugin), if any.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -151,6 +172,22 @@ class ModelConfig:
         _check(self.max_logprobs >= -1, "model.max_logprobs", self.max_logprobs, "at least -1")
         _check_choice("model.logprobs_mode", self.logprobs_mode,
                       LOGPROBS_MODES)  # fmt: skip
+        _check_choice("model.runner", self.runner, ("auto", "generate", "pooling"))
+        _check_choice("model.convert", self.convert,
+                      ("auto", "none", "embed", "classify", "reward"))  # fmt: skip
+        if self.convert == "reward":
+            logger.warning("model.convert: reward is an old name of embed")
+            object.__setattr__(self, "convert", "embed")
+        _ = self.pooler  # checked before anything is loaded
+
+    @property
+    def pooler(self) -> PoolerConfig:
+        """:attr:`pooler_config`, checked.
+
+        Raises:
+            ConfigError: a field is unknown or its value wrong.
+        """
+        return PoolerConfig.from_mapping(self.pooler_config)
 
 
 @dataclass(frozen=True, kw_only=True)

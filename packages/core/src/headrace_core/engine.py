@@ -6,9 +6,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from headrace_core.output import RequestOutput
+from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
+from headrace_core.scoring import ScoreInput
+from headrace_core.speech import SpeechModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,21 @@ class ServedModel:
     """Texts of the tokens that ``skip_special_tokens`` drops."""
     prompt_embeds: bool = False
     """Whether a prompt may be embeddings: ``{"prompt_embeds": ...}``."""
+    runner: str = "generate"
+    """``generate`` or ``pooling``."""
+    convert: str = "none"
+    pooling: PoolingInfo | None = None
+    """With runner ``pooling``."""
+    class_path: str = ""
+    """``module:Class`` of the implementation."""
+    source: str = "native"
+    """``native``, ``transformers`` or ``plugin:<distribution>``."""
+    unmet: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Task -> why the model does not have it, one line for each reason with what mends it; only
+    where the class comes close."""
+    modalities: tuple[str, ...] = ()
+    """Of media that prompts may bring."""
+    is_encoder_decoder: bool = False
 
 
 @dataclass(slots=True)
@@ -144,6 +162,58 @@ class EngineClient(Protocol):
         Raises (on first iteration): RequestError, QueueFull, EngineDead; later: GenerateError,
         EngineDead.
         """
+        ...
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Run one pooling request. Cancelling the call aborts it.
+
+        Args:
+            params: not changed.
+            task: of :data:`headrace_core.pooling.POOLING_TASKS`, ``plugin`` excepted.
+
+        Returns:
+            Its ``outputs.data`` is a :class:`~headrace_core.packed.PackedArray` of float32.
+
+        Raises:
+            UnsupportedFeature: the model does not have the task; names it and what would help.
+            RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
+        ...
+
+    async def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well each pair fits (:func:`headrace_core.scoring.pair_up`), in order.
+
+        By the model's own way (:attr:`~headrace_core.pooling.PoolingInfo.scoring`): both texts in one
+        prompt, the cosine of two embeddings, or late interaction. An equal text is embedded once.
+
+        Args:
+            chat_template: replaces the model's template for pairs; only for models that have one.
+
+        Raises: as :meth:`encode`; a wrong pair is a RequestError.
+        """
+        ...
+
+    @property
+    def speech(self) -> SpeechModel | None:
+        """Speech to text, if the model has the task ``transcription``."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -78,6 +78,12 @@ class SlidingWindowSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class CrossAttentionSpec(KVCacheSpec):
+    """Keys and values of an encoder's states: ``ceil(num_encoder_tokens / block_size)`` blocks per
+    request, taken with its first tokens, never shared."""
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroup:
     """Layers that share a block table."""
 

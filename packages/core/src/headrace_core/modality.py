@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
+
+from headrace_core.packed import PackedArray
 
 Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
@@ -27,14 +29,42 @@ class MediaItem:
 class ProcessedMedia:
     """A media item as the model wants it."""
 
-    inputs: Mapping[str, Any]
-    """Tensors for ``SupportsMultiModal.embed_media``."""
+    inputs: Mapping[str, PackedArray]
+    """For ``SupportsMultiModal.embed_media`` or ``SupportsEncoderDecoder.encode``."""
     num_tokens: int
-    """Placeholder tokens that it takes in the prompt."""
+    """Placeholder tokens that it takes in the prompt; of an encoder-decoder model, the length of
+    what its encoder makes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaInput:
+    """A processed item on its way to the workers, with its place. Plain data."""
+
+    modality: str
+    inputs: dict[str, PackedArray]
+    content_hash: str
+    """Of the decoded item and its options, 256-bit hex: names its content in cached prefixes."""
+    num_tokens: int
+    """See :class:`ProcessedMedia`."""
+    offset: int = -1
+    """Its first placeholder in the prompt's tokens; -1: it is no part of them (an encoder's)."""
+
+
+class MediaPlacement(NamedTuple):
+    """A prompt with its media's placeholders expanded."""
+
+    token_ids: list[int]
+    offsets: list[int]
+    """By item: its first placeholder."""
 
 
 class MediaProcessor(Protocol):
-    """The object behind an entry point of ``headrace.multimodal_processors``, per model family."""
+    """Turns decoded items into a model's inputs.
+
+    The object behind an entry point of ``headrace.multimodal_processors`` (the entry's name is the
+    architecture) is a factory ``(config, path) -> MediaProcessor``: ``config.json`` whole, and the
+    checkpoint's folder, whose ``preprocessor_config.json`` it may read.
+    """
 
     def modalities(self) -> Sequence[Modality]: ...
 
@@ -42,4 +72,13 @@ class MediaProcessor(Protocol):
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
         """Raises RequestError naming the option or the item."""
+        ...
+
+    def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
+        """Expand each item's placeholder in a prompt, in order; an encoder-decoder model's prompt
+        has none and stays as it is, with offsets of -1.
+
+        Raises:
+            RequestError: there are more or fewer placeholders than items.
+        """
         ...

@@ -10,18 +10,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    runtime_checkable,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
+    from headrace_core.attention import (
+        AttentionBackend,
+        AttentionLayerSpec,
+        AttentionNeed,
+        EncoderBackend,
+    )
     from headrace_core.batch import ForwardBatch
     from headrace_core.kv import KVCacheSpec
     from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.linear import QuantMethod
     from headrace_core.ops import OpTable
     from headrace_core.parallel import Communicator
+    from headrace_core.pooling import PoolingInfo, PoolingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,17 @@ class ModelInfo:
     """Size of the checkpoint's tensors on disk."""
     source: str = "native"
     """Where the implementation comes from: ``native`` or ``plugin:<distribution>``."""
+    runner: str = "generate"
+    """``generate`` or ``pooling``."""
+    convert: str = "none"
+    """How a class that does not pool by itself is made to: ``none``, ``embed`` or ``classify``."""
+    pooling: PoolingInfo | None = None
+    """With runner ``pooling``."""
+    is_encoder_decoder: bool = False
+    processor: str = ""
+    """Entry of ``headrace.multimodal_processors`` that prepares the model's media; "": it takes none."""
+    whole_config: Mapping[str, Any] = field(default_factory=dict)
+    """``config.json`` with the user's overrides, nested parts included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +91,24 @@ class BuildContext:
     communicator: Communicator
     attention: Callable[[AttentionNeed], AttentionBackend]
     """Chooses a backend for a layer's need; equal needs get the same object."""
+    encoder_attention: Callable[[AttentionNeed], EncoderBackend]
+    """The same for attention that caches nothing."""
     block_size: int
     kv_cache_dtype: str
     """``auto`` = the activations' dtype."""
     max_model_len: int
+    pooling: PoolingInfo | None = None
+    """See :attr:`ModelInfo.pooling`."""
+    path: Path | None = None
+    """The checkpoint's folder, for what is in further files of it (Dense modules)."""
 
 
 class AttentionLayer(Protocol):
-    """One attention layer of a built model, as the runner sees it."""
+    """One attention layer of a built model that reads a cache, as the runner sees it."""
 
     spec: AttentionLayerSpec
     kv_spec: KVCacheSpec | None
-    """None if the layer caches nothing (encoder-only)."""
+    """None if the layer caches nothing."""
     backend: AttentionBackend
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
@@ -170,15 +201,53 @@ class SupportsPP(Protocol):
         ...
 
 
+Rows = Literal["last", "first", "all"]
+"""Which hidden states of a prompt pooling needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingBatch:
+    """Prompts that are complete, as a pooler gets them. Letters: R rows, B prompts, H hidden size."""
+
+    hidden: Tensor
+    """[R, H]; prompt after prompt: all rows of a prompt, or the one that is needed."""
+    cu_rows: Tensor
+    """[B + 1] int64, on the CPU; running sum of rows, starts at 0."""
+    params: Sequence[PoolingParams]
+    """[B]; verified."""
+    token_ids: Sequence[Sequence[int]]
+    """[B]; whole prompts."""
+
+
+class Pooler(Protocol):
+    """Turns final hidden states into results. Source of truth for what a model can do."""
+
+    tasks: Sequence[str]
+    """Of :data:`headrace_core.pooling.POOLING_TASKS`."""
+
+    def rows(self, params: PoolingParams) -> Rows:
+        """What a request needs."""
+        ...
+
+    def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
+        """One float32 result for each prompt: [size], or [tokens, size] for tasks on tokens.
+
+        A prompt's result does not depend on the others.
+        """
+        ...
+
+
 @runtime_checkable
 class SupportsPooling(Protocol):
-    """The model turns hidden states into vectors or scores."""
+    """The model turns hidden states into vectors or scores.
 
-    pooling_tasks: ClassVar[Sequence[str]]
+    ``forward`` gives final hidden states; with ``logits_rows`` None, of all tokens.
+    """
 
-    def pool(self, hidden: Tensor, cu_seqlens_q: Tensor, params: Sequence[Any]) -> Sequence[Tensor]:
-        """hidden [T, H], one result per request."""
-        ...
+    pooler: Pooler
+
+    def attention_layers(self) -> Mapping[str, AttentionLayer]: ...
+    def forward(self, batch: ForwardBatch) -> Tensor: ...
 
 
 @runtime_checkable
@@ -187,8 +256,10 @@ class SupportsMultiModal(Protocol):
 
     modalities: ClassVar[Sequence[str]]
 
-    def embed_media(self, modality: str, inputs: Mapping[str, Any]) -> Sequence[Tensor]:
-        """One tensor [tokens, H] per media item."""
+    def embed_media(
+        self, modality: str, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> Sequence[Tensor]:
+        """One tensor [``num_tokens``, H] per media item, in the activations' dtype."""
         ...
 
 
@@ -216,13 +287,20 @@ class SupportsPromptEmbeds(Protocol):
 
 
 @runtime_checkable
-class SupportsTranscription(Protocol):
-    """The model turns speech into text."""
+class SupportsEncoderDecoder(Protocol):
+    """The model's decoder attends to what its encoder makes of media.
 
-    transcription_languages: ClassVar[Sequence[str]]
+    Cross-attention layers have a :class:`~headrace_core.kv.CrossAttentionSpec`: their keys and values
+    are written once, in the step that encodes, and read until the request ends.
+    """
 
-    def transcription_prompt(self, audio: Any, *, language: str | None, task: str) -> Any:
-        """Prompt for one clip."""
+    def encode(self, inputs: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The encoder on the media of requests that begin in this step, one mapping each.
+
+        Returns:
+            [E, H]: their encoder states, one after the other, each as long as its
+            ``num_encoder_tokens``; the runner gives them to ``forward`` as ``batch.encoder_states``.
+        """
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 logger = logging.getLogger(__name__)
 
@@ -215,3 +215,64 @@ def _append_delta(into: CompletionOutput, delta: CompletionOutput) -> None:
     into.cumulative_logprob = delta.cumulative_logprob
     into.finish_reason = delta.finish_reason
     into.stop_reason = delta.stop_reason
+
+
+OutputT = TypeVar("OutputT")
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What a pooling model makes of one prompt."""
+
+    data: Any
+    """An engine client gives a :class:`~headrace_core.packed.PackedArray` of float32, the offline API
+    a torch tensor: [size] for a task on the prompt, [tokens, size] for one on its tokens."""
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """One vector."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """Probabilities by label, or logits if no activation was wanted."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of labels."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well the two texts of a pair fit."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[OutputT]):
+    """The result of one pooling request."""
+
+    request_id: str
+    outputs: OutputT
+    prompt_token_ids: list[int]
+    """As the model saw them: cut, media placeholders expanded; of a pair, both texts."""
+    num_cached_tokens: int = 0
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]

@@ -8,7 +8,13 @@ from hashlib import sha256
 from typing import Any, NotRequired, TypedDict
 
 from headrace_core.grammar import Constraint
+from headrace_core.modality import MediaInput
+from headrace_core.pooling import PoolingParams
 from headrace_core.sampling import SamplingParams
+
+MediaData = Mapping[str, Any]
+"""Modality -> one item or a list. ``audio``: (waveform [samples] or [channels, samples] float32 numpy
+array, samples a second); the waveform alone has the model's own rate."""
 
 
 class TextPrompt(TypedDict):
@@ -16,6 +22,9 @@ class TextPrompt(TypedDict):
 
     prompt: str
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[MediaData]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    """Options of the model's media processor."""
 
 
 class TokensPrompt(TypedDict):
@@ -24,6 +33,21 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    multi_modal_data: NotRequired[MediaData]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
+    token_type_ids: NotRequired[list[int]]
+    """Pooling models that tell the texts of a pair apart: which text each token belongs to."""
+
+
+class EncoderDecoderPrompt(TypedDict):
+    """What an encoder-decoder model reads, and what its decoder begins with.
+
+    The same as the decoder's prompt with the encoder's ``multi_modal_data``.
+    """
+
+    encoder_prompt: str | TextPrompt | TokensPrompt
+    """Its media; its text must be empty for models whose encoder reads none."""
+    decoder_prompt: str | list[int] | TextPrompt | TokensPrompt | None
 
 
 class EmbedsPrompt(TypedDict):
@@ -109,8 +133,16 @@ class ChatPrompt:
     cache_salt: str | None = None
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ChatPrompt
-"""Everything that ``generate`` accepts as one prompt."""
+Prompt = (
+    str
+    | Sequence[int]
+    | TextPrompt
+    | TokensPrompt
+    | EmbedsPrompt
+    | EncoderDecoderPrompt
+    | ChatPrompt
+)
+"""Everything that ``generate`` and ``encode`` accept as one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,3 +188,12 @@ class CoreRequest:
     """``params.thinking_token_budget``, with what ends the reasoning."""
     owner: str = ""
     """Who shares the engine under the fair policy (:mod:`headrace_core.owner`)."""
+    pooling: PoolingParams | None = None
+    """Verified. Given: the request ends with its prompt, whose pooled states are its result;
+    ``params`` and ``max_tokens`` (which is 1) mean nothing then."""
+    token_type_ids: list[int] | None = None
+    """Segment of each prompt token, for models that have them; None = all 0."""
+    media: list[MediaInput] = field(default_factory=list)
+    """In order of their offsets."""
+    num_encoder_tokens: int = 0
+    """Length of what the encoder of an encoder-decoder model makes of ``media``."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from headrace_core.grammar import Constraint
+from headrace_core.modality import MediaInput
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import PromptEmbeds, ThinkingBudget
 from headrace_core.sampling import SamplingParams
 
@@ -38,6 +41,11 @@ class NewRequest:
     """The prompt, if it came as embeddings: the prompt's token ids mean nothing then."""
     thinking: ThinkingBudget | None = None
     """A bound on the output's reasoning."""
+    pooling: PoolingParams | None = None
+    """See :attr:`~headrace_core.request.CoreRequest.pooling`."""
+    token_type_ids: list[int] | None = None
+    media: list[MediaInput] = field(default_factory=list)
+    num_encoder_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -81,6 +89,8 @@ class RequestStepResult:
     """One per sampled token, if the request asked."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """For the prompt tokens *after* each computed position of this step, if asked."""
+    pooled: PackedArray | None = None
+    """float32; the result of a pooling request, in the step that completes its prompt."""
     error: str | None = None
     """This request failed in this step (others did not); it will be ended with reason error."""
 

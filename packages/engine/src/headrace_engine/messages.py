@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headrace_core.output import StepTimes
+from headrace_core.packed import PackedArray
 from headrace_core.step import TokenLogprobs
 
 
@@ -26,6 +27,8 @@ class CoreOutput:
     """All prompt positions but the first; once, with the first new token."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error``; None while it runs."""
+    pooled: PackedArray | None = None
+    """The result of a pooling request, with its only output."""
     stop_token_id: int | None = None
     """The stop token that ended it (EOS included), if one did."""
     error: str | None = None

@@ -79,10 +79,11 @@ class OfflineBeams:
         if not tokens:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         check_length(len(tokens), self._params, self._engine.model)
-        salt = prompt.cache_salt if isinstance(prompt, ChatPrompt) else None
+        salt: object = prompt.cache_salt if isinstance(prompt, ChatPrompt) else None
         if isinstance(prompt, dict):
             salt = prompt.get("cache_salt")
-        return BeamSearch(tokens, self._params, self._ends), salt
+        salted = salt if isinstance(salt, str) else None
+        return BeamSearch(tokens, self._params, self._ends), salted
 
     def _finish(
         self, searches: Sequence[tuple[BeamSearch, str | None]], done: Callable[[int], None]

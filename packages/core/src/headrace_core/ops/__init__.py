@@ -27,6 +27,7 @@ from headrace_core.ops.attention import (
     PagedAttentionOp,
     RotaryCacheWriteOp,
     RotaryOp,
+    VarlenAttentionOp,
 )
 from headrace_core.ops.binding import (
     CapturesSteps,
@@ -48,6 +49,7 @@ from headrace_core.ops.rowwise import (
     ACTIVATIONS,
     ActivationAndMulOp,
     ActivationOp,
+    AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
@@ -68,6 +70,7 @@ __all__ = [
     "QUANT_ACTIVATIONS",
     "ActivationAndMulOp",
     "ActivationOp",
+    "AddLayerNormOp",
     "AddOp",
     "AddRMSNormOp",
     "CacheWriteOp",
@@ -95,5 +98,6 @@ __all__ = [
     "TopKSoftmaxOp",
     "TopLogprobs",
     "TopLogprobsOp",
+    "VarlenAttentionOp",
     "bind_ops",
 ]

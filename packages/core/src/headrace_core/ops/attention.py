@@ -92,6 +92,35 @@ class RotaryCacheWriteOp(Protocol):
         ...
 
 
+class VarlenAttentionOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        max_seqlen: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float = 0.0,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention in both directions within each of several sequences, without a cache.
+
+        query [T, Hq, D], key and value [T, Hk, D], all may be strided slices of one fused projection;
+        cu_seqlens [B + 1] int32, max_seqlen the longest sequence. Returns [T, Hq, D], contiguous; rows
+        past ``cu_seqlens[-1]`` are 0.
+
+        Query head h reads kv head ``h // (Hq // Hk)``. Token i sees token j of the same sequence, and
+        with a window W only if ``|i - j| < W`` (None or not positive: unlimited). ``soft_cap`` as in
+        :class:`PagedAttentionOp`. distance_bias [Hq, 2 P - 1] float32 with P >= max_seqlen is added to
+        the scaled (and capped) score: entry ``P - 1 + j - i`` (T5's and MPNet's relative positions,
+        ALiBi in both directions).
+        """
+        ...
+
+
 class PagedAttentionOp(Protocol):
     def __call__(
         self,

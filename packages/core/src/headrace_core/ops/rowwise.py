@@ -43,6 +43,17 @@ class LayerNormOp(Protocol):
         ...
 
 
+class AddLayerNormOp(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """``s = x + residual``; returns (layer_norm(s), s). The caller gives up both inputs.
+
+        x, residual [T, H]. The sum is rounded to the input's dtype before it is normalised.
+        """
+        ...
+
+
 class ActivationOp(Protocol):
     def __call__(self, x: Tensor, kind: str) -> Tensor:
         """Elementwise ``kind`` of :data:`ACTIVATIONS`, any shape."""

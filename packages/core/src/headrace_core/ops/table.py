@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from headrace_core.ops.attention import CacheWriteOp, PagedAttentionOp, RotaryCacheWriteOp, RotaryOp
+from headrace_core.ops.attention import (
+    CacheWriteOp,
+    PagedAttentionOp,
+    RotaryCacheWriteOp,
+    RotaryOp,
+    VarlenAttentionOp,
+)
 from headrace_core.ops.linear import LinearOp, MoEOp, QuantLinearOp
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
     ActivationOp,
+    AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
@@ -34,6 +41,7 @@ class OpTable:
     rms_norm: RMSNormOp
     add_rms_norm: AddRMSNormOp
     layer_norm: LayerNormOp
+    add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
     add: AddOp
@@ -44,6 +52,7 @@ class OpTable:
     cache_write: CacheWriteOp
     rotary_cache_write: RotaryCacheWriteOp
     paged_attention: PagedAttentionOp
+    varlen_attention: VarlenAttentionOp
     linear: LinearOp
     quant_linear: QuantLinearOp
     moe: MoEOp

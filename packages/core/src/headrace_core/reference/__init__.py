@@ -10,14 +10,14 @@ claim row invariance.
 """
 
 from headrace_core.reference.activations import activation, activation_and_mul
-from headrace_core.reference.attention import paged_attention
+from headrace_core.reference.attention import paged_attention, varlen_attention
 from headrace_core.reference.cache import cache_write, rotary_cache_write
 from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import linear
 from headrace_core.reference.logprobs import top_logprobs
 from headrace_core.reference.moe import moe
-from headrace_core.reference.norms import add_rms_norm, layer_norm, rms_norm
+from headrace_core.reference.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from headrace_core.reference.quantized import quant_linear
 from headrace_core.reference.rotary import rotary
 from headrace_core.reference.routing import topk_softmax
@@ -27,6 +27,7 @@ __all__ = [
     "activation",
     "activation_and_mul",
     "add",
+    "add_layer_norm",
     "add_rms_norm",
     "cache_write",
     "embedding",
@@ -43,4 +44,5 @@ __all__ = [
     "to_float32",
     "top_logprobs",
     "topk_softmax",
+    "varlen_attention",
 ]

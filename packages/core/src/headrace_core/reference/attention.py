@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,57 @@ def paged_attention(
             sinks=sinks,
         )
     return out
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float = 0.0,
+    distance_bias: Tensor | None = None,
+) -> Tensor:
+    """See :class:`headrace_core.ops.VarlenAttentionOp`. ``max_seqlen`` is not needed here."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    bounds = cu_seqlens.tolist()
+    for start, end in itertools.pairwise(bounds):
+        if end > start:
+            rows = slice(start, end)
+            out[rows] = _attend_both_ways(
+                query[rows], key[rows], value[rows], scale, sliding_window, soft_cap, distance_bias
+            )
+    return out
+
+
+def _attend_both_ways(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float,
+    distance_bias: Tensor | None,
+) -> Tensor:
+    """One sequence: [L, Hq, D], [L, Hk, D] -> [L, Hq, D]."""
+    length, group = query.shape[0], query.shape[1] // key.shape[1]
+    wide_query = widened(query)
+    wide_key = key.to(wide_query.dtype).repeat_interleave(group, dim=1)
+    wide_value = value.to(wide_query.dtype).repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
+    if soft_cap > 0:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    at = torch.arange(length, device=query.device)
+    distance = at[None, :] - at[:, None]  # [i, j]: j - i
+    if distance_bias is not None:
+        middle = (distance_bias.shape[1] - 1) // 2
+        scores = scores + distance_bias.to(scores.dtype)[:, middle + distance]
+    if sliding_window is not None and sliding_window > 0:
+        scores = scores.masked_fill(distance.abs() >= sliding_window, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), wide_value).to(query.dtype)
 
 
 def gather(cache: Tensor, blocks: Tensor, seq_len: int, scale: Tensor | None = None) -> Tensor:

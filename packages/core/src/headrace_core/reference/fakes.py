@@ -39,6 +39,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     return _like(x)
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
 def activation(x: Tensor, kind: str) -> Tensor:
     return _like(x)
 
@@ -86,6 +92,10 @@ def rotary_cache_write(*args: Any, **options: Any) -> None:
 
 
 def paged_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(query, *query.shape)
+
+
+def varlen_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
 
 

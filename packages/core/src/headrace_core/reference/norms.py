@@ -23,6 +23,14 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, offset=offset), total
 
 
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :class:`headrace_core.ops.AddLayerNormOp`."""
+    total = x + residual
+    return layer_norm(total, weight, bias, eps), total
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See :class:`headrace_core.ops.LayerNormOp`."""
     wide = widened(x)

@@ -22,7 +22,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec, AttentionNeed
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    AttentionNeed,
+    EncoderBackend,
+)
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
 from headrace_core.kv import CACHE_DTYPES, KVCacheSpec
@@ -78,6 +83,37 @@ class ReferenceAttention(AttentionBackend):
             sinks=layer.sinks,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
+        )
+
+
+class ReferenceEncoderAttention(EncoderBackend):
+    """Core's op and nothing else."""
+
+    name = "reference-encoder"
+    supports_soft_cap = True
+    supports_sliding_window = True
+
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        return self.ops.varlen_attention(
+            query,
+            key,
+            value,
+            cu_seqlens,
+            max_seqlen=max_seqlen,
+            scale=layer.scale,
+            sliding_window=layer.sliding_window,
+            soft_cap=layer.soft_cap,
+            distance_bias=distance_bias,
         )
 
 
@@ -189,9 +225,12 @@ def build_context(
         quant=quant or PlainQuant(ops),
         communicator=communicator or SingleProcess(),
         attention=attention,
+        encoder_attention=lambda need: ReferenceEncoderAttention(ops),
         block_size=block_size,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=info.max_model_len,
+        pooling=info.pooling,
+        path=info.path,
     )
 
 

@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING
 
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import Resolved
-from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionNeed,
+    BackendFacts,
+    EncoderBackend,
+    choose_backend,
+)
 from headrace_core.config import CacheConfig, EngineConfig, SimConfig
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, PluginError
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
@@ -177,6 +183,7 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
+    choose = attention_chooser(config, platform, ops)
     context = BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -184,10 +191,13 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         ops=ops,
         quant=quant_method(info, config.model.quantization, ops, device=platform.device),
         communicator=SingleProcess(),
-        attention=attention_chooser(config, platform, ops),
+        attention=lambda need: _paged(choose(need)),
+        encoder_attention=lambda need: _without_cache(choose(need)),
         block_size=config.cache.block_size,
         kv_cache_dtype=config.cache.kv_cache_dtype,
         max_model_len=info.max_model_len,
+        pooling=info.pooling,
+        path=info.path,
     )
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
@@ -200,15 +210,27 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
 
 def attention_chooser(
     config: EngineConfig, platform: Platform, ops: OpTable
-) -> Callable[[AttentionNeed], AttentionBackend]:
+) -> Callable[[AttentionNeed], BackendFacts]:
     """A function from a layer's need to a backend; equal needs and classes share one object."""
-    backends: dict[type[AttentionBackend], AttentionBackend] = {}
+    backends: dict[type[BackendFacts], BackendFacts] = {}
 
     @functools.cache
-    def choose(need: AttentionNeed) -> AttentionBackend:
+    def choose(need: AttentionNeed) -> BackendFacts:
         backend = choose_backend(
             need, wanted=config.attention.backend, preferred=platform.attention_order
         )
         return backends.setdefault(backend, backend(ops))
 
     return choose
+
+
+def _paged(backend: BackendFacts) -> AttentionBackend:
+    if not isinstance(backend, AttentionBackend):
+        raise PluginError(f"attention backend {backend.name!r} is no AttentionBackend")
+    return backend
+
+
+def _without_cache(backend: BackendFacts) -> EncoderBackend:
+    if not isinstance(backend, EncoderBackend):
+        raise PluginError(f"attention backend {backend.name!r} is no EncoderBackend")
+    return backend

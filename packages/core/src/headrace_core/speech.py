@@ -1,0 +1,195 @@
+"""Speech to text: what a model's class says, and what a server sees of it. Imports no torch.
+
+A class says what it can by being a :class:`SupportsTranscription`; whoever composes an engine makes a
+:class:`SpeechModel` of it and of a decoder for uploads, and the routes need nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+from headrace_core.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
+    from headrace_core.request import Prompt
+
+SpeechTask = Literal["transcribe", "translate"]
+SPEECH_TASKS: tuple[SpeechTask, ...] = ("transcribe", "translate")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechToTextConfig:
+    """How audio is prepared for a model.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    sample_rate: int = 16000
+    """Samples a second, of one channel."""
+    max_audio_clip_s: float | None = 30.0
+    """Longest clip that the model takes at once; None: any."""
+    overlap_chunk_second: float = 1.0
+    """Long audio is cut in this last stretch of each clip; clips share no samples."""
+    min_energy_split_window_size: int | None = 1600
+    """Samples of the stretch whose quietest place is where it is cut; None: longer audio is refused."""
+
+    def __post_init__(self) -> None:
+        clip, window = self.max_audio_clip_s, self.min_energy_split_window_size
+        good = (
+            self.sample_rate > 0
+            and (clip is None or clip > 0)
+            and 0 < self.overlap_chunk_second < (clip or float("inf"))
+            and (window is None or window > 0)
+        )
+        if not good:
+            raise ValueError(f"{self}: values must be above 0, the overlap shorter than a clip")
+
+    @property
+    def allow_audio_chunking(self) -> bool:
+        """Whether audio that is too long may be cut."""
+        return self.min_energy_split_window_size is not None
+
+
+class AudioClip(NamedTuple):
+    """Decoded audio."""
+
+    samples: Any
+    """[n] float32, one channel, -1..1: a numpy array."""
+    sample_rate: int
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return len(self.samples) / self.sample_rate
+
+
+class SupportsTranscription(ABC):
+    """A model class that turns speech into text. Inheriting it is all that is needed to be served.
+
+    ``supported_languages`` is checked when a class is defined.
+    """
+
+    supports_transcription: ClassVar[bool] = True
+    supported_languages: ClassVar[Mapping[str, str]]
+    """ISO 639-1 code (ISO 639-3 where there is none) -> name in English."""
+    supports_transcription_only: ClassVar[bool] = False
+    """True: it generates no other text."""
+    supports_segment_timestamp: ClassVar[bool] = False
+    """True: its tokens say when segments begin and end."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "supported_languages" in vars(cls):
+            check_languages(cls.__qualname__, vars(cls)["supported_languages"])
+
+    @classmethod
+    @abstractmethod
+    def get_speech_to_text_config(
+        cls, model_config: ModelInfo, task_type: SpeechTask
+    ) -> SpeechToTextConfig:
+        """How audio is to be prepared."""
+
+    @classmethod
+    @abstractmethod
+    def get_generation_prompt(
+        cls,
+        audio: AudioClip,
+        model_config: ModelInfo,
+        stt_config: SpeechToTextConfig,
+        language: str | None,
+        task_type: SpeechTask,
+        request_prompt: str,
+        to_language: str | None,
+    ) -> Prompt:
+        """The prompt for one clip; called with keywords."""
+
+    @classmethod
+    def validate_language(cls, language: str | None) -> str | None:
+        """The language to use. Raises: RequestError listing the supported ones."""
+        if language is None or language in cls.supported_languages:
+            return language
+        raise RequestError(
+            f"language = {language!r}: must be one of {', '.join(sorted(cls.supported_languages))}",
+            param="language",
+            value=language,
+        )
+
+    @classmethod
+    def get_num_audio_tokens(
+        cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
+    ) -> int | None:
+        """Prompt tokens that audio of this length takes, without computing; None: unknown."""
+        return None
+
+
+def check_languages(name: str, languages: object) -> None:
+    """Raises: ModelError naming what is wrong with a class's ``supported_languages``."""
+    if not isinstance(languages, Mapping) or not languages:
+        raise ModelError(
+            f"{name}.supported_languages = {languages!r:.100}: must map ISO 639 codes to names"
+        )
+    bad = [code for code, title in languages.items() if not _is_code(code) or not title]
+    if bad:
+        raise ModelError(
+            f"{name}.supported_languages: {bad} are no ISO 639 codes (two or three small letters) "
+            "with a name"
+        )
+
+
+def _is_code(code: object) -> bool:
+    return (
+        isinstance(code, str)
+        and code.isascii()
+        and code.isalpha()
+        and (code.islower() and len(code) in (2, 3))
+    )
+
+
+class SpeechModel(Protocol):
+    """Speech to text as an engine offers it, next to ``generate``. Torch-free to use."""
+
+    @property
+    def languages(self) -> Mapping[str, str]:
+        """Code -> name."""
+        ...
+
+    @property
+    def segment_timestamps(self) -> bool:
+        """See :attr:`SupportsTranscription.supports_segment_timestamp`."""
+        ...
+
+    def config(self, task: SpeechTask) -> SpeechToTextConfig: ...
+
+    def validate_language(self, language: str | None) -> str | None:
+        """See :meth:`SupportsTranscription.validate_language`."""
+        ...
+
+    def prompt(
+        self,
+        audio: AudioClip,
+        *,
+        language: str | None,
+        task: SpeechTask,
+        request_prompt: str = "",
+        to_language: str | None = None,
+        timestamps: bool = False,
+    ) -> Prompt:
+        """See :meth:`SupportsTranscription.get_generation_prompt`; with ``timestamps``, for a model
+        that has them, one that asks for them."""
+        ...
+
+    def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None: ...
+
+    async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
+        """An uploaded file as one channel of that rate. Decoded in a process that can be killed.
+
+        Raises:
+            RequestError: it is no audio, is damaged, or is longer than allowed; says which.
+            MissingDependency: the libraries for it are not installed.
+        """
+        ...
