@@ -286,6 +286,13 @@ class SupportsPromptEmbeds(Protocol):
         ...
 
 
+class GuidesSampling(Protocol):
+    """A model class whose outputs follow rules of its own (which tokens may follow which)."""
+
+    logits_processors: ClassVar[Sequence[str]]
+    """Logits processors, as ``module:Class``, that every engine with this model runs."""
+
+
 @runtime_checkable
 class SupportsEncoderDecoder(Protocol):
     """The model's decoder attends to what its encoder makes of media.

@@ -68,6 +68,14 @@ class AudioClip(NamedTuple):
         return len(self.samples) / self.sample_rate
 
 
+class LanguageProbe(NamedTuple):
+    """How a model is asked which language it hears: by the token that follows a prompt."""
+
+    prompt: Prompt
+    languages: Mapping[int, str]
+    """Token id -> language code; the likeliest of these tokens is the answer."""
+
+
 class SupportsTranscription(ABC):
     """A model class that turns speech into text. Inheriting it is all that is needed to be served.
 
@@ -105,8 +113,12 @@ class SupportsTranscription(ABC):
         task_type: SpeechTask,
         request_prompt: str,
         to_language: str | None,
+        timestamps: bool = False,
     ) -> Prompt:
-        """The prompt for one clip; called with keywords."""
+        """The prompt for one clip; called with those keywords that a class declares.
+
+        ``timestamps``: one that asks for them, where ``supports_segment_timestamp``.
+        """
 
     @classmethod
     def validate_language(cls, language: str | None) -> str | None:
@@ -124,6 +136,24 @@ class SupportsTranscription(ABC):
         cls, audio_duration_s: float, stt_config: SpeechToTextConfig, model_config: ModelInfo
     ) -> int | None:
         """Prompt tokens that audio of this length takes, without computing; None: unknown."""
+        return None
+
+    @classmethod
+    def get_language_probe(
+        cls, audio: AudioClip, model_config: ModelInfo, stt_config: SpeechToTextConfig
+    ) -> LanguageProbe | None:
+        """How the language of a clip is found out; None: it cannot be."""
+        return None
+
+    @classmethod
+    def get_timestamp(cls, token_id: int, model_config: ModelInfo) -> float | None:
+        """Seconds from the clip's beginning that a token stands for; None: it is no such token."""
+        return None
+
+    @classmethod
+    def get_no_speech_token_id(cls, model_config: ModelInfo) -> int | None:
+        """The token whose probability, right after the first token of the prompt, says that nobody
+        speaks; None: there is none."""
         return None
 
 
@@ -184,6 +214,13 @@ class SpeechModel(Protocol):
         ...
 
     def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None: ...
+
+    def language_probe(self, audio: AudioClip) -> LanguageProbe | None: ...
+
+    def timestamp(self, token_id: int) -> float | None: ...
+
+    @property
+    def no_speech_token_id(self) -> int | None: ...
 
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """An uploaded file as one channel of that rate. Decoded in a process that can be killed.
