@@ -9,7 +9,7 @@ from headrace_core import reference
 from headrace_core.ops import OP_NAMES, KernelNeed, QuantizedWeight
 from headrace_core.reference import fakes
 from headrace_core.reference.provider import PROVIDER
-from headrace_core.testing.ops import paged_case, rand
+from headrace_core.testing.ops import paged_case, rand, varlen_case
 
 
 def described(value):
@@ -28,6 +28,7 @@ def calls(dtype):
     yield "rms_norm", (heads, weight, 1e-6), {}
     yield "add_rms_norm", (x, x, weight, 1e-6), {}
     yield "layer_norm", (x, weight, None, 1e-6), {}
+    yield "add_layer_norm", (x, x, weight, None, 1e-6), {}
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
@@ -49,12 +50,17 @@ def test_shapes_are_those_of_the_reference(dtype):
     assert described(case.run(fakes.paged_attention)) == described(
         case.run(reference.paged_attention)
     )
+    rows = varlen_case([2, 5], dtype=dtype)
+    assert described(rows.run(fakes.varlen_attention)) == described(
+        rows.run(reference.varlen_attention)
+    )
 
 
 def test_packed_ops():
     x, weight = rand(5, 16), rand(24, 16)
     for module in (fakes, reference):
         assert module.linear(x, module.linear.pack(weight)).shape == (5, 24)
+        assert module.linear.activated(x, module.linear.pack(weight), "gelu").shape == (5, 24)
         assert module.linear.gated(x, module.linear.pack(weight), "silu").shape == (5, 12)
         integers = QuantizedWeight(weight.to(torch.int8), rand(24, 1))
         packed = module.quant_linear.pack(integers, "float32", activations="int8")

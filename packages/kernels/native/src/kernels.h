@@ -17,6 +17,7 @@
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
+#include "attention_varlen.h"
 #include "sampling.h"
 #include "packed.h"
 
@@ -29,6 +30,7 @@ const Entry entries[] = {
     HR_ENTRY(rms_norm),
     HR_ENTRY(add_rms_norm),
     HR_ENTRY(layer_norm),
+    HR_ENTRY(add_layer_norm),
     HR_ENTRY(activation),
     HR_ENTRY(activation_and_mul),
     HR_ENTRY(add),
@@ -41,6 +43,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_packed_bytes),
     HR_ENTRY(linear_pack),
     HR_ENTRY(linear),
+    HR_ENTRY(linear_activated),
     HR_ENTRY(linear_gated),
     HR_ENTRY(quant_linear_packed_bytes),
     HR_ENTRY(quant_linear_pack),
@@ -50,6 +53,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
+    HR_ENTRY(varlen_attention),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr},
