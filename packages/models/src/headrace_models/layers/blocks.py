@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
@@ -21,7 +21,7 @@ class PreNormBlock(Block):
     def __init__(
         self,
         input_norm: RMSNorm | LayerNorm,
-        attention: Attention,
+        attention: SelfAttention,
         mlp_norm: RMSNorm | LayerNorm,
         mlp: MLPLayer,
     ) -> None:
@@ -45,7 +45,7 @@ class SandwichBlock(Block):
     def __init__(
         self,
         input_norm: RMSNorm,
-        attention: Attention,
+        attention: SelfAttention,
         attention_out_norm: RMSNorm,
         mlp_norm: RMSNorm,
         mlp: MLPLayer,
