@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -279,7 +279,7 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor)
+            tensor = _cut_part(slot, part, tensor, rule.order)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
@@ -305,12 +305,14 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor) -> Tensor:
+def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
     """One part of a checkpoint tensor that holds them all."""
     if not slot.parts or slot.part_dim is None:
         return tensor
     sizes = [p.size * p.shard.count for p in slot.parts]
-    return tensor.narrow(slot.part_dim, sum(sizes[:part]), sizes[part])
+    stored = list(order or range(len(sizes)))
+    start = sum(sizes[other] for other in stored[: stored.index(part)])
+    return tensor.narrow(slot.part_dim, start, sizes[part])
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

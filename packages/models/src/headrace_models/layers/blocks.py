@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
@@ -15,12 +16,24 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
 
 
+class NoNorm(Layer):
+    """Stands where a first block has no norm, as what comes before it ends in one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Only the first block has none: there is nothing to add yet."""
+        assert residual is None
+        return x, x
+
+
 class PreNormBlock(Block):
     """``h = x + attention(norm(x)); h + mlp(norm(h))``: Llama, GPT-2 and most since."""
 
     def __init__(
         self,
-        input_norm: RMSNorm | LayerNorm,
+        input_norm: RMSNorm | LayerNorm | NoNorm,
         attention: SelfAttention,
         mlp_norm: RMSNorm | LayerNorm,
         mlp: MLPLayer,
@@ -37,6 +50,29 @@ class PreNormBlock(Block):
         x = self.attention(x, batch)
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp(x), stream
+
+
+class PostNormBlock(Block):
+    """``h = norm(x + attention(x)); norm(h + mlp(h))``: BERT's order. Leaves no residual."""
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        attention_norm: LayerNorm,
+        mlp: MLPLayer,
+        mlp_norm: LayerNorm,
+    ) -> None:
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, None]:
+        h, _ = self.attention_norm.add(self.attention(x, batch), x)
+        out, _ = self.mlp_norm.add(self.mlp(h), h)
+        return out, None
 
 
 class SandwichBlock(Block):

@@ -43,7 +43,7 @@ class Block(Layer, ABC):
     @abstractmethod
     def __call__(
         self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x [T, H] is what the block before added to the residual [T, H] (None: nothing yet).
 
         The sum of both is the stream; handing it on in two terms lets each norm add them in the

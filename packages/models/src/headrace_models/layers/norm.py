@@ -46,18 +46,21 @@ class LayerNorm(WeightLayer):
     """See :class:`headrace_core.ops.LayerNormOp`."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+    def __init__(
+        self, context: BuildContext, name: str, size: int, eps: float, *, bias: bool = True
+    ) -> None:
         self.name = name
         self.ops = context.ops
-        self.size, self.eps = size, eps
+        self.size, self.eps, self.has_bias = size, eps, bias
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"weight": Slot((self.size,)), "bias": Slot((self.size,))}
+        slot = Slot((self.size,))
+        return {"weight": slot, "bias": slot} if self.has_bias else {"weight": slot}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight, self.bias = tensors["weight"], tensors["bias"]
+        self.weight, self.bias = tensors["weight"], tensors.get("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
