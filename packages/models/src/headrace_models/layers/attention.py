@@ -1,12 +1,11 @@
-"""Self-attention of decoders: causal over the paged cache, or in both directions without one.
+"""Causal self-attention over the paged cache.
 
 Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,8 +24,10 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class SelfAttention(Layer, ABC):
-    """Projections and head norms of one layer, and the facts of its attention.
+class Attention(Layer):
+    """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
+
+    Its cache's scales can be measured (``MeasuresKVScales``).
 
     Args:
         name: of the attention module, as the checkpoint spells it.
@@ -37,9 +38,6 @@ class SelfAttention(Layer, ABC):
         qkv_name, out_name, part_names: the checkpoint's module names below ``name``; empty
             part_names if it stores the projections fused.
     """
-
-    attention_type: ClassVar[str]
-    """Of :data:`headrace_core.attention.ATTENTION_TYPES`."""
 
     def __init__(
         self,
@@ -94,50 +92,20 @@ class SelfAttention(Layer, ABC):
             scale=head_dim**-0.5 if scale is None else scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
-            attention_type=self.attention_type,
         )
-
-    def need(self, context: BuildContext, kv_cache_dtype: str) -> AttentionNeed:
-        """What this layer asks of a backend."""
-        spec = self.spec
-        return AttentionNeed(
-            head_dim=spec.head_dim,
-            dtype=context.dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=context.block_size,
-            device=context.device,
-            attention_type=self.attention_type,
-            sliding_window=spec.sliding_window is not None,
-            soft_cap=spec.soft_cap > 0,
-            has_sink=spec.sinks is not None,
-        )
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden_size] -> query [T, Hq, D], key and value [T, Hk, D], slices of one tensor."""
-        spec = self.spec
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
-        query, key, value = torch.split(
-            heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1
-        )
-        return query, key, value
-
-    @abstractmethod
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, hidden_size] -> the same shape."""
-
-
-class Attention(SelfAttention):
-    """Causal attention over the paged cache: core's ``AttentionLayer``.
-
-    Its cache's scales can be measured (``MeasuresKVScales``). Arguments: :class:`SelfAttention`.
-    """
-
-    attention_type: ClassVar[str] = "decoder"
-
-    def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:
-        super().__init__(context, name, **arguments)
         self.kv_spec = _cache_spec(context, self.spec)
-        self.backend = context.attention(self.need(context, context.kv_cache_dtype))
+        self.backend = context.attention(
+            AttentionNeed(
+                head_dim=head_dim,
+                dtype=context.dtype,
+                kv_cache_dtype=context.kv_cache_dtype,
+                block_size=context.block_size,
+                device=context.device,
+                sliding_window=sliding_window is not None,
+                soft_cap=soft_cap > 0,
+                has_sink=self.spec.sinks is not None,
+            )
+        )
         self.group = 0
         self.kv_cache: Tensor | None = None
         self.views: KVViews | None = None
@@ -161,8 +129,12 @@ class Attention(SelfAttention):
         self.scale_measure = measure
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        spec = self.spec
-        query, key, value = self.project(x)
+        """x [T, hidden_size] -> the same shape."""
+        spec, size = self.spec, self.head_dim
+        heads = self.qkv(x).view(x.shape[0], -1, size)  # [T, Hq + 2 Hk, D]
+        query, key, value = torch.split(
+            heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1
+        )
         if self.views is None or not batch.groups:  # memory is being profiled
             out = self.backend.forward(spec, query, key, value, None, None)
         else:
@@ -206,46 +178,6 @@ class Attention(SelfAttention):
             head_norm=self.head_norm,
         )
         return keys.flatten(0, 1), values.flatten(0, 1)
-
-
-class BidirectionalAttention(SelfAttention):
-    """Attention in both directions, which needs the whole prompt at once and caches nothing.
-
-    A window W reaches W tokens to either side. Arguments: :class:`SelfAttention`.
-    """
-
-    attention_type: ClassVar[str] = "encoder_only"
-
-    def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        *,
-        sliding_window: int | None = None,
-        **arguments: Any,
-    ) -> None:
-        # Specs count the token itself.
-        window = None if sliding_window is None else sliding_window + 1
-        super().__init__(context, name, sliding_window=window, **arguments)
-        self.backend = context.encoder_attention(self.need(context, "auto"))
-
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        query, key, value = self.project(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rotary is not None:
-            self.ops.rotary(query, key, batch.positions, self.rotary, interleaved=False)
-        out = self.backend.attend(
-            self.spec, query, key, value, batch.cu_seqlens_q, batch.max_seqlen_q
-        )
-        return self.out(out.flatten(1))
-
-
-def self_attention(context: BuildContext, name: str, **arguments: Any) -> SelfAttention:
-    """The layer of a decoder: causal, unless the model pools in both directions."""
-    pooling = context.pooling
-    causal = pooling is None or pooling.causal
-    return (Attention if causal else BidirectionalAttention)(context, name, **arguments)
 
 
 def _cache_spec(context: BuildContext, spec: AttentionLayerSpec) -> KVCacheSpec:
