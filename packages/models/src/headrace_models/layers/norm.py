@@ -53,11 +53,12 @@ class LayerNorm(WeightLayer):
     ) -> None:
         self.name = name
         self.ops = context.ops
-        self.size, self.eps, self.has_bias = size, eps, bias
+        self.size, self.eps = size, eps
+        self.has_bias = bias
 
     def slots(self) -> Mapping[str, Slot]:
-        slot = Slot((self.size,))
-        return {"weight": slot, "bias": slot} if self.has_bias else {"weight": slot}
+        names = ("weight", "bias") if self.has_bias else ("weight",)
+        return {name: Slot((self.size,)) for name in names}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.weight, self.bias = tensors["weight"], tensors.get("bias")
@@ -67,6 +68,7 @@ class LayerNorm(WeightLayer):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``."""
-        total = x if residual is None else self.ops.add(x, residual)
-        return self(total), total
+        """``(norm(x + residual), x + residual)`` in one pass; gives up both inputs."""
+        if residual is None:
+            return self(x), x
+        return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
