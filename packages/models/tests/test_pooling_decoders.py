@@ -56,8 +56,10 @@ class _Decoder(PoolingFamilyConformance):
             whole = self.hidden(model, [prompt])[0]
         chunked = torch.cat(pieces)
         select = {"LAST": chunked[-1] - whole[-1], "MEAN": (chunked - whole).mean(0)}
-        self.assert_close(select.get(kind, chunked - whole), torch.zeros(1).expand_as(
-            select.get(kind, chunked - whole)))
+        self.assert_close(
+            select.get(kind, chunked - whole),
+            torch.zeros(1).expand_as(select.get(kind, chunked - whole)),
+        )
 
 
 class TestQwen3Model(_Decoder):

@@ -18,17 +18,12 @@ POOLING = (
     "EmbeddingModel", "ForRewardModeling", "Model",
 )  # fmt: skip
 """Ends of the names of what is made of language models, longest first."""
-ALIASES: Mapping[str, str] = {"GritLM": "MistralForCausalLM"}
-"""Names without an ending -> the class that has their shape."""
 
 
 def served_by(architecture: str, known: Container[str]) -> str | None:
     """The registered name whose class serves an architecture; None if there is none."""
     if architecture in known:
         return architecture
-    alias = ALIASES.get(architecture)
-    if alias is not None:
-        return alias if alias in known else None
     for ending in POOLING:
         if architecture.endswith(ending):
             names = (architecture.removesuffix(ending) + end for end in GENERATING)

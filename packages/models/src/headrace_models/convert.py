@@ -27,7 +27,8 @@ from headrace_models.vocabulary import token_ids
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext, ModelInfo, Pooler
 
-_OUT = "pooler.head.classifier.out"
+OUT = "pooler.head.classifier.out"
+"""Target of the rules of a classifier's last layer."""
 
 
 def model_class(info: ModelInfo) -> type[Any]:
@@ -36,9 +37,10 @@ def model_class(info: ModelInfo) -> type[Any]:
     Raises:
         UnsupportedModel: it cannot be made to pool.
     """
-    architecture = served_by(info.architecture, plugins.installed("headrace.models"))
-    assert architecture is not None, info.architecture
-    own: type[Any] = plugins.load("headrace.models", architecture)
+    known = plugins.installed("headrace.models")
+    own: type[Any] = plugins.load(
+        "headrace.models", served_by(info.architecture, known) or info.architecture
+    )
     if info.convert == "none":
         return own
     assert info.pooling is not None
@@ -52,9 +54,9 @@ class PoolingDecoder(Decoder):
 
     pooler: Pooler
     head_rules: ClassVar[Sequence[WeightRule]] = (
-        WeightRule("score", _OUT),
-        WeightRule("classifier", _OUT),
-        WeightRule("lm_head", _OUT),
+        WeightRule("score", OUT),
+        WeightRule("classifier", OUT),
+        WeightRule("lm_head", OUT),
     )
     """The last is for classifiers made of the language model's head."""
     ignored_weights: ClassVar[Mapping[str, str]] = {

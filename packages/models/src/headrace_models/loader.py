@@ -33,6 +33,7 @@ from headrace_core.model import (
     WeightRule,
     ignore_progress,
 )
+from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
 from headrace_models.mapping import Place, WeightMap, stored_shape
@@ -82,8 +83,7 @@ def load_model(
             a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
-    model_class = plugins.load("headrace.models", info.architecture)
-    model = model_class(context)
+    model = model_class(info)(context)
     if info.pooling is not None and not isinstance(model, SupportsPooling):
         raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
     leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import SelfAttention, self_attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.rotary import rotary_table
+from headrace_models.layers.self_attention import self_attention
 from headrace_models.rope import rope_settings
 
 if TYPE_CHECKING:

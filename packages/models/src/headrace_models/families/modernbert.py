@@ -7,19 +7,22 @@ layer has no norm before its attention, as the embeddings' norm stands there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import BidirectionalAttention
-from headrace_models.layers.base import Layer
 from headrace_models.layers.blocks import NoNorm, PreNormBlock
 from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.encoder import Embeddings, PreNormEncoder
+from headrace_models.layers.encoder_attention import EncoderAttention
 from headrace_models.layers.mlp import GatedMLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.mapping import ALL_PARTS
+from headrace_models.pooling.activations import elementwise
+from headrace_models.pooling.classifier import OUT_RULE, Classifier, HeadLinear
+from headrace_models.pooling.head_norm import HeadNorm
 from headrace_models.rope import rope_settings
-from headrace_models.settings import MAX_LAYERS, Settings
+from headrace_models.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +36,8 @@ GLOBAL_THETA, LOCAL_THETA = 160_000.0, 10_000.0
 def _rules(prefix: str) -> tuple[WeightRule, ...]:
     layer, ours = f"{prefix}layers.{{}}", "layers.{}"
     return (
-        WeightRule(f"{prefix}embeddings.tok_embeddings", "embed"),
-        WeightRule(f"{prefix}embeddings.norm", "embed_norm"),
+        WeightRule(f"{prefix}embeddings.tok_embeddings", "embed.words"),
+        WeightRule(f"{prefix}embeddings.norm", "embed.norm"),
         WeightRule(f"{layer}.attn_norm", f"{ours}.input_norm"),
         WeightRule(f"{layer}.attn.Wqkv", f"{ours}.attention.qkv", split=ALL_PARTS),
         WeightRule(f"{layer}.attn.Wo", f"{ours}.attention.out"),
@@ -45,30 +48,57 @@ def _rules(prefix: str) -> tuple[WeightRule, ...]:
     )
 
 
-class ModernBertModel(Layer):
+_ENCODER = (*_rules("model."), *_rules(""))
+
+
+class NormedEmbeddings(Embeddings):
+    """``norm(word)``."""
+
+    def __init__(
+        self, context: BuildContext, name: str, vocab_size: int, size: int, norm: LayerNorm
+    ) -> None:
+        self.words = Embedding(context, name, vocab_size, size)
+        self.norm = norm
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        return self.norm(self.words(batch.input_ids))
+
+
+class ModernBertModel(PreNormEncoder):
     """Embeds; its classifiers derive from it."""
 
-    weight_rules: ClassVar[Sequence[WeightRule]] = (*_rules("model."), *_rules(""))
+    weight_rules: ClassVar[Sequence[WeightRule]] = _ENCODER
+    ignored_weights: ClassVar[Mapping[str, str]] = {
+        r"(head|decoder)\..*": "the head of the pre-training"
+    }
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
-        self.context = context
-        self.settings = Settings(context.config)
-        hidden = self.settings.integer("hidden_size")
-        vocab = self.settings.integer("vocab_size")
-        self.embed = Embedding(context, f"{prefix}embeddings.tok_embeddings", vocab, hidden)
-        self.embed_norm = self.make_norm(context, f"{prefix}embeddings.norm")
+        super().__init__(context, prefix or "model.")
+
+    def make_embeddings(self, context: BuildContext, prefix: str) -> Embeddings:
+        return NormedEmbeddings(
+            context,
+            f"{prefix}embeddings.tok_embeddings",
+            self.settings.integer("vocab_size"),
+            self.hidden_size(),
+            self.make_norm(context, f"{prefix}embeddings.norm"),
+        )
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
         self.rotary, self.local_rotary = _rotary_tables(context, self.settings)
-        self.layers = [
-            self.make_block(context, index, f"{prefix}layers.{index}")
-            for index in range(self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS))
-        ]
-        self.final_norm = self.make_norm(context, f"{prefix}final_norm")
+
+    def eps(self) -> float:
+        return self.settings.number("norm_eps", 1e-5)
 
     def make_norm(self, context: BuildContext, name: str) -> LayerNorm:
-        hidden, eps = self.settings.integer("hidden_size"), self.settings.number("norm_eps", 1e-5)
-        return LayerNorm(context, name, hidden, eps, bias=self.settings.flag("norm_bias", False))
+        bias = self.settings.flag("norm_bias", False)
+        return LayerNorm(context, name, self.hidden_size(), self.eps(), bias=bias)
 
-    def make_block(self, context: BuildContext, index: int, name: str) -> PreNormBlock:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> LayerNorm:
+        return self.make_norm(context, f"{prefix}final_norm")
+
+    def make_block(self, context: BuildContext, index: int, prefix: str) -> PreNormBlock:
+        name = f"{prefix}layers.{index}"
         return PreNormBlock(
             self.make_norm(context, f"{name}.attn_norm") if index else NoNorm(),
             self.make_attention(context, index, f"{name}.attn"),
@@ -76,7 +106,7 @@ class ModernBertModel(Layer):
             GatedMLP(
                 context,
                 f"{name}.mlp",
-                self.settings.integer("hidden_size"),
+                self.hidden_size(),
                 self.settings.integer("intermediate_size"),
                 self.settings.activation("hidden_activation"),
                 bias=self.settings.flag("mlp_bias", False),
@@ -86,23 +116,21 @@ class ModernBertModel(Layer):
             ),
         )
 
-    def make_attention(
-        self, context: BuildContext, index: int, name: str
-    ) -> BidirectionalAttention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> EncoderAttention:
         heads = self.settings.integer("num_attention_heads")
         bias = self.settings.flag("attention_bias", False)
-        # The config's number is the whole width: half of it lies on either side.
-        reach = self.settings.integer("local_attention", 128) // 2
+        # The config's number is the whole width: half of it to either side, and the token itself.
+        window = self.settings.integer("local_attention", 128) // 2 + 1
         sliding = self.is_sliding(index)
-        return BidirectionalAttention(
+        return EncoderAttention(
             context,
             name,
-            hidden_size=self.settings.integer("hidden_size"),
+            hidden_size=self.hidden_size(),
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=self.settings.head_dim(),
             rotary=self.local_rotary if sliding else self.rotary,
-            sliding_window=reach if sliding else None,
+            sliding_window=window if sliding else None,
             qkv_bias=bias,
             out_bias=bias,
             qkv_name="Wqkv",
@@ -116,17 +144,32 @@ class ModernBertModel(Layer):
             return kinds[index] == "sliding_attention"
         return index % self.settings.integer("global_attn_every_n_layers", 3) != 0
 
-    def attention_layers(self) -> Mapping[str, Any]:
-        """See :class:`headrace_core.model.SupportsPooling`; no layer reads a cache."""
-        return {}
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See :class:`headrace_core.model.SupportsPooling`."""
-        x, residual = self.embed_norm(self.embed(batch.input_ids)), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
-        hidden, _ = self.final_norm.add(x, residual)
-        return hidden
+class ModernBertForSequenceClassification(ModernBertModel):
+    """Labels of the first token or of the mean, through the pre-training's dense layer and norm."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *_ENCODER,
+        WeightRule("head.dense", "pooler.head.classifier.dense"),
+        WeightRule("head.norm", "pooler.head.classifier.norm"),
+        OUT_RULE,
+    )
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier | None:
+        assert context.pooling is not None
+        size, labels = self.hidden_size(), context.pooling.num_labels
+        bias = self.settings.flag("classifier_bias", False)
+        norm_bias = self.settings.flag("norm_bias", False)
+        return Classifier(
+            HeadLinear(context, "classifier", size, labels),
+            HeadLinear(context, "head.dense", size, size, bias=bias),
+            elementwise(self.settings.activation("classifier_activation")),
+            HeadNorm(context, "head.norm", size, self.eps(), bias=norm_bias),
+        )
+
+
+class ModernBertForTokenClassification(ModernBertForSequenceClassification):
+    """Labels of each token, through the same layers."""
 
 
 def _rotary_tables(context: BuildContext, settings: Settings) -> tuple[Tensor, Tensor]:

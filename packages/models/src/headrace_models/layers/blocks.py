@@ -52,29 +52,6 @@ class PreNormBlock(Block):
         return self.mlp(x), stream
 
 
-class PostNormBlock(Block):
-    """``h = norm(x + attention(x)); norm(h + mlp(h))``: BERT's order. Leaves no residual."""
-
-    def __init__(
-        self,
-        attention: SelfAttention,
-        attention_norm: LayerNorm,
-        mlp: MLPLayer,
-        mlp_norm: LayerNorm,
-    ) -> None:
-        self.attention = attention
-        self.attention_norm = attention_norm
-        self.mlp = mlp
-        self.mlp_norm = mlp_norm
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
-    ) -> tuple[Tensor, None]:
-        h, _ = self.attention_norm.add(self.attention(x, batch), x)
-        out, _ = self.mlp_norm.add(self.mlp(h), h)
-        return out, None
-
-
 class SandwichBlock(Block):
     """Norms before and after both halves: Gemma 2 and 3."""
 

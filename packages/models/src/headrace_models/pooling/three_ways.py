@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from headrace_core.model import PoolingBatch
 from headrace_models.layers.base import Layer
 from headrace_models.pooling.pooler import make_pooler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace_core.model import BuildContext, PoolingBatch, Rows
+    from headrace_core.model import BuildContext, Rows
     from headrace_core.pooling import PoolingParams
     from headrace_models.pooling.classifier import HeadLinear
 
@@ -39,27 +39,28 @@ class ThreeWayPooler(Layer):
         first: int,
         last: int,
     ) -> None:
-        self.head = make_pooler(context)
+        self.dense = make_pooler(context)
         self.ops = context.ops
         self.weigh, self.project = weigh, project
         self.first, self.last = first, last
 
     def rows(self, params: PoolingParams) -> Rows:
         """See :class:`headrace_core.model.Pooler`."""
-        return self.head.rows(params)
+        return self.dense.rows(params)
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.Pooler`; weights are [n, 1]."""
         texts = batch.hidden.split(batch.cu_rows.diff().tolist())
-        results = []
-        for index, (x, params) in enumerate(zip(texts, batch.params)):
-            ids = batch.token_ids[index]
+        results: list[Tensor] = list(texts)
+        dense = [i for i, params in enumerate(batch.params) if params.task == "embed"]
+        if dense:
+            for index, vector in zip(dense, self.dense(_some(batch, texts, dense))):
+                results[index] = vector
+        for index, params in enumerate(batch.params):
             if params.task == "token_embed":
-                results.append(self._vectors(x, ids, params))
+                results[index] = self._vectors(texts[index], batch.token_ids[index], params)
             elif params.task == "token_classify":
-                results.append(self._weights(x, ids, params))
-            else:
-                results.append(self._dense(x, ids, params))
+                results[index] = self._weights(texts[index], batch.token_ids[index], params)
         return results
 
     def _vectors(self, x: Tensor, ids: Sequence[int], params: PoolingParams) -> Tensor:
@@ -72,3 +73,13 @@ class ThreeWayPooler(Layer):
         ends = len(ids) - int(len(ids) > begins and ids[-1] == self.last)
         weights = self.weigh(x.float())[begins:ends]
         return weights.relu() if params.use_activation else weights
+
+
+def _some(batch: PoolingBatch, texts: Sequence[Tensor], chosen: Sequence[int]) -> PoolingBatch:
+    rows = [texts[index] for index in chosen]
+    return PoolingBatch(
+        torch.cat(rows),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+        [batch.params[index] for index in chosen],
+        [batch.token_ids[index] for index in chosen],
+    )
