@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
+from headrace_models.architectures import is_bidirectional
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
@@ -67,6 +69,11 @@ class Decoder(Layer, ABC):
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
         self.settings = Settings(context.config)
+        if context.pooling is None and is_bidirectional("", context.config):
+            raise UnsupportedModel(
+                "config.json: the model attends in both directions, so it generates nothing: set "
+                "--runner pooling"
+            )
         self.embed: Embedding | PackedEmbedding = self.make_embedding(context, prefix)
         self.prepare(context, prefix)
         self.layers = [
