@@ -18,7 +18,9 @@ _MPNET = dataclasses.replace(_ENCODER, positions_follow_padding=True)
 
 def _classifier(encoder: PoolingTraits) -> PoolingTraits:
     """Their heads were trained on the first token."""
-    return dataclasses.replace(encoder, purpose="classify", pooling_types=("CLS",))
+    return dataclasses.replace(
+        encoder, purpose="classify", pooling_type="CLS", pooling_types=("CLS",)
+    )
 
 
 def _token_classifier(encoder: PoolingTraits) -> PoolingTraits:
@@ -35,8 +37,7 @@ def _line(prefix: str, encoder: PoolingTraits) -> dict[str, PoolingTraits]:
     }
 
 
-_ROTARY_BERT = dataclasses.replace(_BERT, pooling_type="MEAN")
-_GTE = _BERT
+_MEAN = dataclasses.replace(_BERT, pooling_type="MEAN")
 _MODERN_CLASSIFIER = dataclasses.replace(_classifier(_ENCODER), pooling_types=("CLS", "MEAN"))
 _SPLADE = dataclasses.replace(
     _BERT,
@@ -73,16 +74,16 @@ TRAITS: Mapping[str, PoolingTraits] = {
     **_line("MPNet", _MPNET),
     **_line("Roberta", _ROBERTA),
     **_line("XLMRoberta", _ROBERTA),
-    **_line("Gte", _GTE),
-    **_line("GteNew", _GTE),
-    **_line("JinaEmbeddingsV3", _ROTARY_BERT),
+    **_line("Gte", _BERT),
+    **_line("GteNew", _BERT),
+    **_line("JinaEmbeddingsV3", _MEAN),
     **_line("ModernBert", _ENCODER),
     "BertSpladeSparseEmbeddingModel": _SPLADE,
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
-    "NomicBertModel": _ROTARY_BERT,
+    "NomicBertModel": _MEAN,
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
     "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
