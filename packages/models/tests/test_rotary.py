@@ -66,9 +66,9 @@ def test_ntk_of_gte() -> None:
     frequencies = 1.0 / base ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
     angles = torch.outer(torch.arange(96).float(), frequencies / 8.0 ** (2 / HEAD_DIM))
     torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    mixed = rope_settings({**PLAIN, "rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 2.0}})
     with pytest.raises(UnsupportedModel, match="mixed_b"):
-        mixed = {**config["rope_scaling"], "mixed_b": 2.0}
-        rotary_table(Context(8), rope_settings({**config, "rope_scaling": mixed}), HEAD_DIM)  # type: ignore[arg-type]
+        rotary_table(Context(8), mixed, HEAD_DIM)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("length", [40, 96])

@@ -56,7 +56,7 @@ class PoolingDecoder(Decoder):
     head_rules: ClassVar[Sequence[WeightRule]] = (
         WeightRule("score", OUT),
         WeightRule("classifier", OUT),
-        WeightRule("lm_head", OUT),
+        WeightRule("lm_head.weight", f"{OUT}.table"),
     )
     """The last is for classifiers made of the language model's head."""
     ignored_weights: ClassVar[Mapping[str, str]] = {

@@ -34,7 +34,7 @@ class BertSpladeModel(BertModel):
         WeightRule(f"{_HEAD}.transform.LayerNorm", f"{_SCORES}.norm"),
         WeightRule(f"{_HEAD}.transform.LayerNorm.gamma", f"{_SCORES}.norm.weight"),
         WeightRule(f"{_HEAD}.transform.LayerNorm.beta", f"{_SCORES}.norm.bias"),
-        WeightRule(f"{_HEAD}.decoder.weight", f"{_SCORES}.out.weight"),
+        WeightRule(f"{_HEAD}.decoder.weight", f"{_SCORES}.out.table"),
         WeightRule(f"{_HEAD}.bias", f"{_SCORES}.out.bias"),
     )
     ignored_weights: ClassVar[Mapping[str, str]] = {

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class HeadRows(HeadLinear):
     """Of the head's weight [V, H] and bias [V] only the rows of some tokens are kept.
 
+    Its tensor is called ``table``, so that a head which is stored beside a classifier is none.
+
     Args:
         name: of the language model's head.
         vocab_size: V.
@@ -47,14 +49,14 @@ class HeadRows(HeadLinear):
         self.table_shape = (vocab_size, in_features)
 
     def slots(self) -> Mapping[str, Slot]:
-        slots = {} if self.tied is not None else {"weight": Slot(self.table_shape)}
+        slots = {} if self.tied is not None else {"table": Slot(self.table_shape)}
         if self.has_bias:
             # What waits for another leaf must wait to the end, which optional tensors do.
             slots["bias"] = Slot(self.table_shape[:1], required=self.tied is None)
         return slots
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        table = tensors["weight"] if self.tied is None else self.tied()
+        table = tensors["table"] if self.tied is None else self.tied()
         own = {"weight": self._chosen(table)}
         if self.has_bias:
             if "bias" not in tensors:
