@@ -218,12 +218,7 @@ def check_task(model: ServedModel, task: str, *, call: str = "") -> PoolingInfo:
         UnsupportedFeature: it generates, or does not have the task; says what would help.
     """
     call = call or task
-    if model.runner != "pooling" or model.pooling is None:
-        raise UnsupportedFeature(
-            f"{call}: {model.architecture} runs as a generator (runner {model.runner}); start it "
-            "with --runner pooling (runner='pooling') for embeddings and scores",
-            param="task",
-        )
+    info = check_pools(model, call=call)
     if task not in model.tasks:
         reasons = "".join(f"; {reason}" for reason in model.unmet.get(task, ()))
         remedy = TASK_REMEDIES.get(task)
@@ -231,6 +226,21 @@ def check_task(model: ServedModel, task: str, *, call: str = "") -> PoolingInfo:
         raise UnsupportedFeature(
             f"{call}: {model.architecture} does not have the task {task!r}; its tasks are "
             f"{', '.join(model.tasks) or 'none'}{reasons}{advice}",
+            param="task",
+        )
+    return info
+
+
+def check_pools(model: ServedModel, *, call: str) -> PoolingInfo:
+    """What the model pools.
+
+    Raises:
+        UnsupportedFeature: it generates; says which runner is in force, and the flag.
+    """
+    if model.runner != "pooling" or model.pooling is None:
+        raise UnsupportedFeature(
+            f"{call}: {model.architecture} runs as a generator (runner {model.runner}); start it "
+            "with --runner pooling (runner='pooling') for embeddings and scores",
             param="task",
         )
     return model.pooling
