@@ -266,7 +266,7 @@ class ModelWorker:
         many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
         self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(prompt, tokens), 1)
-        if self._capture is not None and self._pooling is None:
+        if self._capture is not None:
             runner = self._ready()
             runner.graph = capture_steps(
                 self._capture,
@@ -274,6 +274,8 @@ class ModelWorker:
                 max_num_seqs=seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
+                all_rows=self._pooling is not None,
+                token_types=self._takes_token_types,
             )
         if self._populator is not None:
             self._populator.start()
