@@ -71,10 +71,9 @@ class MLP(MLPLayer):
         *,
         bias: bool = True,
     ) -> None:
-        self.ops = context.ops
         self.activation = activation
         self.up = column_parallel(context, up_name, hidden_size, (intermediate_size,), bias=bias)
         self.down = row_parallel(context, down_name, intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.activation(self.up(x), self.activation))
+        return self.down(self.up.activated(x, self.activation))
