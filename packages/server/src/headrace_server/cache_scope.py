@@ -20,8 +20,13 @@ def scoped(prompt: Prompt) -> Prompt:
     owner = OWNER.get()
     if isinstance(prompt, ChatPrompt):
         return dataclasses.replace(prompt, cache_salt=_salt(owner, prompt.cache_salt))
+    if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
+        decoder = cast(Prompt | None, prompt["decoder_prompt"])
+        return cast(
+            Prompt, {**prompt, "decoder_prompt": None if decoder is None else scoped(decoder)}
+        )
     if isinstance(prompt, Mapping):
-        salt = _salt(owner, prompt.get("cache_salt"))
+        salt = _salt(owner, cast(str | None, prompt.get("cache_salt")))
         return cast(Prompt, {**prompt, "cache_salt": salt})
     whole: dict[str, Any] = (
         {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
