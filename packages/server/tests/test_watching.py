@@ -233,6 +233,16 @@ def _salt(prompt: Any) -> str | None:
     return prompt.get("cache_salt") if isinstance(prompt, dict) else None
 
 
+def test_the_salt_of_an_encoder_decoder_model_is_in_its_decoders_prompt() -> None:
+    for decoder in ("x", [1, 2], {"prompt": "x"}):
+        made: Any = scoped({"encoder_prompt": "", "decoder_prompt": decoder})  # type: ignore[typeddict-item]
+        assert _salt(made["decoder_prompt"]) is not None
+        assert set(made) == {"encoder_prompt", "decoder_prompt"}
+    assert scoped({"encoder_prompt": "", "decoder_prompt": None}) == {
+        "encoder_prompt": "", "decoder_prompt": None,
+    }  # fmt: skip
+
+
 def test_a_salt_cannot_be_made_to_meet_another() -> None:
     chat = ChatPrompt([], cache_salt="a")
     assert _salt(scoped(chat)) != _salt(scoped(ChatPrompt([], cache_salt="b")))

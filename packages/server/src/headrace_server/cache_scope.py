@@ -20,18 +20,20 @@ def scoped(prompt: Prompt) -> Prompt:
     owner = OWNER.get()
     if isinstance(prompt, ChatPrompt):
         return dataclasses.replace(prompt, cache_salt=_salt(owner, prompt.cache_salt))
-    if isinstance(prompt, Mapping) and "encoder_prompt" in prompt:
-        decoder = cast(Prompt | None, prompt["decoder_prompt"])
-        return cast(
-            Prompt, {**prompt, "decoder_prompt": None if decoder is None else scoped(decoder)}
-        )
     if isinstance(prompt, Mapping):
-        salt = _salt(owner, cast(str | None, prompt.get("cache_salt")))
-        return cast(Prompt, {**prompt, "cache_salt": salt})
+        return cast(Prompt, _scoped_parts(prompt, owner))
     whole: dict[str, Any] = (
         {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     )
     return cast(Prompt, {**whole, "cache_salt": _salt(owner, None)})
+
+
+def _scoped_parts(given: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The same of a prompt that is a mapping; what a decoder begins with carries the salt."""
+    if "encoder_prompt" in given:
+        decoder = given["decoder_prompt"]
+        return {**given, "decoder_prompt": None if decoder is None else scoped(decoder)}
+    return {**given, "cache_salt": _salt(owner, given.get("cache_salt"))}
 
 
 def _salt(owner: str, given: str | None) -> str:
