@@ -151,6 +151,9 @@ class WeightRule:
     parts of the target, in the target's own sizes. None: the tensor is one part."""
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
+    order: tuple[int, ...] = ()
+    """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
+    ((1, 0): up before gate); () = the target's own."""
 
 
 class CausalLM(Protocol):
@@ -172,6 +175,14 @@ class CausalLM(Protocol):
         float32 or the activations' dtype: who samples reads any.
         """
         ...
+
+
+@runtime_checkable
+class IgnoresWeights(Protocol):
+    """The model's checkpoints hold tensors that it does not use: heads of another task."""
+
+    ignored_weights: ClassVar[Mapping[str, str]]
+    """Pattern of a tensor's whole name -> why it is passed over."""
 
 
 class ModelLoader(Protocol):
