@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import Prompt
@@ -214,6 +215,12 @@ class EngineClient(Protocol):
     @property
     def speech(self) -> SpeechModel | None:
         """Speech to text, if the model has the task ``transcription``."""
+        ...
+
+    @property
+    def io_processor(self) -> IOProcessor | None:
+        """Answers requests of the task ``plugin``
+        (:func:`headrace_core.io_processor.answer`); None: there is none."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.model import INPUT_EMBEDS
 from headrace_engine.execution.embeds import EmbeddedPrompts
 from headrace_engine.execution.requests import RequestTable
+from headrace_engine.execution.token_types import TokenTypes
 
 Ints = npt.NDArray[np.int64]
 
@@ -117,9 +118,19 @@ class InputBuilder:
         table: the requests; not changed.
         block_size: tokens per cache block.
         device: where the tensors go.
+        token_types: whether the model takes segments.
     """
 
-    def __init__(self, table: RequestTable, *, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        *,
+        block_size: int,
+        device: torch.device,
+        token_types: bool = False,
+    ) -> None:
+        self.token_types = TokenTypes(device) if token_types else None
+        """By the table's rows; None: the model takes none."""
         self.embedded = EmbeddedPrompts(device)
         """Prompts that are no tokens, by the table's rows."""
         self._table = table
@@ -161,6 +172,11 @@ class InputBuilder:
             max_seqlen_k=longest,
             groups=self._groups(cast, positions, longest),
             logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
+            token_type_ids=(
+                self.token_types.inputs(rows, computed, cast.cu_seqlens)
+                if self.token_types is not None
+                else None
+            ),
             extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
         return StepInputs(cast.request_ids, rows, seq_lens, sampled, prompt_rows, batch, errors)
@@ -215,6 +231,8 @@ class InputBuilder:
         )
 
     def _groups(self, cast: _Cast, positions: Ints, longest: int) -> tuple[GroupBatch, ...]:
+        if not self._table.block_tables:
+            return ()  # the model caches nothing
         size, device = self._block_size, self._device
         num_blocks = -(-longest // size)
         columns = positions // size

@@ -95,7 +95,7 @@ class StepFiller:
                 plan.add_decode(state)
             else:
                 plan.add(state, num_tokens, self._limits.long_threshold)
-            if gained[0]:
+            if gained and gained[0]:
                 plan.new_block_ids[state.request_id] = gained
 
     def _preempt_for(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
@@ -183,7 +183,7 @@ class StepFiller:
             num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
             gained = self._make_room(state, lambda: self._allocate(state, num_tokens))
             plan.add(state, num_tokens, self._limits.long_threshold)
-            if gained[0]:
+            if gained and gained[0]:
                 plan.new_block_ids[state.request_id] = gained
             return
         match = self._match_prefix(state)

@@ -102,4 +102,6 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         constraint=request.constraint,
         prompt_embeds=request.prompt_embeds,
         thinking=request.thinking,
+        pooling=request.pooling,
+        token_type_ids=request.token_type_ids,
     )

@@ -99,6 +99,7 @@ def worker_factory(
             make_processors=make_processors,
             prompt_embeds=config.model.enable_prompt_embeds,
             profiler=config.profiler,
+            pooling=info.pooling,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),
