@@ -102,4 +102,6 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         constraint=request.constraint,
         prompt_embeds=request.prompt_embeds,
         thinking=request.thinking,
+        media=request.media,
+        num_encoder_tokens=request.num_encoder_tokens,
     )
