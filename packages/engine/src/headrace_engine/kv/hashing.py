@@ -90,9 +90,9 @@ class BlockHashes:
     def _keys(self, start: int, end: int) -> tuple[str, ...]:
         """What tokens ``start`` to ``end`` depend on besides their ids."""
         content = self._embeds.digests(start, end) if self._embeds is not None else ""
-        keys = ("embeds", content) if content else ()
+        keys: tuple[str, ...] = ("embeds", content) if content else ()
         for item in self._media:
-            if item.offset < end and start < item.offset + item.num_tokens:
+            if 0 <= item.offset < end and start < item.offset + item.num_tokens:
                 # Where it begins says which part of it the block holds.
                 keys += ("media", item.content_hash, str(item.offset - start))
         return keys
