@@ -102,21 +102,23 @@ class KVCacheConfig:
     num_blocks: int
     """Blocks in the pool, the null block included."""
     groups: tuple[KVCacheGroup, ...]
+    """Empty for a model that caches nothing, which has no blocks either."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, equal in all groups."""
-        return self.groups[0].spec.block_size
+        """Tokens per block, equal in all groups; 0 without any."""
+        return self.groups[0].spec.block_size if self.groups else 0
 
     @property
     def num_layers_per_group(self) -> int:
         """Number of cache tensors; see the module's docstring."""
-        return max(len(group.layer_names) for group in self.groups)
+        return max((len(group.layer_names) for group in self.groups), default=0)
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes over all tensors."""
-        return self.num_layers_per_group * max(group.spec.page_bytes for group in self.groups)
+        largest = max((group.spec.page_bytes for group in self.groups), default=0)
+        return self.num_layers_per_group * largest
 
 
 BlockIds = tuple[list[int], ...]
@@ -145,7 +147,8 @@ class CachedSequence(Protocol):
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True if the request must compute its whole prompt (prompt log-probabilities)."""
+        """True if the request must compute its whole prompt (prompt log-probabilities, results of
+        pooling that need every token)."""
         ...
 
     @property
