@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingInfo, PoolingParams
@@ -232,6 +233,12 @@ class EngineClient(Protocol):
             UnsupportedFeature: the model does not have the task.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
+        ...
+
+    @property
+    def io_processor(self) -> IOProcessor | None:
+        """Answers requests of the task ``plugin``
+        (:func:`headrace_core.io_processor.answer`); None: there is none."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
