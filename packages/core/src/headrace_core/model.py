@@ -101,6 +101,10 @@ class BuildContext:
     """See :attr:`ModelInfo.pooling`."""
     path: Path | None = None
     """The checkpoint's folder, for what is in further files of it (Dense modules)."""
+    whole_config: Mapping[str, Any] = field(default_factory=dict)
+    """See :attr:`ModelInfo.whole_config`."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """See :attr:`ModelInfo.generation_config`."""
 
 
 class AttentionLayer(Protocol):
