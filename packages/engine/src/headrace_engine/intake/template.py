@@ -181,7 +181,7 @@ def _is_large(variables: Mapping[str, Any]) -> bool:
 def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
     """Drop what the template put after the last message, so that the model continues it."""
     content = message["content"]
-    final = content if isinstance(content, str) else content[-1]["text"] if content else ""
+    final = content if isinstance(content, str) else content[-1].get("text", "") if content else ""
     at = text.rfind(final.strip())
     if not final.strip() or at < 0:
         raise RequestError(
