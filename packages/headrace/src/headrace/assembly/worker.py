@@ -213,6 +213,8 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         max_model_len=info.max_model_len,
         pooling=info.pooling,
         path=info.path,
+        whole_config=info.whole_config,
+        generation_config=info.generation_config,
     )
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
