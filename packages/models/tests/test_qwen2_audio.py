@@ -131,7 +131,12 @@ def prompt(folder: Path, **asked: Any) -> str:
     info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
     config = Qwen2AudioForConditionalGeneration.get_speech_to_text_config(info, "transcribe")
     assert config.max_audio_clip_s == pytest.approx(2 * STATES / 100)
-    keywords = {"language": None, "task_type": "transcribe", "request_prompt": "", "to_language": None}
+    keywords = {
+        "language": None,
+        "task_type": "transcribe",
+        "request_prompt": "",
+        "to_language": None,
+    }
     made = Qwen2AudioForConditionalGeneration.get_generation_prompt(
         AudioClip([0.0], 16000), info, config, **{**keywords, **asked}
     )

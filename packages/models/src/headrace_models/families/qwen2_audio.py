@@ -62,7 +62,9 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM, SupportsTranscription
         super().prepare(context, prefix)
         stated = context.whole_config.get("audio_config") or {}
         if not isinstance(stated, Mapping):
-            raise UnsupportedModel(f"config.json: audio_config = {stated!r:.200}: must be an object")
+            raise UnsupportedModel(
+                f"config.json: audio_config = {stated!r:.200}: must be an object"
+            )
         settings = Settings({**_ENCODER, **stated})
         outer = prefix.removesuffix(_TEXT)
         self.encoder = AudioEncoder(context, settings, f"{outer}audio_tower", pools=True)
