@@ -14,9 +14,9 @@ import sys
 import msgspec
 import torch
 
+from headrace_core.killable import serve
 from headrace_core.request import EMBEDS_DTYPES
 from headrace_engine.intake.embeds import DECODE_SECONDS, Job, Rows
-from headrace_engine.intake.killable import serve
 
 _ZIP = b"PK\x03\x04"
 """How a file of ``torch.save`` begins; the older form is not read."""

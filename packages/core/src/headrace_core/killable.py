@@ -148,7 +148,7 @@ def _talk(process: subprocess.Popen[bytes], message: bytes | None, deadline: flo
                 if not piece:
                     raise EOFError
                 answer += piece
-    return bytes(answer[_LENGTH.size :])
+    return bytes(memoryview(answer)[_LENGTH.size :])
 
 
 def _is_whole(answer: bytearray) -> bool:
@@ -158,7 +158,7 @@ def _is_whole(answer: bytearray) -> bool:
     return len(answer) >= _LENGTH.size + size
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
+def serve(answer: Callable[[bytes], bytes | bytearray]) -> None:
     """The child: answer messages until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -182,7 +182,8 @@ def _receive(source: BinaryIO) -> bytes | None:
     return message if len(message) == size else None
 
 
-def _send(target: BinaryIO, message: bytes) -> None:
-    unsent = memoryview(_LENGTH.pack(len(message)) + message)
-    while unsent:
-        unsent = unsent[target.write(unsent) :]
+def _send(target: BinaryIO, message: bytes | bytearray) -> None:
+    for part in (_LENGTH.pack(len(message)), message):
+        unsent = memoryview(part)
+        while unsent:
+            unsent = unsent[target.write(unsent) :]
