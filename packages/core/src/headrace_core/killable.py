@@ -61,6 +61,11 @@ class KillableProcess:
         """Of the child, if it lives."""
         return self._process.pid if self._process is not None and self.running else None
 
+    def start(self) -> None:
+        """Start the child now, not with the first message; where that fails, the message will say so."""
+        with contextlib.suppress(TookTooLong):
+            self._started()
+
     def ask(self, message: bytes, seconds: float) -> bytes:
         """Send a message and wait for its answer.
 
@@ -171,6 +176,25 @@ def serve(answer: Callable[[bytes], bytes | bytearray]) -> None:
 def serve_json(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
     """:func:`serve` of JSON objects."""
     serve(lambda message: json.dumps(answer(json.loads(message))).encode())
+
+
+def limit_time(seconds: float) -> None:
+    """In the child: end it if the coming job takes so much processor time, also if nobody is there to
+    kill it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    allowed = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    if most == resource.RLIM_INFINITY or allowed < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed, most))
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped; where nobody says, a generous guess."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 16 << 30
 
 
 def _receive(source: BinaryIO) -> bytes | None:

@@ -1,12 +1,13 @@
 """Speech to text: what a model's class says, and what a server sees of it. Imports no torch.
 
 A class says what it can by being a :class:`SupportsTranscription`; whoever composes an engine makes a
-:class:`SpeechModel` of it and of a decoder for uploads, and the routes need nothing else.
+:class:`SpeechModel` of it and of a decoder for uploads, and the routes need nothing else. What a class
+that should transcribe lacks is told by :mod:`headrace_core.speech_diagnosis`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -76,10 +77,12 @@ class LanguageProbe(NamedTuple):
     """Token id -> language code; the likeliest of these tokens is the answer."""
 
 
-class SupportsTranscription(ABC):
+class SupportsTranscription:
     """A model class that turns speech into text. Inheriting it is all that is needed to be served.
 
-    ``supported_languages`` is checked when a class is defined.
+    ``supported_languages`` is checked when a class is defined. The abstract methods are required. This
+    is no ABC all the same: a class that lacks one can be built and serves its other tasks, and the
+    diagnosis says what is missing, where an ABC would only keep the engine from starting.
     """
 
     supports_transcription: ClassVar[bool] = True
@@ -222,11 +225,30 @@ class SpeechModel(Protocol):
     @property
     def no_speech_token_id(self) -> int | None: ...
 
+    @property
+    def max_file_bytes(self) -> int:
+        """Longest upload that :meth:`decode` takes; a longer one need not be read."""
+        ...
+
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """An uploaded file as one channel of that rate. Decoded in a process that can be killed.
 
         Raises:
             RequestError: it is no audio, is damaged, or is longer than allowed; says which.
+            QueueFull: too many files wait to be decoded.
             MissingDependency: the libraries for it are not installed.
         """
+        ...
+
+    def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
+        """Clips that the model takes, in order; together they are the whole audio, and no sample is in
+        two of them.
+
+        Raises:
+            RequestError: it is too long and may not be cut.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the processes that decode. Idempotent."""
         ...
