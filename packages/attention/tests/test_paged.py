@@ -12,11 +12,16 @@ from headrace_attention.paged import PagedBackend
 from headrace_core.attention import AttentionLayerSpec
 from headrace_core.ops import OpTable
 from headrace_core.testing.attention import BASIC_CASES, AttentionBackendConformance, World
+from headrace_core.testing.cross_attention import CrossAttentionConformance
 
 pytestmark = pytest.mark.spec("ATTN-BACKEND-IFACE")
 
 
 class TestPaged(AttentionBackendConformance):
+    backend_class = PagedBackend
+
+
+class TestPagedCross(CrossAttentionConformance):
     backend_class = PagedBackend
 
 

@@ -9,11 +9,21 @@ from headrace_attention.sdpa import SDPABackend
 from headrace_core.errors import ConfigError
 from headrace_core.ops import OpTable
 from headrace_core.testing.attention import AttentionBackendConformance, Case, World
+from headrace_core.testing.cross_attention import CrossAttentionConformance
+from headrace_core.testing.encoder_attention import EncoderBackendConformance
 
 pytestmark = pytest.mark.spec("ATTN-BACKEND-IFACE")
 
 
 class TestSDPA(AttentionBackendConformance):
+    backend_class = SDPABackend
+
+
+class TestSDPACross(CrossAttentionConformance):
+    backend_class = SDPABackend
+
+
+class TestSDPAWithoutACache(EncoderBackendConformance):
     backend_class = SDPABackend
 
 

@@ -13,9 +13,16 @@ import torch
 
 from headrace_attention.paged import PagedBackend
 from headrace_attention.sdpa import SDPABackend
+from headrace_attention.varlen import VarlenBackend
 from headrace_core import plugins
-from headrace_core.attention import AttentionBackend, AttentionNeed, choose_backend
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionNeed,
+    BackendFacts,
+    choose_backend,
+)
 from headrace_core.errors import ConfigError, PluginLoadError, PluginNotFound
+from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
 
 pytestmark = pytest.mark.spec("ATTN-SELECT")
 
@@ -76,7 +83,7 @@ def test_built_in_backends_are_entry_points() -> None:
     assert choose_backend(NEED, preferred=["paged"]) is PagedBackend
 
 
-@pytest.mark.parametrize("name", ["paged", "sdpa"])
+@pytest.mark.parametrize("name", ["paged", "sdpa", "varlen"])
 def test_built_in_names_are_what_users_type(name: str) -> None:
     backend = plugins.load("headrace.attention_backends", name)
     assert backend.name == name
@@ -89,6 +96,33 @@ def test_paged_serves_every_option_everywhere(device: str, dtype: str) -> None:
         80, dtype, "auto", 16, device, sliding_window=True, soft_cap=True, has_sink=True
     )
     assert PagedBackend.refuse(need) == []
+
+
+@pytest.mark.spec("ATTN-TYPES")
+@pytest.mark.parametrize(
+    ("attention_type", "first"),
+    [
+        ("decoder", PagedBackend),
+        ("encoder_decoder", PagedBackend),
+        ("encoder", VarlenBackend),
+        ("encoder_only", VarlenBackend),
+    ],
+)
+@pytest.mark.parametrize("platform", [CpuPlatform(), CudaPlatform()], ids=lambda p: p.device)
+def test_who_serves_a_type_of_attention(
+    platform: Platform, attention_type: str, first: type[BackendFacts]
+) -> None:
+    need = dataclasses.replace(NEED, attention_type=attention_type, device=platform.device)
+    assert choose_backend(need, preferred=platform.attention_order) is first
+    assert SDPABackend.refuse(need) == []
+
+
+@pytest.mark.spec("POOL-FP32")
+def test_the_error_of_a_choice_names_who_could(install: Install) -> None:
+    install(PickyBackend, SDPABackend, PagedBackend, broken=("broken",))
+    need = dataclasses.replace(NEED, dtype="float32")
+    with pytest.raises(ConfigError, match=r"dtype not supported; could be \['paged', 'sdpa'\]"):
+        choose_backend(need, wanted="picky")
 
 
 def test_sdpa_is_passed_over_for_soft_caps() -> None:

@@ -1,4 +1,5 @@
-"""Attention backends: ``paged`` (through core's ops) and ``sdpa`` (through torch).
+"""Attention backends: ``paged`` and, without a cache, ``varlen`` (through core's ops), ``sdpa``
+(through torch).
 
 Nothing is imported here; backends are loaded by entry point
 (:func:`headrace_core.attention.choose_backend`).

@@ -21,23 +21,26 @@ class PagedMetadata:
     block_table: Tensor
     """[B, M] int32."""
     slot_mapping: Tensor
-    """[T] int64, negative = written nowhere."""
+    """[T] int64, negative = written nowhere; of cross-attention [E], of new encoder states."""
     cu_seqlens_q: Tensor
     """[B + 1] int32."""
     seq_lens: Tensor
-    """[B] int32, including this step's tokens."""
+    """[B] int32: how many keys a request has, this step's included."""
     max_seqlen_q: int
     max_seqlen_k: int
 
     @classmethod
     def of(cls, batch: ForwardBatch, group: int) -> PagedMetadata:
-        """Metadata for ``batch.groups[group]``."""
+        """Metadata for ``batch.groups[group]``: a group of cross-attention has lengths of its own."""
         where = batch.groups[group]
+        seq_lens, max_seqlen_k = batch.seq_lens, batch.max_seqlen_k
+        if where.seq_lens is not None:
+            seq_lens, max_seqlen_k = where.seq_lens, where.max_seqlen_k
         return cls(
             block_table=where.block_table,
             slot_mapping=where.slot_mapping,
             cu_seqlens_q=batch.cu_seqlens_q,
-            seq_lens=batch.seq_lens,
+            seq_lens=seq_lens,
             max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
+            max_seqlen_k=max_seqlen_k,
         )

@@ -2,7 +2,8 @@
 
 The work is done by whatever kernels were bound at assembly (Triton on a GPU, native code on a CPU,
 the plain-torch reference anywhere), so this backend serves all that ``ops.paged_attention`` is
-defined for: every dtype, prefill, decode and mixed batches, sliding windows, soft caps and sinks.
+defined for: every dtype, prefill, decode and mixed batches, sliding windows, soft caps and sinks, and
+cross-attention to an encoder's states.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class PagedBackend(AttentionBackend):
 
     name: ClassVar[str] = "paged"
     supported_devices = ("cpu", "cuda")
+    supported_attention_types = ("decoder", "encoder_decoder")
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
@@ -94,4 +96,5 @@ class PagedBackend(AttentionBackend):
             sinks=layer.sinks,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
+            causal=layer.attention_type != "encoder_decoder",
         )

@@ -1,15 +1,17 @@
 """``sdpa``: torch's scaled_dot_product_attention, one call per request.
 
-A plain second implementation of the contract: each request's keys and values are gathered from the
-cache into a dense tensor and handed to torch. It costs a copy of the whole context per layer and a
-Python loop over requests, so it is for small batches, for machines without our kernels, and for
-checking the others. torch's function has no soft cap and no sinks; both are refused.
+A plain second implementation of the contracts, with a cache and without: each request's keys and
+values are gathered from the cache into a dense tensor and handed to torch. It costs a copy of the
+whole context per layer and a Python loop over requests, so it is for small batches, for machines
+without our kernels, and for checking the others. torch's function has no soft cap and no sinks; both
+are refused.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,7 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from headrace_attention.metadata import PagedMetadata
 from headrace_attention.writing import store
-from headrace_core.attention import AttentionBackend, AttentionLayerSpec, KVViews
+from headrace_core.attention import (
+    ATTENTION_TYPES,
+    AttentionBackend,
+    AttentionLayerSpec,
+    EncoderBackend,
+    KVViews,
+)
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,20 +43,20 @@ class SDPAMetadata:
     query_starts: list[int]
     """B + 1 row numbers."""
     seq_lens: list[int]
-    """B context lengths, including this step's tokens."""
+    """B numbers of keys, this step's included."""
 
 
-class SDPABackend(AttentionBackend):
+class SDPABackend(AttentionBackend, EncoderBackend):
     """Attention through torch's scaled_dot_product_attention over gathered keys and values."""
 
     name: ClassVar[str] = "sdpa"
     supported_devices = ("cpu", "cuda")
+    supported_attention_types = ATTENTION_TYPES
     supports_sliding_window = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> SDPAMetadata:
-        return SDPAMetadata(
-            PagedMetadata.of(batch, group), batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
-        )
+        paged = PagedMetadata.of(batch, group)
+        return SDPAMetadata(paged, paged.cu_seqlens_q.tolist(), paged.seq_lens.tolist())
 
     def forward(
         self,
@@ -75,7 +83,32 @@ class SDPABackend(AttentionBackend):
             rows = slice(starts[request], starts[request + 1])
             if rows.start < rows.stop and seq_len > 0:
                 blocks = metadata.paged.block_table[request]
-                output[rows] = _attend(layer, query[rows], caches, blocks, seq_len)
+                output[rows] = _attend_cached(layer, query[rows], caches, blocks, seq_len)
+        return output
+
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        *,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        """See :meth:`headrace_core.attention.EncoderBackend.attend`.
+
+        Raises:
+            ConfigError: as :meth:`forward`.
+        """
+        _check_layer(layer)
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            rows = slice(start, end)
+            if end > start:
+                mask = _mask_both_ways(layer, end - start, query, distance_bias)
+                output[rows] = _attend(layer, query[rows], key[rows], value[rows], mask)
         return output
 
 
@@ -89,23 +122,55 @@ def _check_layer(layer: AttentionLayerSpec) -> None:
             )
 
 
-def _attend(
+def _attend_cached(
     layer: AttentionLayerSpec, query: Tensor, caches: KVViews, blocks: Tensor, seq_len: int
 ) -> Tensor:
     """One request: query [q, Hq, D], its row of the block table [M] -> [q, Hq, D]."""
     num_new, window = query.shape[0], layer.sliding_window
+    causal = layer.attention_type != "encoder_decoder"
     # Keys before the first query's window are left out, not masked: their blocks may have been
     # given back, and whatever stands in the null block now (NaN included) must not be multiplied.
     first = 0 if window is None or window <= 0 else max(0, seq_len - num_new - window + 1)
+    return _attend(
+        layer,
+        query,
+        _gather(caches.key_cache, blocks, first, seq_len),
+        _gather(caches.value_cache, blocks, first, seq_len),
+        _visible(num_new, first, seq_len, window, query.device) if causal else None,
+    )
+
+
+def _attend(
+    layer: AttentionLayerSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    """One sequence: [q, Hq, D], [L, Hk, D], a mask that fits [Hq, q, L] or None -> [q, Hq, D]."""
     result = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        _gather(caches.key_cache, blocks, first, seq_len).transpose(0, 1)[None],
-        _gather(caches.value_cache, blocks, first, seq_len).transpose(0, 1)[None],
-        attn_mask=_visible(num_new, first, seq_len, window, query.device),
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        attn_mask=mask,
         scale=layer.scale,
         enable_gqa=layer.num_heads != layer.num_kv_heads,
     )
     return result[0].transpose(0, 1)
+
+
+def _mask_both_ways(
+    layer: AttentionLayerSpec, length: int, query: Tensor, distance_bias: Tensor | None
+) -> Tensor | None:
+    """What is added to scores (or, as bool, seen); None if all is seen as it is."""
+    window = layer.sliding_window
+    reach = length if window is None or window <= 0 else min(window, length)
+    if distance_bias is None and reach == length:
+        return None
+    at = torch.arange(length, device=query.device)
+    distance = at[None] - at[:, None]
+    seen = distance.abs() < reach
+    if distance_bias is None:
+        return seen
+    middle = (distance_bias.shape[1] - 1) // 2
+    bias = distance_bias[:, middle + distance].masked_fill(~seen, -torch.inf)
+    return bias.to(query.dtype)[None]
 
 
 def _gather(cache: Tensor, blocks: Tensor, first: int, seq_len: int) -> Tensor:

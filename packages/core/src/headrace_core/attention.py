@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from headrace_core import plugins
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, PluginError
 from headrace_core.kv import KVCacheSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,10 @@ ATTENTION_TYPES = ("decoder", "encoder", "encoder_only", "encoder_decoder")
 """``decoder``: causal, paged cache. ``encoder`` (of an encoder-decoder model, of media) and
 ``encoder_only``: both directions, no cache. ``encoder_decoder``: queries of a decoder, keys and values
 of an encoder, paged and written once."""
+
+UNCACHED_TYPES = ("encoder", "encoder_only")
+"""Those of :data:`ATTENTION_TYPES` whose keys and values are forgotten; an :class:`EncoderBackend`
+serves them."""
 
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 """Values that ``cache.block_size`` may take."""
@@ -68,6 +72,7 @@ class AttentionLayerSpec:
     """[num_kv_heads] float32: what a stored 1 of a one-byte cache stands for; None = 1."""
     v_scale: Tensor | None = None
     attention_type: str = "decoder"
+    """One of :data:`ATTENTION_TYPES`."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -106,13 +111,18 @@ class BackendFacts(ABC):
 
     @classmethod
     def refuse(cls, need: AttentionNeed) -> list[str]:
-        """All reasons why this backend cannot serve, in a fixed order; empty = it can."""
+        """All reasons why this backend cannot serve, in a fixed order; empty = it can.
+
+        What the need says of the cache counts only where there is one.
+        """
+        cached = need.attention_type not in UNCACHED_TYPES
         checks = (
             (not cls.supported_head_dims or need.head_dim in cls.supported_head_dims,
              "head_size not supported"),
             (need.dtype in cls.supported_dtypes, "dtype not supported"),
-            (need.kv_cache_dtype in cls.supported_kv_cache_dtypes, "kv_cache_dtype not supported"),
-            (need.block_size in BLOCK_SIZES, "block_size not supported"),
+            (not cached or need.kv_cache_dtype in cls.supported_kv_cache_dtypes,
+             "kv_cache_dtype not supported"),
+            (not cached or need.block_size in BLOCK_SIZES, "block_size not supported"),
             (cls.supports_sink or not need.has_sink, "sink setting not supported"),
             (need.device in cls.supported_devices, f"device {need.device} not supported"),
             (need.attention_type in cls.supported_attention_types,
@@ -158,10 +168,14 @@ class AttentionBackend(BackendFacts):
     ) -> Tensor:
         """Attention of one layer.
 
+        A layer of type ``encoder_decoder`` sees all of its group's encoder states
+        (:attr:`~headrace_core.batch.GroupBatch.seq_lens`), every token of its query alike.
+
         Args:
             query: [T, num_heads, head_dim].
             key, value: [T, num_kv_heads, head_dim] to be written first, or None if the caller
-                has already written them (``rotary_cache_write``).
+                has already written them (``rotary_cache_write``). Of ``encoder_decoder`` [E, ...],
+                given in the step that encodes and None afterwards.
             kv_cache: of :meth:`cache_shape`; None while memory is profiled: the result is zeros.
             metadata: from :meth:`prepare`, or None while memory is profiled.
 
@@ -224,7 +238,8 @@ def choose_backend(
         reasons = backend.refuse(need)
         if reasons:
             raise ConfigError(
-                f"attention backend {wanted!r} cannot serve {need}: {'; '.join(reasons)}",
+                f"attention backend {wanted!r} cannot serve {need}: {'; '.join(reasons)}; "
+                f"could be {_who_serves(need)}",
                 field="attention.backend",
             )
         return backend
@@ -243,3 +258,16 @@ def choose_backend(
     raise ConfigError(
         f"no attention backend can serve {need}. {listing}", field="attention.backend"
     )
+
+
+def _who_serves(need: AttentionNeed) -> list[str]:
+    """Names of installed backends that serve the need; one that cannot be imported serves nothing."""
+    willing = []
+    for name, plugin in plugins.installed("headrace.attention_backends").items():
+        try:
+            backend: type[BackendFacts] = plugin.load()
+        except PluginError:
+            continue
+        if not backend.refuse(need):
+            willing.append(name)
+    return willing

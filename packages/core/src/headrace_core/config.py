@@ -207,8 +207,9 @@ class CacheConfig:
         cost="a prompt of 256 tokens at start; keys and values that are larger than its own by more "
         "than a headroom are cut off",
     )  # fmt: skip
-    enable_prefix_caching: bool = option(
-        True, "Reuse the cache of earlier requests with the same beginning.",
+    enable_prefix_caching: bool | None = option(
+        None, "Reuse the cache of earlier requests with the same beginning. Default: on, where the "
+        "model allows it.",
         cost="hashing prompts: well under 1 % of prefill",
     )  # fmt: skip
     gpu_memory_utilization: float = option(

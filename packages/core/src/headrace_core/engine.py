@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
@@ -214,6 +216,29 @@ class EngineClient(Protocol):
     @property
     def speech(self) -> SpeechModel | None:
         """Speech to text, if the model has the task ``transcription``."""
+        ...
+
+    async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
+        """Which part of its media each token of a sequence comes from: for the times of words.
+
+        Args:
+            prompt: the whole sequence, output included, with its media, for a model with the task
+                ``align``. Cancelling the call aborts it.
+
+        Returns:
+            [tokens, encoder states] float32; see
+            :meth:`headrace_core.model.SupportsAlignment.align`.
+
+        Raises:
+            UnsupportedFeature: the model does not have the task.
+            RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
+        ...
+
+    @property
+    def io_processor(self) -> IOProcessor | None:
+        """Answers requests of the task ``plugin``
+        (:func:`headrace_core.io_processor.answer`); None: there is none."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

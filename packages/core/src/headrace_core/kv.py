@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from headrace_core.modality import MediaInput
     from headrace_core.request import PromptEmbeds
 
 NULL_BLOCK = 0
@@ -82,6 +83,9 @@ class CrossAttentionSpec(KVCacheSpec):
     """Keys and values of an encoder's states: ``ceil(num_encoder_tokens / block_size)`` blocks per
     request, taken with its first tokens, never shared."""
 
+    max_encoder_tokens: int = 0
+    """Most states of one request."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
@@ -98,21 +102,23 @@ class KVCacheConfig:
     num_blocks: int
     """Blocks in the pool, the null block included."""
     groups: tuple[KVCacheGroup, ...]
+    """Empty for a model that caches nothing, which has no blocks either."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, equal in all groups."""
-        return self.groups[0].spec.block_size
+        """Tokens per block, equal in all groups; 0 without any."""
+        return self.groups[0].spec.block_size if self.groups else 0
 
     @property
     def num_layers_per_group(self) -> int:
         """Number of cache tensors; see the module's docstring."""
-        return max(len(group.layer_names) for group in self.groups)
+        return max((len(group.layer_names) for group in self.groups), default=0)
 
     @property
     def block_bytes(self) -> int:
         """Bytes that one block takes over all tensors."""
-        return self.num_layers_per_group * max(group.spec.page_bytes for group in self.groups)
+        largest = max((group.spec.page_bytes for group in self.groups), default=0)
+        return self.num_layers_per_group * largest
 
 
 BlockIds = tuple[list[int], ...]
@@ -141,12 +147,23 @@ class CachedSequence(Protocol):
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """True if the request must compute its whole prompt (prompt log-probabilities)."""
+        """True if the request must compute its whole prompt (prompt log-probabilities, results of
+        pooling that need every token)."""
         ...
 
     @property
     def prompt_embeds(self) -> PromptEmbeds | None:
         """The prompt's embeddings if it came so: its ids mean nothing, its rows' digests do."""
+        ...
+
+    @property
+    def media(self) -> Sequence[MediaInput]:
+        """What the prompt's placeholders stand for: their ids mean nothing, contents do."""
+        ...
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Encoder states of the request, for groups of cross-attention layers."""
         ...
 
 
@@ -209,7 +226,7 @@ class KVCacheManager(ABC):
         """Drop the request's references, last block first. Unknown ids are ignored."""
 
     @abstractmethod
-    def fits(self, num_tokens: int) -> bool:
+    def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         """Whether a request of that length could run alone in an empty pool."""
 
     @abstractmethod

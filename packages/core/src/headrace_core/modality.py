@@ -18,7 +18,8 @@ class MediaItem:
 
     modality: Modality
     data: Any
-    """image: [height, width, 3] uint8; audio: [samples] float32 and its rate in ``metadata``;
+    """image: [height, width, 3] uint8; audio: [samples] float32, one channel, with its
+    ``sample_rate`` in ``metadata`` (absent: the model's own);
     video: [frames, height, width, 3] uint8."""
     content_hash: str
     """256-bit hex over the decoded content, its shape and its options."""
@@ -72,6 +73,16 @@ class MediaProcessor(Protocol):
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
         """Raises RequestError naming the option or the item."""
+        ...
+
+    def largest(self, modality: Modality) -> ProcessedMedia:
+        """An item that takes as many tokens and as much memory as any: for measuring, whatever its
+        content."""
+        ...
+
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """What stands for the conversation's item ``index`` (from 0) in the text of a message, where
+        the chat template itself writes none; "" for an encoder's."""
         ...
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:

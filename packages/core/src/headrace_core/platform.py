@@ -78,7 +78,7 @@ class CpuPlatform:
     """The host's processor."""
 
     device: str = "cpu"
-    attention_order: Sequence[str] = ("paged", "sdpa")
+    attention_order: Sequence[str] = ("paged", "varlen", "sdpa")
     default_block_size: int = 16
     default_max_num_seqs: int = 128
     default_max_num_batched_tokens: int = 2048
@@ -98,7 +98,7 @@ class CudaPlatform:
     """NVIDIA GPUs through CUDA."""
 
     device: str = "cuda"
-    attention_order: Sequence[str] = ("paged", "sdpa")
+    attention_order: Sequence[str] = ("paged", "varlen", "sdpa")
     default_block_size: int = 16
     default_max_num_seqs: int = 256
     default_max_num_batched_tokens: int = 8192

@@ -35,6 +35,7 @@ GROUPS: Mapping[str, str] = {
     "headrace.grammar_backends": "structured output",
     "headrace.tokenizers": "tokenizer implementations",
     "headrace.logits_processors": "users' logits processors",
+    "headrace.io_processors": "requests' data -> prompts, pooled results -> answers",
     "headrace.tool_parsers": "tool-call formats",
     "headrace.reasoning_parsers": "reasoning formats",
     "headrace.routers": "HTTP routers",

@@ -25,6 +25,12 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
     Raises:
         ConfigError: two settings, or a setting and the model, contradict each other.
     """
+    if info.is_encoder_decoder and config.cache.calculate_kv_scales:
+        raise ConfigError(
+            "cache.calculate_kv_scales = True: must be False for encoder-decoder models: scales are "
+            "measured on text alone",
+            field="cache.calculate_kv_scales",
+        )
     chosen: dict[str, object] = {}
     scheduler = _scheduler(config.scheduler, info, platform, chosen)
     block_size = config.cache.block_size
@@ -41,16 +47,67 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
             max_model_len=info.max_model_len,
             served_model_name=names,
         ),
-        cache=dataclasses.replace(config.cache, block_size=block_size),
+        cache=dataclasses.replace(
+            config.cache,
+            block_size=block_size,
+            enable_prefix_caching=_prefix_caching(config.cache.enable_prefix_caching, info),
+        ),
         scheduler=scheduler,
         device=dataclasses.replace(config.device, device=platform.device),
     )
+
+
+def _prefix_caching(wanted: bool | None, info: ModelInfo) -> bool:
+    """Whether beginnings of prompts are kept for others; logs why not, where the model decides."""
+    reason = _no_prefixes(info)
+    if not reason:
+        return wanted is not False
+    if wanted:
+        logger.warning("enable_prefix_caching = True has no effect on %s: %s", info.architecture,
+                       reason)  # fmt: skip
+    else:
+        logger.info("prefix caching is off for %s: %s", info.architecture, reason)
+    return False
+
+
+def _no_prefixes(info: ModelInfo) -> str:
+    """Why cached beginnings are of no use to a model; "": they are."""
+    pooling = info.pooling
+    if info.is_encoder_decoder:
+        return "its states depend on what the encoder read, whatever the tokens"
+    if pooling is None or pooling.reuses_prefixes:
+        return ""
+    if pooling.causal:
+        return f"pooling type {pooling.pooling_type} needs the states of all tokens of a prompt"
+    return "its attention looks both ways, so a prompt's beginning depends on its end"
+
+
+def _whole_prompts(given: SchedulerConfig, info: ModelInfo) -> SchedulerConfig:
+    """For a model whose prompts are not cut: no chunks, and steps that hold the longest one."""
+    reason = (
+        "its prompts are short, what its encoder reads is not"
+        if info.is_encoder_decoder
+        else "its attention looks both ways"
+    )
+    logger.info("chunked prefill is off for %s: %s", info.architecture, reason)
+    tokens = given.max_num_batched_tokens
+    if tokens is not None and tokens < info.max_model_len:
+        logger.info(
+            "max_num_batched_tokens: %d -> max_model_len = %d: prompts are computed whole",
+            tokens,
+            info.max_model_len,
+        )
+        tokens = info.max_model_len
+    return dataclasses.replace(given, enable_chunked_prefill=False, max_num_batched_tokens=tokens)
 
 
 def _scheduler(
     given: SchedulerConfig, info: ModelInfo, platform: Platform, chosen: dict[str, object]
 ) -> SchedulerConfig:
     """The scheduler's part; what was chosen is noted in ``chosen``."""
+    pooling = info.pooling
+    if info.is_encoder_decoder or (pooling is not None and not pooling.chunks):
+        given = _whole_prompts(given, info)
 
     def pick(name: str, default: Any) -> Any:
         value = getattr(given, name)
@@ -66,10 +123,9 @@ def _scheduler(
     )
     if given.max_num_seqs is None and seqs > tokens:
         seqs = chosen["max_num_seqs"] = tokens
-    shared = pick(
-        "max_num_shared_tokens",
-        min(max(platform.default_max_num_shared_tokens, seqs), tokens),
-    )
+    # Small steps are for requests that decode beside others' prompts; pooling ones do not.
+    small = tokens if pooling is not None else platform.default_max_num_shared_tokens
+    shared = pick("max_num_shared_tokens", min(max(small, seqs), tokens))
     if not given.enable_chunked_prefill and tokens < info.max_model_len:
         raise ConfigError(
             f"scheduler.max_num_batched_tokens = {tokens}: must be at least max_model_len = "

@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 
+class EncodedPair(NamedTuple):
+    """One text, or two, as one prompt."""
+
+    token_ids: list[int]
+    token_type_ids: list[int]
+    """For each token: which of the texts it belongs to, as the checkpoint numbers them (special
+    tokens included); all 0 where it does not tell them apart."""
+
+
 class Tokenizer(Protocol):
     """Text <-> token ids of one checkpoint. Thread-safe; holds no per-request state."""
 
@@ -38,6 +47,24 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Special tokens' texts inside ``text`` become their ids."""
+        ...
+
+    def encode_pair(
+        self,
+        first: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+    ) -> EncodedPair:
+        """One text, or two, with the special tokens that the checkpoint puts around and between.
+
+        Args:
+            max_length: most tokens, special ones included and always kept: the texts lose tokens at
+                their beginnings, of two the longer one first (transformers' ``longest_first`` with
+                ``truncation_side = "left"``). Where not even the special tokens fit, the last
+                ``max_length`` tokens are left.
+        """
         ...
 
     def decode(

@@ -9,7 +9,7 @@ from headrace_core import reference
 from headrace_core.ops import OP_NAMES, KernelNeed, QuantizedWeight
 from headrace_core.reference import fakes
 from headrace_core.reference.provider import PROVIDER
-from headrace_core.testing.ops import paged_case, rand
+from headrace_core.testing.ops import paged_case, rand, varlen_case
 
 
 def described(value):
@@ -28,6 +28,7 @@ def calls(dtype):
     yield "rms_norm", (heads, weight, 1e-6), {}
     yield "add_rms_norm", (x, x, weight, 1e-6), {}
     yield "layer_norm", (x, weight, None, 1e-6), {}
+    yield "add_layer_norm", (x, x, weight, None, 1e-6), {}
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
@@ -48,6 +49,10 @@ def test_shapes_are_those_of_the_reference(dtype):
     case = paged_case([(2, 5)], dtype=dtype)
     assert described(case.run(fakes.paged_attention)) == described(
         case.run(reference.paged_attention)
+    )
+    rows = varlen_case([2, 5], dtype=dtype)
+    assert described(rows.run(fakes.varlen_attention)) == described(
+        rows.run(reference.varlen_attention)
     )
 
 

@@ -1,4 +1,4 @@
-// Causal attention over the paged cache: a call is cut into units, which are visited and merged.
+// Attention over the paged cache: a call is cut into units, which are visited and merged.
 // The arithmetic is that of attention_units.h.
 //
 // Requests that decode and whose tables begin with the same blocks (a prefix that they share) are
@@ -91,7 +91,9 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
   t.request = int32_t(request);
   t.first = int32_t(first);
   t.count = int32_t(count);
-  const int64_t position = position_of(g, t), last = position + count;  // last: one past
+  const int64_t position = position_of(g, t), context = context_of(g, request);
+  int64_t last = position + count;  // one past
+  if (!g.causal) last = g.window > 0 ? min_of(last + g.window - 1, context) : context;
   const int64_t lowest = g.window > 0 ? max_of(0, position - g.window + 1) : 0;
   t.begin = int32_t(lowest / PART);
   t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
@@ -101,8 +103,9 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 
 // Leading partitions of two requests that are the same blocks, and whole.
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
+  if (g.block_table == nullptr) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
-  if (!decode || b.request != a.request + 1 || g.window > 0 || PART % g.keys.block_size != 0) return 0;
+  if (!decode || b.request != a.request + 1 || g.window > 0 || !g.causal || PART % g.keys.block_size != 0) return 0;
   if (g.cu_seqlens_q[a.request + 1] - g.cu_seqlens_q[a.request] != 1) return 0;
   if (g.cu_seqlens_q[b.request + 1] - g.cu_seqlens_q[b.request] != 1) return 0;
   const int64_t columns = PART / g.keys.block_size;
@@ -151,7 +154,7 @@ inline bool make_tiles(const Attention& g, Plan& plan, int64_t per_tile) {
   plan.count = count_tiles(g, per_tile);
   if (plan.count < 0) return false;
   int64_t partitions = 0, at = 0;
-  for (int64_t b = 0; b < g.requests; ++b) partitions += max_of(0, g.seq_lens[b]) / PART;
+  for (int64_t b = 0; b < g.requests; ++b) partitions += max_of(0, context_of(g, b)) / PART;
   const size_t tile_bytes = size_t(plan.count + 1) * sizeof(Tile), common_bytes = size_t(partitions) * sizeof(Common);
   plan.tiles = static_cast<Tile*>(scratch(SCRATCH_A, tile_bytes + common_bytes));
   plan.commons = reinterpret_cast<Common*>(plan.tiles + plan.count + 1);
@@ -160,7 +163,7 @@ inline bool make_tiles(const Attention& g, Plan& plan, int64_t per_tile) {
     for (int64_t first = 0; first < length; first += per_tile) {
       plan.tiles[at++] = make_tile(g, b, first, min_of(per_tile, length - first));
     }
-    plan.work += length * (g.window > 0 ? min_of(g.window, g.seq_lens[b]) : g.seq_lens[b]);
+    plan.work += length * (g.window > 0 ? min_of(g.window, context_of(g, b)) : context_of(g, b));
   }
   plan.work *= g.q_heads * g.dim / 16;
   find_commons(g, plan, per_tile);
@@ -272,12 +275,12 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
                         const float* sinks, const int64_t* geometry, int64_t tokens, int64_t requests,
                         int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t q_row, int64_t q_head,
                         int64_t table_stride, int64_t table_width, int64_t window, float scale,
-                        float soft_cap, int32_t dtype) {
+                        float soft_cap, int32_t causal, int32_t dtype) {
   TokenWork caches{};
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, q_row, q_head,
-                           table_stride, table_width, scale, soft_cap, window};
+                           table_stride, table_width, scale, soft_cap, window, causal != 0, {nullptr, 0}};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

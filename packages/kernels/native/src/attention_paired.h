@@ -252,7 +252,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
         r == 0 ? score<true>(r, n, tile, seen) : score<false>(r, n, tile, seen);
       }
       for (int64_t i = 0; i < n; ++i) {
-        soften(s + i * PART, span(r + i, base), seen, state.best + r + i, state.sum + r + i);
+        soften(r + i, base, s + i * PART, seen, state.best + r + i, state.sum + r + i);
       }
       if (seen.empty()) continue;
       if (together) {

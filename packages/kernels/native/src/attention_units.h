@@ -1,4 +1,5 @@
-// Causal attention over the paged cache, read in place.
+// Attention over the paged cache, read in place; or over keys and values that lie in rows, without a
+// cache (attention_varlen.h).
 //
 // A unit of work is (request, tile of query positions, kv head, run of partitions); its rows are
 // (position, head of the group), so all query heads of a kv head share what is read of the cache.
@@ -38,19 +39,33 @@ constexpr int WIDE = VECTORS * W;  // dimensions of a panel of packed values
 constexpr float LOG2E = 1.44269504088896341f;
 constexpr float LEAST = -3.402823466e38f;
 
+// What is added to scaled scores by distance, [q_heads, 2 * reach - 1]: that of key j and query i is
+// at reach - 1 + j - i.
+struct Bias {
+  const float* data;  // null = none
+  int64_t reach;
+};
+
 struct Attention {
   void* out;
   const void* query;
-  const int32_t* block_table;
+  const int32_t* block_table;  // null = keys and values are the request's rows, as its queries are
   const int32_t* cu_seqlens_q;
-  const int32_t* seq_lens;
+  const int32_t* seq_lens;     // null = a request's context is its queries'
   const float* sinks;
   Cache keys, values;
   int64_t tokens, requests, q_heads, kv_heads, dim;
   int64_t q_row, q_head, table_stride, table_width;
   float scale, soft_cap;
   int64_t window;  // 0 = none
+  bool causal;     // false: keys after a query are seen too, with a window those less than it away
+  Bias bias;
 };
+
+inline int64_t context_of(const Attention& g, int64_t request) {
+  if (g.seq_lens != nullptr) return g.seq_lens[request];
+  return g.cu_seqlens_q[request + 1] - g.cu_seqlens_q[request];
+}
 
 // --- words ------------------------------------------------------------------------------------
 
@@ -326,7 +341,7 @@ struct Tile {
 inline int64_t position_of(const Attention& g, const Tile& t) {
   if (t.common) return int64_t(t.end) * PART;
   const int64_t length = g.cu_seqlens_q[t.request + 1] - g.cu_seqlens_q[t.request];
-  return g.seq_lens[t.request] - length + t.first;
+  return context_of(g, t.request) - length + t.first;
 }
 
 // The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum.
@@ -380,7 +395,7 @@ struct UnitRows {
 
   const Attention& g;
   const Tile& t;
-  int64_t kv_head, group, rows, position;
+  int64_t kv_head, group, rows, position, context;
   int64_t words, q_width;  // of a query row: in use, and apart
   float scale;             // of scores: the call's and that of the keys
   bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
@@ -394,6 +409,7 @@ struct UnitRows {
     group = g.q_heads / g.kv_heads;
     rows = t.count * group;
     position = position_of(g, t);
+    context = context_of(g, t.request);
     words = ceil_div(g.dim, STEP);
     q_width = round_up(words, W);
   }
@@ -425,16 +441,18 @@ struct UnitRows {
   // The keys of a partition that row r sees, from the partition's begin.
   Span span(int64_t r, int64_t base) const {
     const int64_t p = position + r / group, first = g.window > 0 ? max_of(0, p - g.window + 1) : 0;
-    return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(p + 1 - base, PART), 0))};
+    const int64_t last = g.causal ? p + 1 : g.window > 0 ? min_of(p + g.window, context) : context;
+    return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(last - base, PART), 0))};
   }
   // ... that any of the rows [r, r + n) sees: positions rise with rows.
   Span span(int64_t r, int64_t n, int64_t base) const {
     return {span(r, base).from, span(r + n - 1, base).to};
   }
 
-  // Scores of one row -> weights in words at the same place, maximum and sum. `seen` is what any
+  // Scores of row r -> weights in words at the same place, maximum and sum. `seen` is what any
   // row of the block sees: weights are written for all of that.
-  void soften(float* line, Span own, Span seen, float* best, float* sum) {
+  void soften(int64_t r, int64_t base, float* line, Span seen, float* best, float* sum) {
+    const Span own = span(r, base);
     const int begin = seen.from / CHUNK * CHUNK, end = int(round_up(seen.to, CHUNK));
     if (own.empty()) {
       *best = -__builtin_inff();
@@ -444,8 +462,9 @@ struct UnitRows {
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
     float factor = scale * LOG2E;
-    if (g.soft_cap > 0 || scale < 0) {
+    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr) {
       transform(line, from, to);
+      if (g.bias.data != nullptr) add_bias(r, base, line, own);
       factor = LOG2E;
     }
     for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
@@ -472,9 +491,17 @@ struct UnitRows {
       st(line + j, x);
     }
   }
+
+  void add_bias(int64_t r, int64_t base, float* line, Span own) const {
+    const int64_t width = 2 * g.bias.reach - 1, middle = g.bias.reach - 1 - (position + r / group);
+    const float* bias = g.bias.data + head_of(r) * width + middle + base;
+    for (int j = own.from; j < own.to; j += W) {
+      st_upto(line + j, vadd(ld_upto(line + j, own.to - j), ld_upto(bias + j, own.to - j)), own.to - j);
+    }
+  }
 };
 
-// A unit over a cache [N, S, Hk, D] of any strides, which is packed on the way.
+// A unit over a cache [N, S, Hk, D] of any strides, or over rows, which is packed on the way.
 template <class TQ_, class TC>
 struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   using Base = UnitRows<TQ_, typename Choice<TQ_, TC>::Words>;
@@ -498,6 +525,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   }
 
   void find_lines(const Cache& cache, int64_t base, Span seen, const TC** lines) {
+    if (g.block_table == nullptr) return find_rows(cache, base, seen, lines);
     const int32_t* blocks = g.block_table + t.request * g.table_stride;
     for (int j = seen.from; j < seen.to;) {
       const int64_t at = base + j, column = at / cache.block_size, offset = at % cache.block_size;
@@ -509,6 +537,12 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
       for (int i = 0; i < many; ++i) lines[j + i] = line + i * cache.token_stride;
       j += many;
     }
+  }
+
+  void find_rows(const Cache& cache, int64_t base, Span seen, const TC** lines) {
+    const TC* first = static_cast<const TC*>(cache.data) + kv_head * cache.head_stride;
+    first += (g.cu_seqlens_q[t.request] + base) * cache.token_stride;
+    for (int j = seen.from; j < seen.to; ++j) lines[j] = first + j * cache.token_stride;
   }
 
   // Blocks lie anywhere: no hardware prefetcher follows them. What stands at lines[at] on is fetched
@@ -658,7 +692,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
         score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
       }
       for (int64_t i = 0; i < n; ++i) {
-        soften(s + i * PART, span(r + i, base), seen, state.best + r + i, state.sum + r + i);
+        soften(r + i, base, s + i * PART, seen, state.best + r + i, state.sum + r + i);
       }
       if (seen.empty()) continue;
       if (once || !finite) {

@@ -17,6 +17,7 @@
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
+#include "attention_varlen.h"
 #include "sampling.h"
 #include "packed.h"
 
@@ -29,6 +30,7 @@ const Entry entries[] = {
     HR_ENTRY(rms_norm),
     HR_ENTRY(add_rms_norm),
     HR_ENTRY(layer_norm),
+    HR_ENTRY(add_layer_norm),
     HR_ENTRY(activation),
     HR_ENTRY(activation_and_mul),
     HR_ENTRY(add),
@@ -50,6 +52,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
+    HR_ENTRY(varlen_attention),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr},

@@ -180,33 +180,66 @@ inline void centre_row(T* out, const T* x, const WT* weight, const WT* bias, int
   }
 }
 
+// inverse_roots of the variances of `many` rows: row(i) is the i-th.
+template <class Row> inline void spreads(int64_t many, int64_t n, float eps, const float* means, const Row& row, float* scales) {
+  row_sums(many, [&](int64_t i) {
+    const auto* from = row(i);
+    const vf m = vset(means[i]);
+    return sum_lanes(n, [from, m](int64_t j, int64_t left) {
+      const vf v = vsub(ld_upto(from + j, left), m);
+      return vmul(v, v);
+    });
+  }, scales);
+  inverse_roots(scales, n, eps);
+}
+
 void layer_norm(void* out, const void* x, const void* weight, const void* bias, int64_t rows,
                 int64_t n, int64_t inner, int64_t outer_stride, int64_t inner_stride, float eps,
                 int32_t dtype, int32_t weight_dtype) {
   with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
     using T = typename pointee<decltype(t)>::type;
     using WT = typename pointee<decltype(wt)>::type;
-    const auto row = [&](int64_t i) {
-      return static_cast<const T*>(x) + i / inner * outer_stride + i % inner * inner_stride;
-    };
     over_groups<T>(rows, n, rows * n / 10, [&](int64_t first, int64_t many) {
+      const auto row = [&](int64_t i) {
+        return static_cast<const T*>(x) + (first + i) / inner * outer_stride + (first + i) % inner * inner_stride;
+      };
       float means[GROUP], scales[GROUP];
       row_sums(many, [&](int64_t i) {
-        const T* from = row(first + i);
+        const T* from = row(i);
         return sum_lanes(n, [from](int64_t j, int64_t left) { return ld_upto(from + j, left); });
       }, means);
       for (int i = 0; i < GROUP; ++i) means[i] /= float(n);
-      row_sums(many, [&](int64_t i) {
-        const T* from = row(first + i);
-        const vf m = vset(means[i]);
-        return sum_lanes(n, [from, m](int64_t j, int64_t left) {
-          const vf v = vsub(ld_upto(from + j, left), m);
-          return vmul(v, v);
-        });
-      }, scales);
-      inverse_roots(scales, n, eps);
+      spreads(many, n, eps, means, row, scales);
       for (int64_t i = 0; i < many; ++i) {
-        centre_row(static_cast<T*>(out) + (first + i) * n, row(first + i), static_cast<const WT*>(weight),
+        centre_row(static_cast<T*>(out) + (first + i) * n, row(i), static_cast<const WT*>(weight),
+                   static_cast<const WT*>(bias), n, means[i], scales[i]);
+      }
+    });
+  });
+}
+
+// residual += x (rounded to its dtype); out = layer_norm(residual). out may be x.
+void add_layer_norm(void* out, const void* x, void* residual, const void* weight, const void* bias,
+                    int64_t rows, int64_t n, float eps, int32_t dtype, int32_t weight_dtype) {
+  with_weight_dtype(dtype, weight_dtype, [&](auto* t, auto* wt) {
+    using T = typename pointee<decltype(t)>::type;
+    using WT = typename pointee<decltype(wt)>::type;
+    over_groups<T>(rows, n, rows * n / 8, [&](int64_t first, int64_t many) {
+      const auto row = [&](int64_t i) { return static_cast<T*>(residual) + (first + i) * n; };
+      float means[GROUP], scales[GROUP];
+      row_sums(many, [&](int64_t i) {
+        const T* from = static_cast<const T*>(x) + (first + i) * n;
+        T* sum = row(i);
+        return sum_lanes(n, [from, sum](int64_t j, int64_t left) {
+          const vf v = vrounded<T>(vadd(ld_upto(from + j, left), ld_upto(sum + j, left)));
+          st_upto(sum + j, v, left);
+          return v;
+        });
+      }, means);
+      for (int i = 0; i < GROUP; ++i) means[i] /= float(n);
+      spreads(many, n, eps, means, row, scales);
+      for (int64_t i = 0; i < many; ++i) {
+        centre_row(static_cast<T*>(out) + (first + i) * n, row(i), static_cast<const WT*>(weight),
                    static_cast<const WT*>(bias), n, means[i], scales[i]);
       }
     });

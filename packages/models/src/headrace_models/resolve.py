@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
-    "max_seq_length",
+    "max_seq_length", "max_target_positions",
 )  # fmt: skip
 """Names that configs give to the trained context."""
 
@@ -46,18 +46,13 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         raise ConfigError(
             "model.model is not set: give a folder or a hub name", field="model.model"
         )
-    path = fetch(
-        config.model,
-        revision=config.revision,
-        token=config.hf_token,
-        download_dir=load.download_dir,
-    )
+    path = checkpoint_folder(config, load)
     whole = merged(_read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
     entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
     stored_generation = _read_object(path / "generation_config.json", required=False)
-    generation = _generation_config(config, stored_generation)
+    generation = generation_config(config, path)
     return ModelInfo(
         name=config.model,
         path=path,
@@ -70,6 +65,16 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
         weight_bytes=sum(entry.num_bytes for entry in entries),
         source=_source(architecture),
+    )
+
+
+def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
+    """The local folder of what the user typed. Raises: ConfigError."""
+    return fetch(
+        config.model,
+        revision=config.revision,
+        token=config.hf_token,
+        download_dir=load.download_dir,
     )
 
 
@@ -175,10 +180,14 @@ def _max_model_len(config: ModelConfig, text: Mapping[str, Any]) -> int:
     return wanted
 
 
-def _generation_config(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's, none, or a folder's; the user's overrides merged over it."""
+def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
+    """The checkpoint's, none, or a folder's; the user's overrides merged over it.
+
+    Args:
+        path: the checkpoint's folder.
+    """
     if config.generation_config == "auto":
-        base = dict(stored)
+        base = _read_object(path / "generation_config.json", required=False)
     elif config.generation_config in ("headrace", "vllm"):
         base = {}
     else:

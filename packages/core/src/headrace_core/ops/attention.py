@@ -117,6 +117,9 @@ class VarlenAttentionOp(Protocol):
         :class:`PagedAttentionOp`. distance_bias [Hq, 2 P - 1] float32 with P >= max_seqlen is added to
         the scaled (and capped) score: entry ``P - 1 + j - i`` (T5's and MPNet's relative positions,
         ALiBi in both directions).
+
+        Raises:
+            ConfigError: shapes that do not fit, a sequence longer than distance_bias is for.
         """
         ...
 
@@ -139,8 +142,9 @@ class PagedAttentionOp(Protocol):
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
-        """Causal attention of new tokens over the paged cache: prefill, decode and mixed alike.
+        """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
         query [T, Hq, D] (may be a strided slice); caches [N, S, Hk, D], any strides, already
         holding this step's keys and values; block_table [B, M] int32; cu_seqlens_q [B + 1] int32;
@@ -148,10 +152,15 @@ class PagedAttentionOp(Protocol):
 
         Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
         ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
-        ``p - j < W``. ``soft_cap`` t > 0 maps scores s to ``t * tanh(s / t)``. sinks [Hq] are
-        extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so
-        are rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited.
-        Caches (plain or paired), k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x
-        stands for ``x * scale``. Definition: ATTN-REF of the specification.
+        ``p - j < W``. With ``causal`` False it sees all ``seq_lens[b]`` keys, which need not be its
+        own tokens' (cross-attention); there is no window then. ``soft_cap`` t > 0 maps scores s to
+        ``t * tanh(s / t)``. sinks [Hq] are extra logits that enter the softmax's denominator only. A
+        row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is None
+        or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
+        :class:`CacheWriteOp`: a stored x stands for ``x * scale``. Definition: ATTN-REF of the
+        specification.
+
+        Raises:
+            ConfigError: a window without ``causal``.
         """
         ...

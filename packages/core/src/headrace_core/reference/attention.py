@@ -1,4 +1,4 @@
-"""Causal attention over the paged cache, one request at a time (ATTN-REF of the specification)."""
+"""Attention, one request at a time: over the paged cache (ATTN-REF of the specification), and without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.paired import is_paired, plain_keys, plain_values
 from headrace_core.reference.cache import as_bytes
 from headrace_core.reference.dtypes import widened
@@ -28,8 +29,11 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
+    if not causal and sliding_window is not None and sliding_window > 0:
+        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
     if is_paired(key_cache):
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -44,6 +48,7 @@ def paged_attention(
             sliding_window=sliding_window,
             soft_cap=soft_cap,
             sinks=sinks,
+            causal=causal,
         )
     return out
 
@@ -60,7 +65,8 @@ def varlen_attention(
     soft_cap: float = 0.0,
     distance_bias: Tensor | None = None,
 ) -> Tensor:
-    """See :class:`headrace_core.ops.VarlenAttentionOp`. ``max_seqlen`` is not needed here."""
+    """See :class:`headrace_core.ops.VarlenAttentionOp`."""
+    _check_rows(query, key, value, max_seqlen, distance_bias)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     bounds = cu_seqlens.tolist()
     for start, end in itertools.pairwise(bounds):
@@ -70,6 +76,21 @@ def varlen_attention(
                 query[rows], key[rows], value[rows], scale, sliding_window, soft_cap, distance_bias
             )
     return out
+
+
+def _check_rows(
+    query: Tensor, key: Tensor, value: Tensor, max_seqlen: int, distance_bias: Tensor | None
+) -> None:
+    if key.shape != value.shape or key.shape[0] != query.shape[0]:
+        raise ConfigError(
+            f"varlen_attention: query {list(query.shape)}, key {list(key.shape)}, value "
+            f"{list(value.shape)}: must be [T, Hq, D] and twice [T, Hk, D]"
+        )
+    if distance_bias is not None and distance_bias.shape[1] < 2 * max_seqlen - 1:
+        raise ConfigError(
+            f"varlen_attention: distance_bias {list(distance_bias.shape)} is for fewer than "
+            f"max_seqlen = {max_seqlen} tokens"
+        )
 
 
 def _attend_both_ways(
@@ -118,8 +139,12 @@ def attend(
     sliding_window: int | None = None,
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D]."""
+    """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
+
+    Not ``causal``: the queries may be anybody's, and see everything.
+    """
     num_q, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
     group = num_heads // num_kv_heads
@@ -131,6 +156,8 @@ def attend(
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     visible = visibility(num_q, seq_len, sliding_window, query.device)
+    if not causal:
+        visible = torch.ones_like(visible)
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)

@@ -231,6 +231,8 @@ def build_context(
         max_model_len=info.max_model_len,
         pooling=info.pooling,
         path=info.path,
+        whole_config=info.whole_config,
+        generation_config=info.generation_config,
     )
 
 

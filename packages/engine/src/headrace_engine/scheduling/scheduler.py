@@ -334,16 +334,21 @@ class Scheduler:
             )
         # The last token is never fed back, so it needs no place in the cache.
         needed = min(num_prompt_tokens + request.max_tokens, self._max_model_len) - 1
-        if not self._kv.fits(needed):
+        states = request.num_encoder_tokens
+        if not self._kv.fits(needed, states):
+            encoded = f" and {states} encoder states" if states else ""
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens with max_tokens = {request.max_tokens} "
-                f"needs {needed} tokens of KV cache; the whole cache holds {self._capacity()}",
+                f"needs {needed} tokens{encoded} of KV cache; the whole cache holds "
+                f"{self._capacity(states)}",
                 param="max_tokens",
                 value=request.max_tokens,
             )
 
-    def _capacity(self) -> int:
+    def _capacity(self, num_encoder_tokens: int) -> int:
         """Longest sequence that fits, in tokens (for messages: it asks a few times)."""
         return bisect.bisect_left(
-            range(1, self._max_model_len + 1), True, key=lambda length: not self._kv.fits(length)
+            range(1, self._max_model_len + 1),
+            True,
+            key=lambda length: not self._kv.fits(length, num_encoder_tokens),
         )

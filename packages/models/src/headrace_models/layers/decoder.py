@@ -63,13 +63,14 @@ class Decoder(Layer, ABC):
     """The family's default for a config without ``tie_word_embeddings``."""
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
+    head_name: ClassVar[str] = "lm_head"
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
         self.settings = Settings(context.config)
         hidden, vocab = self.hidden_size(), self.settings.integer("vocab_size")
         tied = self.settings.flag("tie_word_embeddings", self.ties_embeddings)
-        head = LinearSpec(f"{prefix}lm_head", hidden, (vocab,), context.dtype)
+        head = LinearSpec(f"{prefix}{self.head_name}", hidden, (vocab,), context.dtype)
         method = context.quant.for_layer(head)
         shared = tied and not quantizes_floats(method, head)
         self.embed: Embedding | PackedEmbedding = (PackedEmbedding if shared else Embedding)(

@@ -1,1 +1,2 @@
-"""Audio: from uploaded files to samples, and from samples to what models hear."""
+"""Audio on its way into a model: decoding of uploads, resampling, spectrograms, processors by family,
+times of words."""

@@ -26,8 +26,19 @@ from headrace_core.testing.ops.moe import MoEConformance
 from headrace_core.testing.ops.paged import PagedCase, paged_case
 from headrace_core.testing.ops.quantized import QuantizedConformance
 from headrace_core.testing.ops.rowwise import RowwiseConformance
+from headrace_core.testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
 
-__all__ = ["OpConformance", "PagedCase", "bits_equal", "call_wide", "paged_case", "rand", "wide"]
+__all__ = [
+    "OpConformance",
+    "PagedCase",
+    "VarlenCase",
+    "bits_equal",
+    "call_wide",
+    "paged_case",
+    "rand",
+    "varlen_case",
+    "wide",
+]
 
 
 class OpConformance(
@@ -37,5 +48,6 @@ class OpConformance(
     MoEConformance,
     CacheConformance,
     AttentionConformance,
+    VarlenConformance,
 ):
     """What every kernel provider must pass; see the module's docstring."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops import ONE_BYTE_CACHES
 from headrace_core.testing.ops.inputs import bits_equal
 from headrace_core.testing.ops.paged import PagedCase, paged_case
@@ -108,6 +109,43 @@ class AttentionConformance(OpSuite):
                 self.MIXED, dtype, head_dim=dim, cache_dtype=cache_dtype, **options, **scales
             )
             self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    CROSS: ClassVar = [(1, 33), (4, 7), (40, 16), (3, 600), (20, 1), (5, 0)]
+    """(new tokens, encoder states): the queries are not the keys' own tokens."""
+
+    @pytest.mark.spec("ATTN-CROSS")
+    @pytest.mark.parametrize(
+        "options", [{}, {"soft_cap": 3.0}, {"num_heads": 6, "head_dim": 40}], ids=str
+    )
+    def test_paged_attention_to_all_keys(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        case = self.paged(self.CROSS, dtype, causal=False, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_to_all_keys_has_no_window(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        case = self.paged([(1, 40)], dtype, causal=False)
+        windowed = replace(case, options={**case.options, "sliding_window": 8})
+        with pytest.raises(ConfigError, match="sliding_window = 8"):
+            windowed.run(op("paged_attention"))
+
+    @pytest.mark.spec("ATTN-CROSS")
+    def test_paged_attention_to_all_keys_is_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """In a batch, alone, one token after the other: the same bits."""
+        attention = invariant_op("paged_attention")
+        case = self.paged(self.CROSS, dtype, causal=False)
+        together = case.run(attention)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            whole = case.request(b)
+            assert bits_equal(whole.run(attention), together[start:end]), f"request {b}"
+            for i in range(end - start):
+                one = replace(whole.request(0, i, i + 1), seq_lens=whole.seq_lens)
+                assert bits_equal(one.run(attention), together[start + i : start + i + 1])
 
     def test_paged_attention_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
         case = self.paged([], dtype)

@@ -84,6 +84,21 @@ class RowwiseConformance(OpSuite):
             expected = call_wide(reference.layer_norm, x, weight, bias, 1e-5)
             self.check(out, expected, dtype)
 
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_add_layer_norm(
+        self, op: Callable[[str], Any], dtype: str, width: int, biased: bool
+    ) -> None:
+        weight = self.rand(width, dtype=dtype, seed=1)
+        bias = self.rand(width, dtype=dtype, seed=2) if biased else None
+        for rows in ROWS:
+            x = self.rand(rows, width, dtype=dtype) + 3
+            residual = self.rand(rows, width, dtype=dtype, seed=3)
+            total = x + residual
+            out, kept = op("add_layer_norm")(x, residual, weight, bias, 1e-5)
+            assert bits_equal(kept, total)
+            self.check(out, call_wide(reference.layer_norm, total, weight, bias, 1e-5), dtype)
+
     @pytest.mark.parametrize("kind", ACTIVATIONS)
     def test_activation(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
         for shape in [(0, 5), (1, 1), (3, 257), (2, 3, 7)]:
@@ -178,4 +193,10 @@ class RowwiseConformance(OpSuite):
         add = invariant_op("add_rms_norm")
         self.check_rows(
             x, lambda rows: add(rows.clone(), rows.clone(), weight, 1e-6)[0], "add_rms_norm"
+        )
+        add_layer = invariant_op("add_layer_norm")
+        self.check_rows(
+            x,
+            lambda rows: add_layer(rows.clone(), rows.clone(), weight, bias, 1e-5)[0],
+            "add_layer_norm",
         )

@@ -15,12 +15,12 @@ from typing import Any
 
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
-from headrace_kernels.cpu.ops.attention import PagedAttention
+from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.ops.moe import MoE
-from headrace_kernels.cpu.ops.norms import AddRMSNorm, LayerNorm, RMSNorm
+from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
 from headrace_kernels.cpu.ops.routing import TopKSoftmax
@@ -42,6 +42,7 @@ def native_ops(library: Library) -> NativeOps:
         "rms_norm": RMSNorm(library),
         "add_rms_norm": AddRMSNorm(library),
         "layer_norm": LayerNorm(library),
+        "add_layer_norm": AddLayerNorm(library),
         "activation": Activation(library),
         "activation_and_mul": ActivationAndMul(library),
         "add": Add(library),
@@ -52,6 +53,7 @@ def native_ops(library: Library) -> NativeOps:
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
+        "varlen_attention": VarlenAttention(library),
         "linear": Linear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),

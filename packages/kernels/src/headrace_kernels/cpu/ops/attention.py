@@ -1,4 +1,4 @@
-"""Attention over the paged cache."""
+"""Attention: over the paged cache, and without one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class PagedAttention:
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        causal: bool = True,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -58,13 +59,15 @@ class PagedAttention:
             sinks = vector(sinks.float(), torch.float32, q_heads, "paged_attention: sinks")
             sink_pointer = sinks.data_ptr()
         window = 0 if sliding_window is None else sliding_window
+        if window > 0 and not causal:
+            raise ConfigError(f"paged_attention: sliding_window = {window} without causal")
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
-            block_table.shape[1], window, scale, soft_cap, dtype_code(query.dtype),
+            block_table.shape[1], window, scale, soft_cap, causal, dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(
@@ -77,3 +80,64 @@ class PagedAttention:
                 "or is too narrow for its seq_lens"
             )
         return out
+
+
+class VarlenAttention:
+    """See :class:`headrace_core.ops.VarlenAttentionOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.varlen_attention
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        max_seqlen: int,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float = 0.0,
+        distance_bias: Tensor | None = None,
+    ) -> Tensor:
+        query, key, value = unit_last(query), unit_last(key), unit_last(value)
+        (tokens, q_heads, dim), kv_heads = query.shape, key.shape[1]
+        if q_heads % kv_heads or any(
+            x.shape != (tokens, kv_heads, dim) or x.dtype is not query.dtype for x in (key, value)
+        ):
+            raise ConfigError(
+                f"varlen_attention: query {describe(query)}, key {describe(key)}, value "
+                f"{describe(value)}: must be [T, Hq, D] and twice [T, Hk, D], of one dtype, Hq a "
+                "multiple of Hk"
+            )
+        cu_seqlens = int32(cu_seqlens).contiguous()
+        bias, reach = _bias_for(distance_bias, q_heads)
+        out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
+        status = self._kernel(
+            out.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            cu_seqlens.data_ptr(), None if bias is None else bias.data_ptr(),
+            tokens, cu_seqlens.shape[0] - 1, q_heads, kv_heads, dim, *query.stride()[:2],
+            *key.stride()[:2], *value.stride()[:2], reach,
+            0 if sliding_window is None else sliding_window, scale, soft_cap,
+            dtype_code(query.dtype),
+        )  # fmt: skip
+        if status:
+            raise ConfigError(
+                f"varlen_attention: cu_seqlens {cu_seqlens.tolist()} does not rise within the "
+                f"{tokens} rows of query, or a sequence is longer than distance_bias reaches "
+                f"({reach} tokens)"
+            )
+        return out
+
+
+def _bias_for(bias: Tensor | None, q_heads: int) -> tuple[Tensor | None, int]:
+    """distance_bias [Hq, 2 P - 1] as the kernel reads it, and P."""
+    if bias is None:
+        return None, 0
+    if bias.dtype is not torch.float32 or bias.shape[0] != q_heads or bias.shape[1] % 2 == 0:
+        raise ConfigError(
+            f"varlen_attention: distance_bias is {describe(bias)}; it must be float32 "
+            f"[{q_heads}, 2 P - 1]"
+        )
+    return bias.contiguous(), (bias.shape[1] + 1) // 2

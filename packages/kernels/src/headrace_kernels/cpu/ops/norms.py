@@ -73,6 +73,33 @@ class LayerNorm:
         return out
 
 
+class AddLayerNorm:
+    """See :class:`headrace_core.ops.AddLayerNormOp`; both results reuse the inputs' memory."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.add_layer_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype, (rows, width) = x.dtype, x.shape
+        if residual.shape != x.shape or residual.dtype != dtype:
+            raise ConfigError(
+                f"add_layer_norm: residual is {describe(residual)}, x is {describe(x)}"
+            )
+        x, residual = x.contiguous(), residual.contiguous()
+        weight, weight_code = norm_weight(weight, dtype, width)
+        if bias is not None:
+            bias = vector(bias, weight.dtype, width, "add_layer_norm: bias")
+        pointer = x.data_ptr()
+        self._kernel(
+            pointer, pointer, residual.data_ptr(), weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), rows, width, eps, dtype_code(dtype),
+            weight_code,
+        )  # fmt: skip
+        return x, residual
+
+
 def norm_weight(weight: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, int]:
     """A norm's weight, in the rows' dtype or float32, and its dtype's code."""
     found = weight.dtype
