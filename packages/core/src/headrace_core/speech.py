@@ -8,7 +8,7 @@ that should transcribe lacks is told by :mod:`headrace_core.speech_diagnosis`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -16,6 +16,7 @@ from headrace_core.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
+    from headrace_core.packed import PackedArray
     from headrace_core.request import Prompt
 
 SpeechTask = Literal["transcribe", "translate"]
@@ -224,6 +225,27 @@ class SpeechModel(Protocol):
 
     @property
     def no_speech_token_id(self) -> int | None: ...
+
+    @property
+    def word_timestamps(self) -> bool:
+        """Whether :meth:`EngineClient.align` tells when words were spoken."""
+        ...
+
+    def continued(self, prompt: Prompt, output: Sequence[int]) -> Prompt:
+        """What :meth:`EngineClient.align` takes: a prompt of :meth:`prompt` and what came after it."""
+        ...
+
+    def token_times(self, weights: PackedArray, num_tokens: int, seconds: float) -> list[float]:
+        """When each of the last ``num_tokens`` tokens of an aligned sequence begins.
+
+        Args:
+            weights: of :meth:`EngineClient.align`.
+            seconds: length of the clip.
+
+        Returns:
+            Seconds from the clip's beginning, never decreasing.
+        """
+        ...
 
     @property
     def max_file_bytes(self) -> int:
