@@ -4,7 +4,7 @@ A decode step is hundreds of kernel calls, each a few microseconds of Python. A 
 runs a step once while it records what the step does, and from then on does the same to other
 inputs in one call. Native kernels on a CPU record their calls; CUDA graphs fit the same contract.
 
-Letters: T tokens in this step, B requests in it, R rows with logits, V vocabulary.
+Letters: T tokens in this step, B requests in it, R rows with logits, V vocabulary, H hidden size.
 
 What an implementation may rely on:
 
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 Step = Callable[["ForwardBatch"], "Tensor"]
 """A whole step but for sampling: batch (without attention metadata) -> logits [R, V], of a floating dtype.
 
-It prepares attention metadata, runs the model and computes logits, with ``logits_rows`` given.
+It prepares attention metadata, runs the model and computes logits, with ``logits_rows`` given. A step
+that ends with hidden states gives [R, H], or with :attr:`GraphNeed.all_rows` [T, H].
 """
 
 DEFAULT_CAPTURE_SIZES = (16, 64, 256, 512, 2048)
@@ -50,8 +51,16 @@ class GraphNeed:
     """Buckets: most tokens of a step, ascending."""
     max_num_seqs: int
     num_groups: int
-    """Cache groups."""
+    """Cache groups; 0 of a model that caches nothing."""
     device: str = "cpu"
+    all_rows: bool = False
+    """The result has a row for each token: batches have ``logits_rows`` None."""
+    token_types: bool = False
+    """Batches have ``token_type_ids``."""
+    cross_groups: tuple[int, ...] = ()
+    """Those of the groups that are of cross-attention layers: they have ``seq_lens`` and
+    ``max_seqlen_k`` of their own. Steps are captured in which no encoder runs: ``slot_mapping`` [0],
+    no ``encoder_states``."""
 
 
 class StepGraph(ABC):
@@ -91,10 +100,12 @@ class StepGraph(ABC):
 
         Args:
             batch: attention metadata is not needed.
-            num_logits: compute only the first of ``logits_rows``; 0 = no logits are wanted.
+            num_logits: compute only the first of ``logits_rows``; 0 = no logits are wanted. Not
+                with :attr:`GraphNeed.all_rows`.
 
         Returns:
-            logits [R, V], which the next replay overwrites; the caller may change them.
+            The step's result (logits [R, V], say), which the next replay overwrites; the caller
+            may change it.
 
         Raises:
             ReplayFailed: a kernel met bad input (a slot beyond the cache, say). The step may be

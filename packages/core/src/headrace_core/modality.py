@@ -12,6 +12,21 @@ Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 
+MEDIA_LIMIT = 999
+"""Items of a modality that a prompt may bring, unless the operator says otherwise."""
+
+
+def media_limit(limits: Mapping[str, Any], modality: str) -> int:
+    """Most items of a modality in one prompt.
+
+    Args:
+        limits: ``model.limit_mm_per_prompt``, checked: modality -> count, or an object with ``count``.
+    """
+    given = limits.get(modality, MEDIA_LIMIT)
+    count = given.get("count", MEDIA_LIMIT) if isinstance(given, Mapping) else given
+    return int(count)
+
+
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """One decoded item."""

@@ -20,10 +20,12 @@ from headrace_core.testing.graph import (
     StepGraphConformance,
     make_batch,
 )
+from headrace_core.testing.graph_encoders import EncoderStepConformance
 from headrace_core.testing.ops import bits_equal
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.graph import NativeStepGraph
 from headrace_kernels.cpu.graph_program import place_blocks
+from headrace_kernels.cpu.graph_values import LOGITS, SEQS, TOKENS
 from headrace_kernels.cpu.ops import native_ops
 from headrace_kernels.cpu.provider import CPUProvider
 
@@ -46,6 +48,14 @@ class AtLevel(CPUProvider):
 
 
 class TestNative(StepGraphConformance):
+    @pytest.fixture(params=library.ISA_LEVELS)
+    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
+        if request.param not in library.levels():
+            pytest.skip(f"this machine has no {request.param}")
+        return AtLevel(request.param)
+
+
+class TestNativeEncoders(EncoderStepConformance):
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
         if request.param not in library.levels():
@@ -109,8 +119,9 @@ def test_the_largest_bucket_bounds_the_memory(captured):
 
 def test_blocks_that_live_at_once_do_not_overlap(captured):
     _, graph = captured
-    offsets, total = place_blocks(graph._program, {0: 40, 1: 12, 2: 12})
-    sizes = [t.offset + t.factor * {0: 40, 1: 12, 2: 12}[t.value] for t in graph._program.sizes]
+    limits = {TOKENS: 40, SEQS: 12, LOGITS: 12}
+    offsets, total = place_blocks(graph._program, limits)
+    sizes = [t.offset + t.factor * limits[t.value] for t in graph._program.sizes]
     living: set[int] = set()
     for block, num_bytes in graph._program.events:
         if num_bytes < 0:

@@ -65,6 +65,7 @@ def small_ops(dtype: torch.dtype) -> None:
     norms.add_rms_norm(x, x, weight, 1e-6)
     norms.layer_norm(x, weight, weight, 1e-6)
     norms.layer_norm(x, weight, None, 1e-6)
+    norms.add_layer_norm(x, x, weight, weight, 1e-6)
     for kind in ACTIVATIONS:
         activations.activation_and_mul(x, kind)
     activations.activation(x, "gelu")
@@ -88,14 +89,15 @@ def rotary_ops(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
-    from headrace_kernels.triton import merge
+    from headrace_kernels.triton import merge, varlen_attention
     from headrace_kernels.triton import unified_attention as unified
 
     for head_dim in head_dims:
         query = torch.ones(5, 8, head_dim, dtype=dtype)
         cache = torch.zeros(9, 2, 2, 16, head_dim, dtype=dtype).permute(1, 0, 3, 2, 4)
         options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": torch.ones(8, dtype=dtype)}
-        for longest_query, longest_context, extra in ((1, 40, {}), (1, 4000, {}), (5, 40, options)):
+        calls = ((1, 40, {}), (1, 4000, {}), (5, 40, options), (5, 40, {"causal": False}))
+        for longest_query, longest_context, extra in calls:
             unified.paged_attention(
                 query,
                 cache[0],
@@ -107,6 +109,12 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
                 max_seqlen_k=longest_context,
                 scale=0.1,
                 **extra,
+            )
+        ends, bias = torch.tensor([0, 2, 5], dtype=torch.int32), torch.ones(8, 79)
+        both_ways: dict[str, Any] = {"sliding_window": 20, "soft_cap": 5.0, "distance_bias": bias}
+        for extra in ({}, both_ways):
+            varlen_attention.varlen_attention(
+                query, query[:, :2], query[:, :2], ends, max_seqlen=3, scale=0.1, **extra
             )
         lse = torch.ones(8, 5)
         merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())

@@ -33,6 +33,7 @@ KERNELS = {
     "_attention_kernel",
     "_split_kernel",
     "_reduce_kernel",
+    "_varlen_kernel",
     "_merge_kernel",
 }
 

@@ -63,6 +63,17 @@ def test_layer_norm(device: str, shape: tuple[int, ...], has_bias: bool, dtype: 
     assert_near(norms.layer_norm(x, weight, bias, 1e-5), expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (4, 1025), (0, 16)], ids=str)
+def test_add_layer_norm(device: str, shape: tuple[int, ...], dtype: str) -> None:
+    x, residual = random(shape, dtype, device), random(shape, dtype, device, 2)
+    weight, bias = random(shape[-1:], dtype, device, 1), random(shape[-1:], dtype, device, 3)
+    out, total = norms.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-5)
+    assert_near(total, x.double() + residual.double(), dtype)
+    expected = reference.layer_norm(total.double(), weight.double(), bias.double(), 1e-5)
+    assert_near(out, expected, dtype)
+
+
 def test_layer_norm_far_from_zero(device: str) -> None:
     """mean(x^2) - mean^2 would leave nothing of the variance here."""
     x = random((3, 64), "float32", device) + 1e4

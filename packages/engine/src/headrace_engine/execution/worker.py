@@ -79,7 +79,7 @@ class ModelWorker:
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
         kv_scales: measure the cache's scales, with these constants; None: leave them.
         grammars: of structured output; None: a request that needs one fails.
-        make_processors: makes users' logits processors for the device; None: there are none.
+        make_processors: makes the logits processors for the device; None: there are none.
         prompt_embeds: whether prompts may be embeddings, which the model must support then.
         profiler: what :meth:`start_profile` records; None: nothing.
         largest_media: makes an item of each kind that takes as much as any; None: requests bring
@@ -159,7 +159,8 @@ class ModelWorker:
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
         if self._make_processors is not None:
-            self._processors = ProcessorStage(self._make_processors(self._device))
+            made = self._make_processors(self._device)
+            self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
         self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
         logger.info(

@@ -24,6 +24,7 @@ from headrace_engine.intake.checks import ParamsChecks, check_with_embeds
 from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
 from headrace_engine.intake.lengths import max_tokens, truncate
+from headrace_engine.intake.media import MediaReader
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.prompts import PromptReader, PromptTokens
 from headrace_engine.intake.thinking import thinking_budget
@@ -45,6 +46,7 @@ class Intake:
         reasoning_parser: knows where the model's reasoning begins and ends; where it ends,
             constraints begin. None: the model does not reason.
         check_params: refuses what the device cannot honour.
+        media: reads what prompts bring besides text; None: the model takes none.
         clock: wall-clock seconds.
     """
 
@@ -60,6 +62,7 @@ class Intake:
         processors: Sequence[type[LogitsProcessor]] = (),
         reasoning_parser: type[ReasoningParser] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
+        media: MediaReader | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
@@ -73,6 +76,7 @@ class Intake:
             chat_template=chat_template,
             content_format=content_format,
             trust_request_chat_template=trust_request_chat_template,
+            media=media,
         )
         self._checks = ParamsChecks(tokenizer, model, processors, check_params)
         self._constraints = Constraints(
@@ -168,6 +172,8 @@ class Intake:
                 constraint=constraint,
                 prompt_embeds=tokens.embeds,
                 thinking=thinking,
+                media=list(tokens.media),
+                num_encoder_tokens=tokens.num_encoder_tokens,
             )
             for index in range(params.n)
         ]
@@ -223,8 +229,19 @@ class Intake:
         if embeds is not None:
             check_with_embeds(params)
             embeds = embeds.last(len(ids))
-        text = tokens.text if len(ids) == len(tokens.ids) else None
-        return PromptTokens(ids, text, tokens.cache_salt, embeds)
+        whole = len(ids) == len(tokens.ids)
+        if self.model.is_encoder_decoder and not tokens.num_encoder_tokens:
+            raise RequestError(
+                "multi_modal_data: must be given: the model's encoder reads nothing else",
+                param="multi_modal_data",
+            )
+        if tokens.media and not whole and not tokens.num_encoder_tokens:
+            raise RequestError(
+                f"truncate_prompt_tokens = {params.truncate_prompt_tokens}: must be absent, as it "
+                "would cut placeholders of media",
+                param="truncate_prompt_tokens",
+            )
+        return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)
 
     def _check_priority(self, priority: int) -> None:
         if priority and not self.model.priority_scheduling:

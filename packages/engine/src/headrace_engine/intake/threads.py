@@ -11,6 +11,7 @@ from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.media import AUDIO_PARTS, has_media
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
@@ -101,8 +102,8 @@ def _size(prompt: Prompt | Sequence[int]) -> int:
         return sum(map(_size_of_message, prompt.messages))
     given: object = prompt
     if isinstance(prompt, Mapping):
-        if prompt.get("prompt_embeds") is not None:
-            return SMALL_PROMPT + 1  # decoded in another process
+        if prompt.get("prompt_embeds") is not None or has_media(prompt):
+            return SMALL_PROMPT + 1  # decoded in another process, or turned into spectrograms
         given = prompt.get("prompt_token_ids") or prompt.get("prompt")
     return len(given) if isinstance(given, Sized) else 0
 
@@ -114,5 +115,7 @@ def _size_of_message(message: object) -> int:
         return SMALL_PROMPT + 1  # arguments of any length, nested as the client likes
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
+    if any(isinstance(part, Mapping) and part.get("type") in AUDIO_PARTS for part in parts):
+        return SMALL_PROMPT + 1  # a file, to be decoded
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return 16 + sum(len(text) for text in texts if isinstance(text, str))

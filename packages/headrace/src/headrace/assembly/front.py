@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.media import media_reader
 from headrace.assembly.missing import missing
 from headrace.assembly.plugged import logits_processors, read_tokenizer, reasoning_parser
 from headrace.assembly.resolved import Resolved, resolve_engine
@@ -113,7 +114,10 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    model = served_model(resolved, tokenizer, templates.chat_template)
+    media = media_reader(resolved)
+    model = served_model(
+        resolved, tokenizer, templates.chat_template, media.modalities if media else ()
+    )
     intake = Intake(
         tokenizer,
         model,
@@ -124,6 +128,7 @@ def front_end(
         processors=logits_processors(config, timeline),
         reasoning_parser=reasoning_parser(config.structured_outputs),
         check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
+        media=media,
     )
     check_backend(config.structured_outputs)
     if client is None:

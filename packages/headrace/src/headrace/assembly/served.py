@@ -28,9 +28,16 @@ HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 
 
 def served_model(
-    resolved: Resolved, tokenizer: Tokenizer | None, chat_template: str | None
+    resolved: Resolved,
+    tokenizer: Tokenizer | None,
+    chat_template: str | None,
+    modalities: tuple[str, ...] = (),
 ) -> ServedModel:
-    """The facts that front ends show and check against."""
+    """The facts that front ends show and check against.
+
+    Args:
+        modalities: of media that prompts may bring.
+    """
     config, info = resolved.config, resolved.info
     template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     return ServedModel(
@@ -53,6 +60,8 @@ def served_model(
         logprobs_mode=config.model.logprobs_mode,
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
+        modalities=modalities,
+        is_encoder_decoder=info.is_encoder_decoder,
     )
 
 

@@ -54,12 +54,16 @@ def _rms_norm_kernel(
 @triton.jit
 def _layer_norm_kernel(
     x_ptr,
+    residual_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    sum_ptr,
     x_stride,
+    residual_stride,
     hidden_size,
     eps,
+    ADD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -68,6 +72,11 @@ def _layer_norm_kernel(
     inside = cols < hidden_size
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
     wide = x.to(tl.float32)
+    if ADD:  # rounded before it is normalised, as in _rms_norm_kernel
+        residual = tl.load(residual_ptr + row * residual_stride + cols, mask=inside, other=0.0)
+        total = (wide + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * hidden_size + cols, total, mask=inside)
+        wide = total.to(tl.float32)
     mean = tl.sum(wide, axis=0) / hidden_size
     # Two passes over registers: mean(x^2) - mean^2 loses everything when the mean is large.
     centred = tl.where(inside, wide - mean, 0.0)
@@ -98,24 +107,19 @@ def add_rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See :class:`headrace_core.ops.LayerNormOp`."""
-    rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows, hidden_size = rows.shape
-    if num_rows:
-        block = padded(hidden_size)
-        _layer_norm_kernel[(num_rows,)](
-            rows,
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            out,
-            rows.stride(0),
-            hidden_size,
-            eps,
-            HAS_BIAS=bias is not None,
-            BLOCK=block,
-            num_warps=num_warps(block),
-        )
+    _launch_layer(_rows(x), None, weight, bias, out, None, eps)
     return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See :class:`headrace_core.ops.AddLayerNormOp`. Both results are new tensors."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_layer(_rows(x), _rows(residual), weight, bias, out, total, eps)
+    return out, total
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -149,6 +153,37 @@ def _launch_rms(
         eps,
         offset,
         ADD=residual is not None,
+        BLOCK=block,
+        num_warps=num_warps(block),
+    )
+
+
+def _launch_layer(
+    rows: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+) -> None:
+    num_rows, hidden_size = rows.shape
+    if not num_rows:
+        return
+    block = padded(hidden_size)
+    _layer_norm_kernel[(num_rows,)](
+        rows,
+        residual,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        out,
+        total,
+        rows.stride(0),
+        0 if residual is None else residual.stride(0),
+        hidden_size,
+        eps,
+        ADD=residual is not None,
+        HAS_BIAS=bias is not None,
         BLOCK=block,
         num_warps=num_warps(block),
     )

@@ -46,7 +46,13 @@ class TritonProvider:
 
     def operations(self, need: KernelNeed) -> Mapping[str, Any]:
         # Imported here, not above: this module must be importable without triton.
-        from headrace_kernels.triton import activations, cache_write, norms, rotary
+        from headrace_kernels.triton import (
+            activations,
+            cache_write,
+            norms,
+            rotary,
+            varlen_attention,
+        )
         from headrace_kernels.triton import unified_attention as attention
 
         invariant = self.row_invariant(need)
@@ -54,6 +60,7 @@ class TritonProvider:
             "rms_norm": norms.rms_norm,
             "add_rms_norm": norms.add_rms_norm,
             "layer_norm": norms.layer_norm,
+            "add_layer_norm": norms.add_layer_norm,
             "activation": activations.activation,
             "activation_and_mul": activations.activation_and_mul,
             "rotary": rotary.rotary,
@@ -62,10 +69,11 @@ class TritonProvider:
             "paged_attention": functools.partial(
                 attention.paged_attention, batch_invariant=invariant
             ),
+            "varlen_attention": varlen_attention.varlen_attention,
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
-        """True under HEADRACE_BATCH_INVARIANT=1; only attention ever depends on the batch."""
+        """True under HEADRACE_BATCH_INVARIANT=1; only paged attention ever depends on the batch."""
         return os.environ.get("HEADRACE_BATCH_INVARIANT") == "1"
 
 

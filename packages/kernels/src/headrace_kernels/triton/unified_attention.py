@@ -1,7 +1,7 @@
-"""Causal attention over the paged cache, one kernel for prefill, decode and mixtures.
+"""Attention over the paged cache, one kernel for prefill, decode and mixtures.
 
 For query row (position p of request b, head h) over keys j of the request, visible if ``j <= p``
-and, with a window W, ``p - j < W``:
+and, with a window W, ``p - j < W``; or all of them, if not causal:
 
     s_j = scale * q . k_j;  with a soft cap t: s_j = t * tanh(s_j / t)
     o   = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) + exp(sink_h - m))
@@ -39,18 +39,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
 
 NUM_SEGMENTS = 16
 """Pieces into which the split kernel cuts a context. Constant, so that graphs can be captured."""
 
-_MIN_DOT = 16
+MIN_DOT = 16
 """``tl.dot`` wants at least this much along each axis."""
 
 
 @triton.jit
-def _find_seq(cu_seqlens_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
+def find_seq(cu_seqlens_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
     """Largest b with ``cu_seqlens_q[b] // BLOCK_Q + b <= query_block``."""
     low = 0
     high = num_seqs
@@ -65,7 +66,7 @@ def _find_seq(cu_seqlens_ptr, query_block, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """By exp(-2|x|), which is at most 1: a quotient of growing exponentials would overflow."""
     shrunk = tl.exp(-2.0 * tl.abs(x))
     magnitude = (1.0 - shrunk) / (1.0 + shrunk)
@@ -73,16 +74,21 @@ def _tanh(x):
 
 
 @triton.jit
-def _visible_range(seq_len, first_position, last_position, WINDOW: tl.constexpr):
+def _visible_range(
+    seq_len, first_position, last_position, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
+):
     """[begin, end) of the keys that any query between the two positions sees."""
     begin = first_position * 0
+    end = seq_len
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
-    return begin, tl.minimum(last_position + 1, seq_len)
+    if CAUSAL:
+        end = tl.minimum(last_position + 1, seq_len)
+    return begin, end
 
 
 @triton.jit
-def _load_query(
+def load_query(
     query_ptr,
     query_strides,
     token,
@@ -137,6 +143,7 @@ def _attend(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_BLOCK: tl.constexpr,
@@ -176,8 +183,10 @@ def _attend(
         # "ieee": float32 inputs are multiplied as such, not rounded to 10 bits (TF32).
         score = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_CAP:
-            score = soft_cap * _tanh(score / soft_cap)
-        visible = (key_at[None, :] <= position[:, None]) & key_ok[None, :]
+            score = soft_cap * tanh(score / soft_cap)
+        visible = key_ok[None, :]
+        if CAUSAL:
+            visible = visible & (key_at[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (position[:, None] - key_at[None, :] < WINDOW)
         score = tl.where(visible, score, float("-inf"))
@@ -213,6 +222,7 @@ def _attention_kernel(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -226,7 +236,7 @@ def _attention_kernel(
 ):
     query_block = tl.program_id(0)
     kv_head = tl.program_id(1)
-    seq = _find_seq(cu_seqlens_ptr, query_block, num_seqs, BLOCK_Q)
+    seq = find_seq(cu_seqlens_ptr, query_block, num_seqs, BLOCK_Q)
     query_start = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
     first_new = (query_block - (query_start // BLOCK_Q + seq)) * BLOCK_Q
@@ -240,9 +250,11 @@ def _attention_kernel(
     seq_len = tl.load(seq_len_ptr + seq)
     context_len = seq_len - query_len
     last_new = tl.minimum(first_new + BLOCK_Q, query_len) - 1
-    begin, end = _visible_range(seq_len, context_len + first_new, context_len + last_new, WINDOW)
+    begin, end = _visible_range(
+        seq_len, context_len + first_new, context_len + last_new, WINDOW, CAUSAL
+    )
 
-    query = _load_query(
+    query = load_query(
         query_ptr, query_strides, query_start + new, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN
     )
     top, total = _start_sums(sink_ptr, head, row_ok, HAS_SINK, BLOCK_M)
@@ -250,7 +262,7 @@ def _attention_kernel(
         query, context_len + new, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
     # A row that saw nothing has total 0 and out 0: it stays 0.
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -283,6 +295,7 @@ def _split_kernel(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -302,7 +315,7 @@ def _split_kernel(
     if tl.load(cu_seqlens_ptr + seq + 1) == token:  # no new token: padding of a captured graph
         return
     position = tl.load(seq_len_ptr + seq) - 1
-    begin, end = _visible_range(position + 1, position, position, WINDOW)
+    begin, end = _visible_range(position + 1, position, position, WINDOW, CAUSAL)
     first_tile = begin // TILE
     tiles_each = tl.cdiv(tl.cdiv(end, TILE) - first_tile, SEGMENTS)
     first = first_tile + segment * tiles_each
@@ -312,14 +325,14 @@ def _split_kernel(
     row_ok = row < GROUP
     head = kv_head * GROUP + row
     tokens = token + row * 0
-    query = _load_query(query_ptr, query_strides, tokens, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN)
+    query = load_query(query_ptr, query_strides, tokens, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN)
     # The sink enters once, at the end of the reduction; here a segment without keys is (0, -inf, 0).
     top, total = _start_sums(sink_ptr, head, row_ok, False, BLOCK_M)
     out, top, total = _attend(
         query, position + row * 0, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
     at = (tokens.to(tl.int64) * NUM_HEADS + head) * SEGMENTS + segment
     dim = tl.arange(0, D_BLOCK)
@@ -419,11 +432,11 @@ def make_plan(
     """
     decode = max_seqlen_q <= 1
     gemma3 = sliding_window == 1024 and head_dim in (128, 256)
-    d_block = padded(head_dim, least=_MIN_DOT)
+    d_block = padded(head_dim, least=MIN_DOT)
     small_tile = decode and not gemma3 and not batch_invariant
     tile = 16 if small_tile or d_block * item_bytes > _WIDEST_TILE_OF_32 else 32
     narrow = decode or batch_invariant or d_block > _WIDEST_HEAD_OF_64_ROWS.get(item_bytes, 256)
-    block_m = padded(group, least=_MIN_DOT if narrow else 64)
+    block_m = padded(group, least=MIN_DOT if narrow else 64)
     few_programs = num_seqs * num_kv_heads < num_programs_wanted
     enough_keys = max_seqlen_k > NUM_SEGMENTS * tile
     split = decode and few_programs and enough_keys and not batch_invariant
@@ -446,6 +459,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    causal: bool = True,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -457,6 +471,8 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
+    if not causal and sliding_window is not None and sliding_window > 0:
+        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     # Zeros, not empty: rows that belong to no request (padding of a captured graph) stay 0.
@@ -479,12 +495,13 @@ def paged_attention(
         )
     constants = {
         "WINDOW": sliding_window or 0,
+        "CAUSAL": causal,
         "HAS_CAP": soft_cap > 0,
         "HAS_SINK": sinks is not None,
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        "D_BLOCK": padded(head_dim, least=_MIN_DOT),
+        "D_BLOCK": padded(head_dim, least=MIN_DOT),
         "TILE": plan.tile,
         "BLOCK_M": plan.block_m,
         "WIDEN": widen(query),

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 NORM_EPS = 1e-5
+_STEM_ACTIVATION = "gelu"
+"""After the convolutions, whatever the config says of the blocks'."""
 
 
 def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
@@ -94,7 +96,6 @@ class AudioEncoder(Layer):
         self.num_positions = settings.integer("max_source_positions", 1500)
         self.conv1 = Conv1d(context, f"{name}.conv1", bins, hidden)
         self.conv2 = Conv1d(context, f"{name}.conv2", hidden, hidden, stride=2)
-        self.activation = settings.activation("activation_function")
         table = f"{name}.embed_positions"
         self.positions = Embedding(context, table, self.num_positions, hidden)
         self.layers = [
@@ -130,8 +131,8 @@ class AudioEncoder(Layer):
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [L, H]: what the first block gets."""
-        x = self.ops.activation(self.conv1(clip.to(self.dtype)), self.activation)
-        x = self.ops.activation(self.conv2(x), self.activation)
+        x = self.ops.activation(self.conv1(clip.to(self.dtype)), _STEM_ACTIVATION)
+        x = self.ops.activation(self.conv2(x), _STEM_ACTIVATION)
         return self.ops.add(x, self.positions.weight[: x.shape[0]])
 
 

@@ -19,6 +19,7 @@ from headrace_core.modality import MediaItem
 from headrace_core.packed import PackedArray
 from headrace_multimodal.audio.mel import MelSettings, log_mel
 from headrace_multimodal.audio.waveform import samples_of
+from headrace_multimodal.hashing import content_hash
 
 Float = npt.NDArray[np.float32]
 
@@ -115,6 +116,11 @@ class FeatureExtractor:
         padded = np.zeros(self.num_samples, dtype=np.float32)
         padded[: len(samples)] = samples
         return Spectrogram(log_mel(padded, self.mel), -(-len(samples) // self.mel.hop))
+
+    def longest(self) -> MediaItem:
+        """Silence as long as the model takes it."""
+        silence = np.zeros(self.num_samples, dtype=np.float32)
+        return MediaItem("audio", silence, content_hash("audio", silence), {})
 
 
 def _truncation(options: Mapping[str, Any]) -> bool:

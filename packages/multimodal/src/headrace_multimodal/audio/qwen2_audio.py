@@ -52,6 +52,14 @@ class Qwen2AudioProcessor:
         kept = Spectrogram(whole.frames[: whole.num_frames + _MARGIN], whole.num_frames)
         return ProcessedMedia(kept.inputs(), count)
 
+    def largest(self, modality: Modality) -> ProcessedMedia:
+        """A clip of the full length."""
+        return self.process([self.extract.longest()], {})[0]
+
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """As the model's own chat template writes it."""
+        return f"Audio {index + 1}: <|audio_bos|><|AUDIO|><|audio_eos|>\n"
+
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """See :func:`headrace_multimodal.audio.placeholders.expanded`."""
         return expanded(token_ids, media, self.placeholder)

@@ -27,6 +27,14 @@ class WhisperProcessor:
         length = self.extract.num_frames // 2
         return [ProcessedMedia(self.extract(item, options).inputs(), length) for item in items]
 
+    def largest(self, modality: Modality) -> ProcessedMedia:
+        """Every clip becomes equally many."""
+        return self.process([self.extract.longest()], {})[0]
+
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """None: the decoder's prompt holds no audio."""
+        return ""
+
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """The decoder's prompt has no placeholders.
 
