@@ -58,6 +58,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         path=path,
         architecture=architecture,
         config=text,
+        whole_config=whole,
         generation_config=generation,
         dtype=_dtype(config, text, entries, platform),
         max_model_len=_max_model_len(config, text),

@@ -124,16 +124,21 @@ def text_ids(path: Path, text: str) -> list[int]:
     """Tokens of text that came before, by the checkpoint's tokenizer.
 
     Raises:
-        RequestError: it spells a special token, which would end it.
+        RequestError: see :func:`refuse_special_tokens`.
     """
-    special = [name for name in special_tokens(path) if name in text]
-    if special:
-        raise RequestError(
-            f"prompt: {special[0]!r} is a special token of the model and cannot be part of a prompt",
-            param="prompt",
-        )
+    refuse_special_tokens(path, text)
     ids: list[int] = _tokenizer(path).encode(" " + text.strip(), add_special_tokens=False).ids
     return ids
+
+
+def refuse_special_tokens(path: Path, text: str) -> None:
+    """Raises: RequestError if a client's text spells a token that would end its part of the prompt."""
+    found = [name for name in special_tokens(path) if name in text]
+    if found:
+        raise RequestError(
+            f"prompt: {found[0]!r} is a special token of the model and cannot be part of a prompt",
+            param="prompt",
+        )
 
 
 @functools.lru_cache(maxsize=16)
@@ -179,9 +184,7 @@ def _object(generation: Mapping[str, Any], key: str) -> Mapping[str, int]:
     return value
 
 
-def _required(
-    generation: Mapping[str, Any], key: str, names: Mapping[str, int], name: str
-) -> int:
+def _required(generation: Mapping[str, Any], key: str, names: Mapping[str, int], name: str) -> int:
     value = generation.get(key)
     value = names.get(name) if value is None else value
     value = value[0] if isinstance(value, list) and value else value

@@ -28,7 +28,9 @@ class Qwen2AudioProcessor:
         self.extract = FeatureExtractor.of({**_ENCODER, **encoder}, path)
         token = config.get("audio_token_index", config.get("audio_token_id", _AUDIO_TOKEN))
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise UnsupportedModel(f"config.json: audio_token_index = {token!r}: must be a token id")
+            raise UnsupportedModel(
+                f"config.json: audio_token_index = {token!r}: must be a token id"
+            )
         self.placeholder = token
 
     def modalities(self) -> Sequence[Modality]:
