@@ -44,7 +44,9 @@ def media_reader(resolved: Resolved, decode_audio: AudioDecode | None = None) ->
         from headrace_multimodal import content_hash
     except ImportError as error:
         raise missing(error) from error
-    start = (info.whole_config or info.config).get("decoder_start_token_id")
+    start = info.generation_config.get(
+        "decoder_start_token_id", info.config.get("decoder_start_token_id")
+    )
     return MediaReader(
         processor,
         content_hash,
