@@ -178,6 +178,14 @@ class CausalLM(Protocol):
         ...
 
 
+@runtime_checkable
+class IgnoresWeights(Protocol):
+    """The model's checkpoints hold tensors that it does not use: heads of another task."""
+
+    ignored_weights: ClassVar[Mapping[str, str]]
+    """Pattern of a tensor's whole name -> why it is passed over."""
+
+
 class ModelLoader(Protocol):
     """Builds a model and fills it from its checkpoint."""
 

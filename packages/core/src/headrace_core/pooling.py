@@ -20,7 +20,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from headrace_core.errors import ConfigError, RequestError
 from headrace_core.sampling import RequestOutputKind
@@ -148,6 +148,29 @@ def _check_whole(name: str, value: object, minimum: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingTraits:
+    """How a class pools by itself, before its checkpoint and the user have their say.
+
+    Whoever resolves a checkpoint needs it without importing the class. headrace's own classes are in
+    a table; a class of another distribution has it as the class variable ``pooling_traits``, and is
+    imported to be asked.
+    """
+
+    purpose: Literal["embed", "classify", "token_classify"]
+    """What the class makes of a prompt: a vector, a row of logits, a row for each token."""
+    pooling_type: str
+    """Unless checkpoint or user say otherwise."""
+    pooling_types: tuple[str, ...] = POOLING_TYPES
+    """What may be said otherwise."""
+    causal: bool = False
+    """See :attr:`PoolingInfo.causal`."""
+    token_types: bool = False
+    """The class reads segments where ``type_vocab_size`` is above 1."""
+    positions_follow_padding: bool = False
+    """The first position is ``pad_token_id + 1`` (RoBERTa): the table has fewer than it has rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class DenseModule:
     """A linear layer between pooling and normalisation (Sentence Transformers' ``Dense``)."""
 
@@ -208,7 +231,8 @@ class PoolingInfo:
     enable_chunked_processing: bool = False
     max_embed_len: int | None = None
     native_len: int = 0
-    """Positions that the model has."""
+    """Longest prompt that is computed in one piece: the model's positions, or fewer if the context
+    is set to fewer. Longer texts are embedded in windows of so many tokens."""
     scoring: str = ""
     """How pairs are scored: ``cross`` (both texts in one prompt), ``cosine`` (of embeddings),
     ``late_interaction`` (of token embeddings); "" = not at all."""

@@ -8,6 +8,7 @@ copy of the weights plus one leaf.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import re
@@ -20,12 +21,14 @@ import torch
 
 from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
-from headrace_core.errors import ConfigError, WeightsError
+from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
     BuildContext,
     CausalLM,
+    IgnoresWeights,
     ModelInfo,
     ProgressCallback,
+    SupportsPooling,
     WeightFormat,
     WeightRule,
     ignore_progress,
@@ -43,8 +46,10 @@ HARMLESS: Mapping[str, str] = {
     r".*\.rotary_emb\.inv_freq": "computed from the config",
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias": "GPT-2's causal mask",
     r".*\.weight_shape": "repeats the shape of a packed weight",
+    r"(.*\.)?position_ids": "counts from 0",
 }
-"""Left-over tensors that are passed over: a pattern of the whole name, and why."""
+"""Left-over tensors that are passed over: a pattern of the whole name, and why. A class may add its
+own (:class:`~headrace_core.model.IgnoresWeights`)."""
 
 _ALIGNMENT = 64
 _MAX_SCRATCH = 128 << 20
@@ -70,7 +75,8 @@ def load_model(
         progress: told the bytes that are done.
 
     Raises:
-        UnsupportedModel: the config asks for something that the family cannot do.
+        UnsupportedModel: the config asks for something that the family cannot do, or the class does
+            not pool though it is to.
         ConfigError: ``load.load_format`` does not fit the checkpoint.
         WeightsError: a tensor is missing, left over, repeated, or of the wrong shape or dtype; or
             a file is unreadable. Names tensor and file.
@@ -78,9 +84,12 @@ def load_model(
     load = load or LoadConfig()
     model_class = plugins.load("headrace.models", info.architecture)
     model = model_class(context)
+    if info.pooling is not None and not isinstance(model, SupportsPooling):
+        raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
     leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
-    weights = WeightMap(model.weight_rules, leaves)
-    filling = _Filling(context, leaves, weights)
+    weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
+    ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
+    filling = _Filling(context, leaves, weights, {**HARMLESS, **ignored})
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
         for name, tensor, file in _tensors(info, context, load, weights, seed, progress):
             filling.take(name, tensor, file)
@@ -101,27 +110,46 @@ def _tensors(
     wanted = load.load_format.lower()
     if wanted == "dummy":
         return dummy_tensors(weights.wanted(), context.dtype, seed)
-    return _format(info, load, wanted).tensors(info.path, progress)
+    own = _format(info.path, load, wanted).tensors(info.path, progress)
+    return itertools.chain(own, _dense_tensors(info, load, wanted, progress))
 
 
-def _format(info: ModelInfo, load: LoadConfig, wanted: str) -> WeightFormat:
+def _dense_rules(info: ModelInfo) -> list[WeightRule]:
+    """Where the tensors of Dense modules go, which are in folders of their own."""
+    modules = info.pooling.dense if info.pooling is not None else ()
+    return [
+        WeightRule(f"{module.path}.linear", f"pooler.head.dense.{index}")
+        for index, module in enumerate(modules)
+    ]
+
+
+def _dense_tensors(
+    info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
+) -> Iterable[tuple[str, Tensor, Path]]:
+    for module in info.pooling.dense if info.pooling is not None else ():
+        folder = info.path / module.path
+        for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
+            yield f"{module.path}.{name}", tensor, file
+
+
+def _format(path: Path, load: LoadConfig, wanted: str) -> WeightFormat:
     group = "headrace.weight_formats"
     if wanted != "auto":
         chosen: WeightFormat = plugins.load(group, wanted)(load)
-        if not chosen.recognises(info.path):
+        if not chosen.recognises(path):
             raise ConfigError(
-                f"load.load_format = {wanted!r}: {info.path} holds no checkpoint of that format",
+                f"load.load_format = {wanted!r}: {path} holds no checkpoint of that format",
                 field="load.load_format",
             )
         return chosen
     for name in plugins.installed(group):
         candidate: WeightFormat = plugins.load(group, name)(load)
-        if candidate.recognises(info.path):
+        if candidate.recognises(path):
             return candidate
     names = ", ".join(plugins.installed(group))
-    others = [p.name for kind in _UNREAD for p in sorted(info.path.glob(kind))][:3]
+    others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
     hint = f" It holds {', '.join(others)}, which is not read: convert it." if others else ""
-    raise WeightsError(f"{info.path}: no weights found; readable formats are: {names}.{hint}")
+    raise WeightsError(f"{path}: no weights found; readable formats are: {names}.{hint}")
 
 
 @dataclass(slots=True)
@@ -166,9 +194,14 @@ class _Filling:
     """Collects tensors by leaf and loads each leaf when it is complete."""
 
     def __init__(
-        self, context: BuildContext, leaves: Mapping[str, WeightLayer], weights: WeightMap
+        self,
+        context: BuildContext,
+        leaves: Mapping[str, WeightLayer],
+        weights: WeightMap,
+        harmless: Mapping[str, str],
     ) -> None:
         self.context = context
+        self.harmless = harmless
         self.leaves = leaves
         self.weights = weights
         self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
@@ -283,7 +316,7 @@ class _Filling:
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
-        if any(re.fullmatch(pattern, name) for pattern in HARMLESS):
+        if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
         heads = ("lm_head.weight", "proj_out.weight")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 from collections import Counter
@@ -16,9 +15,17 @@ from headrace_core.config import DTYPE_ALIASES, DTYPES, LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
+from headrace_core.pooling import PoolingTraits
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import checkpoint_headers
+from headrace_models.generating import generating_traits, processor_of
+from headrace_models.json_object import read_object
+from headrace_models.pooling.info import CONVERTED, pooling_info
+from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
+from headrace_models.pooling.traits import pooling_traits
+from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
+from headrace_models.runner import choose_run
 from headrace_models.settings import Settings
 from headrace_models.source import fetch
 
@@ -47,12 +54,26 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
             "model.model is not set: give a folder or a hub name", field="model.model"
         )
     path = checkpoint_folder(config, load)
-    whole = merged(_read_object(path / "config.json", required=True), config.hf_overrides)
+    whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
+    traits = pooling_traits(architecture)
+    sentence = read_modules(path, config.pooler.pooling_type)
+    run = choose_run(config, architecture, traits, sentence_transformer=sentence.pools)
+    if run.runner == "pooling":
+        traits = traits or CONVERTED[run.convert]
     entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
-    stored_generation = _read_object(path / "generation_config.json", required=False)
+    stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
+    dtype = _dtype(config, text, entries, platform)
+    length = _max_model_len(config, text, traits, sentence)
+    pooling = None
+    if run.runner == "pooling":
+        assert traits is not None
+        pooling = pooling_info(
+            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length
+        )
+    generating = generating_traits(architecture)
     return ModelInfo(
         name=config.model,
         path=path,
@@ -60,12 +81,18 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         config=text,
         whole_config=whole,
         generation_config=generation,
-        dtype=_dtype(config, text, entries, platform),
-        max_model_len=_max_model_len(config, text),
+        dtype=dtype,
+        max_model_len=length,
         vocab_size=Settings(text).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
+        tasks=generating.tasks(generation) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
         source=_source(architecture),
+        runner=run.runner,
+        convert=run.convert,
+        pooling=pooling,
+        is_encoder_decoder=generating.is_encoder_decoder,
+        processor=processor_of(architecture),
     )
 
 
@@ -123,20 +150,6 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**outer, **inner}
 
 
-def _read_object(path: Path, *, required: bool) -> dict[str, Any]:
-    if not required and not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnsupportedModel(f"{path}: not found; is {path.parent} a checkpoint?") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedModel(f"{path}: unreadable: {type(error).__name__}: {error}") from error
-    if not isinstance(value, dict):
-        raise UnsupportedModel(f"{path}: must hold a JSON object, holds {type(value).__name__}")
-    return value
-
-
 def _dtype(
     config: ModelConfig, text: Mapping[str, Any], entries: list[TensorEntry], platform: Platform
 ) -> str:
@@ -160,15 +173,18 @@ def _dtype(
     return chosen
 
 
-def _max_model_len(config: ModelConfig, text: Mapping[str, Any]) -> int:
-    settings = Settings(text)
-    stated = [settings.integer(key) for key in LENGTH_KEYS if text.get(key) is not None]
-    if not stated:
-        logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
-    derived = scaled_context(text, min(stated, default=_DEFAULT_LENGTH))
+def _max_model_len(
+    config: ModelConfig,
+    text: Mapping[str, Any],
+    traits: PoolingTraits | None,
+    sentence: SentenceModules,
+) -> int:
+    """The user's choice within the model's positions; by itself no more than Sentence Transformers
+    says that the model is for."""
+    derived = _positions(text, traits)
     wanted = config.max_model_len
     if wanted is None or wanted == -1:
-        return derived
+        return min(derived, sentence.max_seq_length or derived)
     if wanted > derived:
         if os.environ.get("HEADRACE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
             raise ConfigError(
@@ -181,6 +197,23 @@ def _max_model_len(config: ModelConfig, text: Mapping[str, Any]) -> int:
     return wanted
 
 
+def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
+    """Longest context that the model has positions for."""
+    settings = Settings(text)
+    stated = [settings.integer(key) for key in LENGTH_KEYS if text.get(key) is not None]
+    if not stated:
+        logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
+    rows = min(stated, default=_DEFAULT_LENGTH)
+    if traits is None or not traits.positions_follow_padding:
+        return scaled_context(text, rows)
+    first = first_position(text)
+    if rows <= first:
+        raise UnsupportedModel(
+            f"config.json: max_position_embeddings = {rows}: must be above pad_token_id + 1 = {first}"
+        )
+    return rows - first
+
+
 def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
     """The checkpoint's, none, or a folder's; the user's overrides merged over it.
 
@@ -188,7 +221,7 @@ def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
         path: the checkpoint's folder.
     """
     if config.generation_config == "auto":
-        base = _read_object(path / "generation_config.json", required=False)
+        base = read_object(path / "generation_config.json", required=False)
     elif config.generation_config in ("headrace", "vllm"):
         base = {}
     else:
@@ -199,7 +232,7 @@ def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
                 "'headrace', or a folder with a generation_config.json",
                 field="model.generation_config",
             )
-        base = _read_object(folder / "generation_config.json", required=True)
+        base = read_object(folder / "generation_config.json", required=True)
     return merged(base, config.override_generation_config)
 
 

@@ -1,11 +1,11 @@
-"""Causal self-attention over the paged cache.
+"""Self-attention: what all of it shares, and the causal one over the paged cache.
 
 Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class Attention(Layer):
-    """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
-
-    Its cache's scales can be measured (``MeasuresKVScales``).
+class SelfAttention(Layer):
+    """What attention with and without a cache share: the projections around it, and its facts.
 
     Args:
         name: of the attention module, as the checkpoint spells it.
@@ -38,6 +36,7 @@ class Attention(Layer):
         unbiased: with ``qkv_bias``, which of query, key and value (0, 1, 2) have none all the same.
         qkv_name, out_name, part_names: the checkpoint's module names below ``name``; empty
             part_names if it stores the projections fused.
+        attention_type: of :data:`headrace_core.attention.ATTENTION_TYPES`.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class Attention(Layer):
         qkv_name: str = "qkv_proj",
         out_name: str = "o_proj",
         part_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        attention_type: str = "decoder",
     ) -> None:
         self.ops = context.ops
         self.rotary = rotary
@@ -95,17 +95,35 @@ class Attention(Layer):
             scale=head_dim**-0.5 if scale is None else scale,
             sliding_window=sliding_window,
             soft_cap=soft_cap,
+            attention_type=attention_type,
         )
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, hidden_size] -> query [T, Hq, D], key and value [T, Hk, D], views of one tensor."""
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
+        kv = self.spec.num_kv_heads
+        query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
+        return query, key, value
+
+
+class Attention(SelfAttention):
+    """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
+
+    Its cache's scales can be measured (``MeasuresKVScales``). Arguments: :class:`SelfAttention`.
+    """
+
+    def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:
+        super().__init__(context, name, **arguments)
         self.kv_spec = _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
-                head_dim=head_dim,
+                head_dim=self.head_dim,
                 dtype=context.dtype,
                 kv_cache_dtype=context.kv_cache_dtype,
                 block_size=context.block_size,
                 device=context.device,
-                sliding_window=sliding_window is not None,
-                soft_cap=soft_cap > 0,
+                sliding_window=self.spec.sliding_window is not None,
+                soft_cap=self.spec.soft_cap > 0,
                 has_sink=self.spec.sinks is not None,
             )
         )
@@ -133,11 +151,8 @@ class Attention(Layer):
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        spec, size = self.spec, self.head_dim
-        heads = self.qkv(x).view(x.shape[0], -1, size)  # [T, Hq + 2 Hk, D]
-        query, key, value = torch.split(
-            heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1
-        )
+        spec = self.spec
+        query, key, value = self.project(x)
         if self.views is None or not batch.groups:  # memory is being profiled
             out = self.backend.forward(spec, query, key, value, None, None)
         else:

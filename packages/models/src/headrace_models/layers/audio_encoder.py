@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.attention import AttentionLayerSpec, AttentionNeed
+from headrace_core.attention import AttentionNeed
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.conv import Conv1d
 from headrace_models.layers.embedding import Embedding
-from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
 from headrace_models.settings import MAX_LAYERS, Settings
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 NORM_EPS = 1e-5
+_TYPE = "encoder"
 _STEM_ACTIVATION = "gelu"
 """After the convolutions, whatever the config says of the blocks'."""
 
@@ -160,42 +161,38 @@ class _Block(Layer):
         return self.mlp(x), stream
 
 
-class _Attention(Layer):
+class _Attention(SelfAttention):
     """Every state of a clip sees every other."""
 
     def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
-        num_heads, self.head_dim = heads_of(settings, "encoder_attention_heads")
-        size = num_heads * self.head_dim
-        self.qkv = column_parallel(
+        heads, head_dim = heads_of(settings, "encoder_attention_heads")
+        super().__init__(
             context,
-            f"{name}.qkv_proj",
-            size,
-            (size, size, size),
-            units=(num_heads, num_heads, num_heads),
-            bias=True,
+            name,
+            hidden_size=heads * head_dim,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            rotary=None,
+            qkv_bias=True,
+            out_bias=True,
             unbiased=(1,),
-            part_names=tuple(f"{name}.{part}_proj" for part in "qkv"),
-        )
-        self.out = row_parallel(context, f"{name}.out_proj", size, size, bias=True)
-        heads = num_heads // shard_of(num_heads, context.communicator, what=f"{name}, heads").count
-        scale = self.head_dim**-0.5
-        self.spec = AttentionLayerSpec(
-            name, heads, heads, self.head_dim, scale, attention_type="encoder"
+            out_name="out_proj",
+            attention_type=_TYPE,
         )
         self.backend = context.encoder_attention(
             AttentionNeed(
-                head_dim=self.head_dim,
+                head_dim=head_dim,
                 dtype=context.dtype,
                 kv_cache_dtype="auto",
                 block_size=context.block_size,
                 device=context.device,
-                attention_type="encoder",
+                attention_type=_TYPE,
             )
         )
 
     def __call__(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], 3, -1, self.head_dim)
-        query, key, value = heads.unbind(1)
+        query, key, value = self.project(x)
         out = self.backend.attend(self.spec, query, key, value, cu_seqlens, max_seqlen)
         return self.out(out.flatten(1))
 

@@ -46,24 +46,29 @@ class LayerNorm(WeightLayer):
     """See :class:`headrace_core.ops.LayerNormOp`."""
 
     weight: Tensor
-    bias: Tensor
+    bias: Tensor | None
 
-    def __init__(self, context: BuildContext, name: str, size: int, eps: float) -> None:
+    def __init__(
+        self, context: BuildContext, name: str, size: int, eps: float, *, bias: bool = True
+    ) -> None:
         self.name = name
         self.ops = context.ops
         self.size, self.eps = size, eps
+        self.has_bias = bias
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"weight": Slot((self.size,)), "bias": Slot((self.size,))}
+        names = ("weight", "bias") if self.has_bias else ("weight",)
+        return {name: Slot((self.size,)) for name in names}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight, self.bias = tensors["weight"], tensors["bias"]
+        self.weight, self.bias = tensors["weight"], tensors.get("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``(norm(x + residual), x + residual)``."""
-        total = x if residual is None else self.ops.add(x, residual)
-        return self(total), total
+        """``(norm(x + residual), x + residual)`` in one pass; gives up both inputs."""
+        if residual is None:
+            return self(x), x
+        return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

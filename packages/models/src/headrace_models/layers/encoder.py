@@ -1,0 +1,159 @@
+"""What all text encoders share: embeddings, a stack of blocks, a pooler.
+
+A step is written so that it can be recorded (docs/plug-points/step-graphs.md): all arithmetic is the
+ops', nothing branches on sizes or reads contents. Pooling comes after it and is not recorded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_models.layers.base import Layer
+from headrace_models.layers.decoder import Block, Norm
+from headrace_models.pooling.pooler import make_pooler
+from headrace_models.settings import MAX_LAYERS, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import AttentionLayer, BuildContext, WeightRule
+    from headrace_models.layers.encoder_attention import EncoderAttention
+    from headrace_models.layers.mlp import MLPLayer
+    from headrace_models.pooling.classifier import Classifier
+
+
+class EncoderBlock(Layer, ABC):
+    """One layer of the stack."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> the same shape."""
+
+
+class PostNormBlock(EncoderBlock):
+    """``h = norm(x + attention(x)); norm(h + mlp(h))``: the first transformer's, and BERT's."""
+
+    def __init__(
+        self, attention: EncoderAttention, attention_norm: Norm, mlp: MLPLayer, mlp_norm: Norm
+    ) -> None:
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x
+
+
+class Encoder(Layer, ABC):
+    """A model that turns tokens into vectors; core's ``SupportsPooling``. Families say what differs.
+
+    Args:
+        prefix: of the checkpoint's names, if the model is part of another.
+    """
+
+    weight_rules: ClassVar[Sequence[WeightRule]]
+    ignored_weights: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        self.context = context
+        self.settings = Settings(context.config)
+        self.embed = self.make_embeddings(context, prefix)
+        self.prepare(context, prefix)
+        self.make_layers(context, prefix)
+        self.pooler = make_pooler(context, self.make_classifier(context, prefix))
+
+    def hidden_size(self) -> int:
+        return self.settings.integer("hidden_size")
+
+    def num_layers(self) -> int:
+        return self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
+
+    @abstractmethod
+    def make_embeddings(self, context: BuildContext, prefix: str) -> Embeddings:
+        """What the first block gets."""
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        """Make what the blocks share (rotary tables), before the first one."""
+
+    @abstractmethod
+    def make_layers(self, context: BuildContext, prefix: str) -> None:
+        """Make the stack."""
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier | None:
+        """What makes logits of hidden states; None: the model embeds."""
+        return None
+
+    @abstractmethod
+    def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """The stack: x [T, H] -> final hidden states [R, H] of ``batch.logits_rows``."""
+
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
+        """None of them reads a cache."""
+        return {}
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """See :class:`headrace_core.model.SupportsPooling`."""
+        return self.run_layers(self.embed(batch), batch)
+
+    def chosen(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> [R, H]: the rows that are wanted."""
+        rows = batch.logits_rows
+        return x if rows is None else self.context.ops.embedding(rows, x)
+
+
+class Embeddings(Layer, ABC):
+    """What the first block of an encoder gets."""
+
+    @abstractmethod
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """[T, H]."""
+
+
+class PostNormEncoder(Encoder):
+    """Blocks hand on normed vectors; there is no final norm."""
+
+    def make_layers(self, context: BuildContext, prefix: str) -> None:
+        self.layers = [
+            self.make_block(context, index, prefix) for index in range(self.num_layers())
+        ]
+
+    @abstractmethod
+    def make_block(self, context: BuildContext, index: int, prefix: str) -> EncoderBlock:
+        """The stack's layer ``index``."""
+
+    def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, batch)
+        return self.chosen(x, batch)
+
+
+class PreNormEncoder(Encoder):
+    """Blocks add to a stream, which is normed at the end (:class:`~headrace_models.layers.decoder.Block`)."""
+
+    def make_layers(self, context: BuildContext, prefix: str) -> None:
+        self.layers = [
+            self.make_block(context, index, prefix) for index in range(self.num_layers())
+        ]
+        self.final_norm = self.make_final_norm(context, prefix)
+
+    @abstractmethod
+    def make_block(self, context: BuildContext, index: int, prefix: str) -> Block:
+        """The stack's layer ``index``."""
+
+    @abstractmethod
+    def make_final_norm(self, context: BuildContext, prefix: str) -> Norm:
+        """The norm behind the last block."""
+
+    def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        rest = None if residual is None else self.chosen(residual, batch)
+        hidden, _ = self.final_norm.add(self.chosen(x, batch), rest)
+        return hidden

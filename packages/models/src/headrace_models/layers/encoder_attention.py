@@ -1,0 +1,75 @@
+"""Self-attention in both directions, without a cache.
+
+Letters: T tokens, Hq query heads, Hk key-value heads, D head size, P positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.attention import AttentionNeed
+from headrace_models.layers.attention import SelfAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+    from headrace_models.layers.distance_bias import DistanceBias
+
+
+class EncoderAttention(SelfAttention):
+    """Projections, rotation and attention of one layer. A sequence's tokens see each other, in any
+    order, and no other sequence's: all of a prompt must be in the step.
+
+    Other arguments: :class:`~headrace_models.layers.attention.SelfAttention`.
+
+    Args:
+        interleaved: rotary pairs are neighbours (:class:`headrace_core.ops.RotaryOp`).
+        distance_bias: added to the scores; may be shared by layers.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        *,
+        interleaved: bool = False,
+        distance_bias: DistanceBias | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(context, name, attention_type="encoder_only", **arguments)
+        self.interleaved = interleaved
+        # In a tuple: what is shared is another layer's piece, and loaded there.
+        self.shared_bias = () if distance_bias is None else (distance_bias,)
+        self.backend = context.encoder_attention(
+            AttentionNeed(
+                head_dim=self.head_dim,
+                dtype=context.dtype,
+                kv_cache_dtype="auto",
+                block_size=context.block_size,
+                device=context.device,
+                attention_type="encoder_only",
+                sliding_window=self.spec.sliding_window is not None,
+                soft_cap=self.spec.soft_cap > 0,
+            )
+        )
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        query, key, value = self.project(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rotary is not None:
+            positions, interleaved = batch.positions, self.interleaved
+            self.ops.rotary(query, key, positions, self.rotary, interleaved=interleaved)
+        out = self.backend.attend(
+            self.spec,
+            query,
+            key,
+            value,
+            batch.cu_seqlens_q,
+            batch.max_seqlen_q,
+            distance_bias=self.shared_bias[0].bias if self.shared_bias else None,
+        )
+        return self.out(out.flatten(1))

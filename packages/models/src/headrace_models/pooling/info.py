@@ -1,0 +1,162 @@
+"""From a checkpoint's files and the user's settings to :class:`PoolingInfo`. No torch.
+
+Precedence: the user, the Sentence Transformers files, the class, the conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.pooling import DenseModule, PoolerConfig, PoolingInfo, PoolingTraits
+from headrace_models.pooling.labels import classification_activation, label_names, num_labels
+from headrace_models.pooling.sentence_transformers import SentenceModules
+from headrace_models.settings import Settings
+
+CONVERTED: Mapping[str, PoolingTraits] = {
+    "embed": PoolingTraits("embed", "LAST", ("LAST", "ALL", "CLS", "MEAN"), causal=True),
+    "classify": PoolingTraits("classify", "LAST", causal=True),
+}
+"""How a generating class pools once it is converted."""
+_SIZE_KEYS = ("hidden_size", "dim", "n_embd", "d_model")
+
+
+def pooling_info(
+    config: Mapping[str, Any],
+    user: PoolerConfig,
+    sentence: SentenceModules,
+    traits: PoolingTraits,
+    *,
+    dtype: str,
+    max_model_len: int,
+) -> PoolingInfo:
+    """Everything that is to be known of how a checkpoint pools.
+
+    Args:
+        config: the text part of ``config.json``.
+        traits: of the class, or of its conversion.
+        dtype, max_model_len: resolved.
+
+    Raises:
+        ConfigError: the user asks for what the class cannot do; names the field.
+        UnsupportedModel: ``config.json`` contradicts itself.
+    """
+    kind = _pooling_type(user, sentence, traits)
+    embeds = traits.purpose == "embed"
+    labels = 0 if embeds else num_labels(config)
+    tasks = _tasks(traits, kind, labels)
+    size = _embedding_size(config, sentence.dense) if embeds else 0
+    matryoshka = _matryoshka(config) if embeds else None
+    _check_dimensions(user, matryoshka, size)
+    types = Settings(config).integer("type_vocab_size", 1, minimum=0) if traits.token_types else 0
+    return PoolingInfo(
+        tasks=tasks,
+        pooling_type=kind,
+        causal=traits.causal,
+        embedding_size=size,
+        normalize=_first(user.normalize, sentence.normalize if sentence.pools else None, True),
+        use_activation=_first(user.use_activation, True),
+        dimensions=user.dimensions,
+        matryoshka=matryoshka,
+        num_labels=labels,
+        labels=() if embeds else label_names(config),
+        activation="identity" if embeds else classification_activation(config, sentence.activation),
+        head_dtype=_head_dtype(config, dtype),
+        logit_bias=user.logit_bias,
+        step_tag_id=user.step_tag_id,
+        returned_token_ids=user.returned_token_ids,
+        dense=sentence.dense if embeds else (),
+        enable_chunked_processing=bool(user.enable_chunked_processing) and embeds,
+        max_embed_len=user.max_embed_len,
+        native_len=max_model_len,
+        scoring="cross" if "score" in tasks else "cosine" if "embed" in tasks else "",
+        prompts=sentence.prompts,
+        lower_case=sentence.lower_case,
+        token_types=types > 1,
+        max_token_types=max(types, 1),
+    )
+
+
+def _first(*values: bool | None) -> bool:
+    return next(value for value in values if value is not None)
+
+
+def _pooling_type(user: PoolerConfig, sentence: SentenceModules, traits: PoolingTraits) -> str:
+    wanted = user.pooling_type
+    if wanted is not None and wanted not in traits.pooling_types:
+        raise ConfigError(
+            f"pooler_config.pooling_type = {wanted!r}: must be one of "
+            f"{', '.join(traits.pooling_types)} for this model",
+            field="pooler_config.pooling_type",
+        )
+    if wanted is None and sentence.pooling_type in traits.pooling_types:
+        wanted = sentence.pooling_type
+    kind = wanted or traits.pooling_type
+    for name in ("step_tag_id", "returned_token_ids"):
+        if kind != "STEP" and getattr(user, name) is not None:
+            raise ConfigError(
+                f"pooler_config.{name} = {getattr(user, name)!r}: must be left out unless "
+                "pooling_type is STEP",
+                field=f"pooler_config.{name}",
+            )
+    return kind
+
+
+def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
+    """Rows of tokens are to be had of every model; one row for the prompt needs a way to it."""
+    whole = kind not in ("ALL", "STEP")
+    if traits.purpose == "embed":
+        return ("embed", "token_embed") if whole else ("token_embed",)
+    if traits.purpose == "token_classify" or not whole:
+        return ("token_classify",)
+    return ("classify", *(("score",) if labels == 1 else ()), "token_classify")
+
+
+def _embedding_size(config: Mapping[str, Any], dense: tuple[DenseModule, ...]) -> int:
+    name = next((key for key in _SIZE_KEYS if config.get(key) is not None), _SIZE_KEYS[0])
+    size = Settings(config).integer(name)
+    for module in dense:
+        if module.in_features != size:
+            raise UnsupportedModel(
+                f"{module.path}/config.json: in_features = {module.in_features}: must be {size}, what "
+                "comes before it gives"
+            )
+        size = module.out_features
+    return size
+
+
+def _matryoshka(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    sizes = config.get("matryoshka_dimensions")
+    if sizes is None:
+        return () if Settings(config).flag("is_matryoshka", False) else None
+    whole = isinstance(sizes, list | tuple) and sizes
+    if not whole or any(type(size) is not int or size < 1 for size in sizes):
+        raise UnsupportedModel(
+            f"config.json: matryoshka_dimensions = {sizes!r}: must be a list of sizes of at least 1"
+        )
+    return tuple(sizes)
+
+
+def _check_dimensions(user: PoolerConfig, sizes: tuple[int, ...] | None, size: int) -> None:
+    wanted = user.dimensions
+    if wanted is None:
+        return
+    if sizes is None:
+        accepted = "left out: the model does not support matryoshka representation"
+    elif sizes and wanted not in sizes:
+        accepted = f"one of {list(sizes)}"
+    elif wanted > size:
+        accepted = f"at most {size}, the size of an embedding"
+    else:
+        return
+    raise ConfigError(
+        f"pooler_config.dimensions = {wanted}: must be {accepted}", field="pooler_config.dimensions"
+    )
+
+
+def _head_dtype(config: Mapping[str, Any], dtype: str) -> str:
+    stated = config.get("head_dtype", "float32")
+    if stated not in ("float32", "model"):
+        raise UnsupportedModel(f"head_dtype = {stated!r}: must be float32 or model")
+    return dtype if stated == "model" else "float32"

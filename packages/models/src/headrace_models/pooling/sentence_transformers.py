@@ -1,0 +1,188 @@
+"""What a Sentence Transformers repository says of pooling: ``modules.json`` and what it names. No torch.
+
+Format: the files that ``SentenceTransformer.save`` writes (sbert.net, versions 2 to 6).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.pooling import DenseModule
+from headrace_models.json_object import read_json, read_object
+from headrace_models.pooling.labels import torch_activation
+from headrace_models.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+POOLING_MODES: Mapping[str, str] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
+"""Their name -> ours."""
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""How files before version 6 say it."""
+_SETTINGS = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceModules:
+    """What the files say; without any, nothing."""
+
+    pools: bool = False
+    """There is a pooling module."""
+    pooling_type: str | None = None
+    """None: not said, or a mode that the user has replaced."""
+    dense: tuple[DenseModule, ...] = ()
+    normalize: bool = False
+    max_seq_length: int | None = None
+    lower_case: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    activation: str | None = None
+    """A cross-encoder's, as the files name it."""
+
+
+def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModules:
+    """Read a checkpoint's files.
+
+    Args:
+        pooling_type: what the user has set; then a mode that is not served does not matter.
+
+    Raises:
+        ConfigError: a mode or module that is not served; names it, and ``--pooler-config`` where that
+            helps.
+        UnsupportedModel: a file is unreadable, or a value wrong.
+    """
+    own = read_object(folder / "config_sentence_transformers.json", required=False)
+    prompts = own.get("prompts")
+    named = prompts if isinstance(prompts, Mapping) else {}
+    found = SentenceModules(
+        prompts={str(k): v for k, v in named.items() if isinstance(v, str)},
+        activation=own.get("activation_fn"),
+        **_settings(folder),
+    )
+    for module in _modules(folder):
+        found = _follow(folder, module, found, pooling_type)
+    return found
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = next((folder / name for name in _SETTINGS if (folder / name).is_file()), None)
+    if path is None:
+        return {}
+    settings = Settings(read_object(path, required=True))
+    return {
+        "max_seq_length": settings.optional_integer("max_seq_length"),
+        "lower_case": settings.flag("do_lower_case", False),
+    }
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module, in order."""
+    path = folder / "modules.json"
+    listed = read_json(path) if path.is_file() else []
+    modules = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        kind, place = (entry.get("type"), entry.get("path")) if isinstance(entry, dict) else (0, 0)
+        if not isinstance(kind, str) or not isinstance(place, str):
+            raise UnsupportedModel(f"{path}: entry {entry!r}: must have a type and a path")
+        parts = PurePosixPath(place).parts
+        if PurePosixPath(place).is_absolute() or ".." in parts:
+            raise UnsupportedModel(f"{path}: path = {place!r}: must be within the checkpoint")
+        modules.append((kind, place))
+    return modules
+
+
+def _follow(
+    folder: Path, module: tuple[str, str], found: SentenceModules, pooling_type: str | None
+) -> SentenceModules:
+    kind, place = module
+    name = kind.rpartition(".")[2]
+    if not kind.startswith("sentence_transformers."):
+        raise ConfigError(
+            f"modules.json: type = {kind!r}: is code of the repository's own, which is never run",
+            field="model.model",
+        )
+    if name == "Transformer":
+        if place:
+            raise ConfigError(
+                f"modules.json: the model is in the folder {place!r}: give that folder as the model",
+                field="model.model",
+            )
+        return found
+    if name == "Dropout":
+        return found
+    if name == "Pooling":
+        return _pooling(folder / place, found, pooling_type)
+    if name == "Dense" and found.pools and not found.normalize:
+        return replace(found, dense=(*found.dense, _dense(folder / place, place)))
+    if name == "Normalize" and found.pools:
+        return replace(found, normalize=True)
+    raise ConfigError(
+        f"modules.json: type = {kind!r}: must be one of Transformer, Pooling, Dense, Normalize, in "
+        "this order",
+        field="model.model",
+    )
+
+
+def _pooling(path: Path, found: SentenceModules, wanted: str | None) -> SentenceModules:
+    config = read_object(path / "config.json", required=True)
+    if config.get("include_prompt") is False:
+        logger.warning(
+            "%s: include_prompt is false, but a prompt's tokens cannot be told from the text's: "
+            "embeddings of texts with a prompt differ from Sentence Transformers'", path
+        )  # fmt: skip
+    if wanted is not None:
+        return replace(found, pools=True)
+    modes = _modes(config)
+    mode = modes[0] if len(modes) == 1 else "+".join(modes)
+    if mode not in POOLING_MODES:
+        raise ConfigError(
+            f"{path / 'config.json'}: pooling mode {mode!r} is not supported, only "
+            f'{", ".join(POOLING_MODES)}; --pooler-config \'{{"pooling_type": "MEAN"}}\' would take '
+            "another, for which the model was not trained",
+            field="pooler_config.pooling_type",
+        )
+    return replace(found, pools=True, pooling_type=POOLING_MODES[mode])
+
+
+def _modes(config: Mapping[str, Any]) -> list[str]:
+    stated = config.get("pooling_mode")
+    if stated is not None:
+        return [str(mode) for mode in (stated if isinstance(stated, list) else [stated])]
+    # Theirs is the mean where no flag is set.
+    return [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+
+
+def _dense(path: Path, place: str) -> DenseModule:
+    config = read_object(path / "config.json", required=True)
+    settings = Settings(config)
+    where = path / "config.json"
+    if settings.flag("use_residual", False):
+        raise UnsupportedModel(f"{where}: use_residual = True: must be false")
+    for name in ("module_input_name", "module_output_name"):
+        if config.get(name) not in (None, "sentence_embedding"):
+            raise UnsupportedModel(
+                f"{where}: {name} = {config[name]!r}: must be sentence_embedding"
+            )
+    return DenseModule(
+        path=place,
+        in_features=settings.integer("in_features"),
+        out_features=settings.integer("out_features"),
+        bias=settings.flag("bias", True),
+        activation=torch_activation(
+            f"{where}: activation_function",
+            config.get("activation_function") or "torch.nn.modules.activation.Tanh",
+        ),
+    )
