@@ -23,6 +23,7 @@ from headrace_core.output import RequestOutput
 from headrace_core.owner import OWNER
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
+from headrace_core.speech import SpeechModel
 from headrace_core.text import Tokenizer
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
 from headrace_engine.clients.sink import WeakSink, dead_again
@@ -61,6 +62,7 @@ class Engine:
         heartbeat_limit: seconds without a round of the loop after which the engine counts as stuck;
             None: the configuration's, or :data:`SLOW_STEP` times what the largest step takes if
             that is more.
+        speech: speech to text, if the model does that.
 
     Raises:
         HeadraceError: whatever kept the core from starting.
@@ -73,8 +75,11 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         heartbeat_limit: float | None = None,
+        speech: SpeechModel | None = None,
     ) -> None:
         config = config or EngineConfig()
+        self.speech = speech
+        """See :attr:`headrace_core.engine.EngineClient.speech`."""
         scheduler = config.scheduler
         self._client = client
         self._intake = intake
@@ -263,6 +268,8 @@ class Engine:
         finally:
             self._threads.close()
             self._intake.close()
+            if self.speech is not None:
+                self.speech.close()
 
     # OutputSink: called from a thread of the client's.
 

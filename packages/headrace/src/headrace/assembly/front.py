@@ -17,6 +17,7 @@ from headrace.assembly.missing import missing
 from headrace.assembly.plugged import logits_processors, read_tokenizer, reasoning_parser
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
+from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace_core.config import EngineConfig
 from headrace_core.logits_processor import processor_name
 from headrace_core.model import ModelInfo
@@ -39,6 +40,7 @@ class FrontEnd(NamedTuple):
     intake: Intake
     config: EngineConfig
     info: ModelInfo
+    speech: ServedSpeech | None = None
 
 
 class TemplateSettings(NamedTuple):
@@ -86,7 +88,7 @@ def connect(
     front = front_end(config, templates, timeline, client)
     from headrace_engine.engine import Engine
 
-    return Engine(front.client, front.intake, front.config)
+    return Engine(front.client, front.intake, front.config, speech=front.speech)
 
 
 def front_end(
@@ -114,7 +116,8 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    media = media_reader(resolved)
+    speech = served_speech(resolved)
+    media = media_reader(resolved, None if speech is None else speech.decode_now)
     model = served_model(
         resolved, tokenizer, templates.chat_template, media.modalities if media else ()
     )
@@ -133,7 +136,7 @@ def front_end(
     check_backend(config.structured_outputs)
     if client is None:
         client = core_client(config, resolved, timeline, intake.vocabulary)
-    return FrontEnd(client, intake, resolved.config, resolved.info)
+    return FrontEnd(client, intake, resolved.config, resolved.info, speech)
 
 
 def core_client(

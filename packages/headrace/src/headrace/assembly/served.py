@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.transcription import unmet_tasks
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
@@ -61,6 +62,7 @@ def served_model(
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
         modalities=modalities,
+        unmet=unmet_tasks(info),
         is_encoder_decoder=info.is_encoder_decoder,
     )
 

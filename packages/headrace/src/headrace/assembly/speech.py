@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from headrace.assembly.missing import missing
+from headrace.assembly.transcription import TASK, model_class
 from headrace_core.config import SpeechConfig
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
 from headrace_core.speech import (
@@ -20,6 +21,7 @@ from headrace_core.speech import (
 )
 
 if TYPE_CHECKING:
+    from headrace.assembly.resolved import Resolved
     from headrace_core.model import ModelInfo
     from headrace_core.packed import PackedArray
     from headrace_core.request import Prompt
@@ -130,6 +132,11 @@ class ServedSpeech:
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         return await self._decoder.decode(data, name=name, sample_rate=sample_rate)
 
+    def decode_now(self, data: bytes, name: str) -> AudioClip:
+        """:meth:`decode` for a thread, at the rate of transcriptions: of what chats bring."""
+        rate = self.config("transcribe").sample_rate
+        return self._decoder.decode_now(data, name=name, sample_rate=rate)
+
     def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
         from headrace_multimodal.audio.splitting import split
 
@@ -160,19 +167,22 @@ class ServedSpeech:
         return method(**{k: v for k, v in keywords.items() if _declares(method, k)})
 
 
-def served_speech(
-    model: type[SupportsTranscription], info: ModelInfo, config: SpeechConfig
-) -> ServedSpeech:
-    """With a decoder whose processes start now, beside what else is loaded.
+def served_speech(resolved: Resolved) -> ServedSpeech | None:
+    """With a decoder whose processes start now, beside what else is loaded; None: the model does not
+    transcribe.
 
     Raises:
         MissingDependency: the libraries that decode audio are not installed; names the extra.
         ConfigError: a limit is wrong.
     """
+    info, config = resolved.info, resolved.config.speech
+    if TASK not in info.tasks:
+        return None
     try:
         from headrace_multimodal.audio.decoding import AudioDecoder
     except ImportError as error:
         raise missing(error) from error
+    model: type[Any] = model_class(info)
     decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
     decoder.warm_up()
     return ServedSpeech(model, info, decoder)

@@ -7,7 +7,9 @@ import importlib.util
 import queue
 import struct
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,12 +82,20 @@ class AudioDecoder:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes, "headrace-audio")
+        self._lock = threading.Lock()
         self._num_jobs = 0
 
     def warm_up(self) -> None:
         """Start the processes now, not with the first file. Returns at once."""
-        for worker in self._workers:
-            self._threads.submit(worker.start)
+        for _ in self._workers:
+            self._threads.submit(self._start_one)
+
+    def _start_one(self) -> None:
+        worker = self._idle.get()
+        try:
+            worker.start()
+        finally:
+            self._idle.put(worker)
 
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """A file as one channel. Cancelling the call ends the work.
@@ -99,22 +109,42 @@ class AudioDecoder:
             RequestError: over a limit, of no known format, damaged or cut off; says which.
             QueueFull: too many files wait.
         """
+        with self._admitted(data):
+            task = _Task(self._idle, Job(data, sample_rate))
+            try:
+                answer = await asyncio.wrap_future(self._threads.submit(task.run))
+            except asyncio.CancelledError:
+                task.cancel()
+                raise
+            except _Unfit as error:
+                raise _refused(name, error) from error
+        return _clip(answer, sample_rate)
+
+    def decode_now(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
+        """:meth:`decode` for a thread, which waits. Raises: the same."""
+        with self._admitted(data):
+            try:
+                answer = self._threads.submit(
+                    _Task(self._idle, Job(data, sample_rate)).run
+                ).result()
+            except _Unfit as error:
+                raise _refused(name, error) from error
+        return _clip(answer, sample_rate)
+
+    @contextmanager
+    def _admitted(self, data: bytes) -> Iterator[None]:
+        """Count a file that is not too large, while there are not too many."""
         if len(data) > self.limits.file_bytes:
-            raise too_large(len(data), self.limits.file_bytes)
-        if self._num_jobs >= MAX_WAITING:
-            raise QueueFull(f"{self._num_jobs} audio files wait to be decoded", retry_after=1.0)
-        self._num_jobs += 1
-        task = _Task(self._idle, Job(data, sample_rate))
+            raise _too_large(len(data), self.limits.file_bytes)
+        with self._lock:
+            if self._num_jobs >= MAX_WAITING:
+                raise QueueFull(f"{self._num_jobs} audio files wait to be decoded", retry_after=1.0)
+            self._num_jobs += 1
         try:
-            answer = await asyncio.wrap_future(self._threads.submit(task.run))
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
-        except _Unfit as error:
-            raise RequestError(f"file {name[:100]!r}: {error}", param="file") from error
+            yield
         finally:
-            self._num_jobs -= 1
-        return AudioClip(np.frombuffer(answer, np.float32, offset=len(GOOD)), sample_rate)
+            with self._lock:
+                self._num_jobs -= 1
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -125,8 +155,15 @@ class AudioDecoder:
             worker.kill()
 
 
-def too_large(size: int, most: int) -> RequestError:
-    """Of a file with so many bytes."""
+def _clip(answer: bytes, sample_rate: int) -> AudioClip:
+    return AudioClip(np.frombuffer(answer, np.float32, offset=len(GOOD)), sample_rate)
+
+
+def _refused(name: str, error: _Unfit) -> RequestError:
+    return RequestError(f"file {name[:100]!r}: {error}", param="file")
+
+
+def _too_large(size: int, most: int) -> RequestError:
     return RequestError(
         f"file: {size} bytes; at most {most} ({most / (1 << 20):g} MiB) are taken", param="file"
     )
