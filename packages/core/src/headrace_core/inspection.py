@@ -60,7 +60,9 @@ def describe(
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k} = {_text(v)}" for k, v in value.items() if v not in (None, "", (), []))
+        return ", ".join(
+            f"{k} = {_text(v)}" for k, v in value.items() if v not in (None, "", (), [])
+        )
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value))
     return str(value)

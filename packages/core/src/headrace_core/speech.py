@@ -184,8 +184,8 @@ def _is_code(code: object) -> bool:
     )
 
 
-class SpeechModel(Protocol):
-    """Speech to text as an engine offers it, next to ``generate``. Torch-free to use."""
+class SpeechMembers(Protocol):
+    """What a class says of a checkpoint (:class:`~headrace_core.declared_speech.DeclaredSpeech`)."""
 
     @property
     def languages(self) -> Mapping[str, str]:
@@ -225,6 +225,10 @@ class SpeechModel(Protocol):
 
     @property
     def no_speech_token_id(self) -> int | None: ...
+
+
+class SpeechModel(SpeechMembers, Protocol):
+    """Speech to text as an engine offers it, next to ``generate``. Torch-free to use."""
 
     @property
     def word_timestamps(self) -> bool:

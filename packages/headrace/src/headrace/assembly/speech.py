@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly.missing import missing
 from headrace.assembly.transcription import TASK, model_class
 from headrace_core.config import SpeechConfig
-from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
-from headrace_core.speech import (
-    AudioClip,
-    LanguageProbe,
-    SpeechTask,
-    SpeechToTextConfig,
-    SupportsTranscription,
-)
+from headrace_core.declared_speech import DeclaredSpeech
+from headrace_core.errors import ConfigError
+from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import Resolved
@@ -30,16 +24,9 @@ if TYPE_CHECKING:
 FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
 DEFAULT_FILE_MB = 25.0
 DEFAULT_SECONDS = 7200.0
-_OPTIONAL: Mapping[str, tuple[str, object]] = {
-    "to_language": ("to_language", None),
-    "request_prompt": ("prompt", ""),
-}
-"""Keyword that a class need not declare -> the client's field for it, and its value when unused."""
-
-T = TypeVar("T")
 
 
-class ServedSpeech:
+class ServedSpeech(DeclaredSpeech):
     """The :class:`~headrace_core.speech.SpeechModel` of an engine.
 
     Args:
@@ -51,17 +38,8 @@ class ServedSpeech:
     def __init__(
         self, model: type[SupportsTranscription], info: ModelInfo, decoder: AudioDecoder
     ) -> None:
-        self._model = model
-        self._info = info
+        super().__init__(model, info)
         self._decoder = decoder
-
-    @property
-    def languages(self) -> Mapping[str, str]:
-        return self._model.supported_languages
-
-    @property
-    def segment_timestamps(self) -> bool:
-        return self._model.supports_segment_timestamp
 
     @property
     def word_timestamps(self) -> bool:
@@ -70,64 +48,6 @@ class ServedSpeech:
     @property
     def max_file_bytes(self) -> int:
         return self._decoder.limits.file_bytes
-
-    def config(self, task: SpeechTask) -> SpeechToTextConfig:
-        return self._ask(self._model.get_speech_to_text_config, task_type=task)
-
-    def validate_language(self, language: str | None) -> str | None:
-        try:
-            return self._ask(self._model.validate_language, language=language)
-        except RequestError:
-            raise
-        except ValueError as error:  # how a foreign class says so
-            raise RequestError(str(error), param="language", value=language) from error
-
-    def prompt(
-        self,
-        audio: AudioClip,
-        *,
-        language: str | None,
-        task: SpeechTask,
-        request_prompt: str = "",
-        to_language: str | None = None,
-        timestamps: bool = False,
-    ) -> Prompt:
-        """Raises: UnsupportedFeature for what the client sent and the class does not take."""
-        make: Callable[..., Prompt] = self._model.get_generation_prompt
-        sent = {"request_prompt": request_prompt, "to_language": to_language}
-        for keyword, (field, unused) in _OPTIONAL.items():
-            if sent[keyword] != unused and not _declares(make, keyword):
-                raise UnsupportedFeature(
-                    f"{field} = {sent[keyword]!r:.100}: {self._model.__qualname__} takes none; "
-                    "leave it out",
-                    param=field,
-                )
-        return self._ask(
-            make,
-            audio=audio,
-            stt_config=self.config(task),
-            language=language,
-            task_type=task,
-            timestamps=timestamps and self.segment_timestamps,
-            **sent,
-        )
-
-    def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None:
-        return self._ask(
-            self._model.get_num_audio_tokens, audio_duration_s=seconds, stt_config=self.config(task)
-        )
-
-    def language_probe(self, audio: AudioClip) -> LanguageProbe | None:
-        return self._ask(
-            self._model.get_language_probe, audio=audio, stt_config=self.config("transcribe")
-        )
-
-    def timestamp(self, token_id: int) -> float | None:
-        return self._ask(self._model.get_timestamp, token_id=token_id)
-
-    @property
-    def no_speech_token_id(self) -> int | None:
-        return self._ask(self._model.get_no_speech_token_id)
 
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         return await self._decoder.decode(data, name=name, sample_rate=sample_rate)
@@ -160,11 +80,6 @@ class ServedSpeech:
 
     def close(self) -> None:
         self._decoder.close()
-
-    def _ask(self, method: Callable[..., T], **keywords: Any) -> T:
-        """Call a method of the class with those keywords that it declares."""
-        keywords["model_config"] = self._info
-        return method(**{k: v for k, v in keywords.items() if _declares(method, k)})
 
 
 def served_speech(resolved: Resolved) -> ServedSpeech | None:
@@ -218,9 +133,3 @@ def _file_mb(environ: Mapping[str, str]) -> float:
             field=FILE_SIZE_VARIABLE,
         )
     return size
-
-
-def _declares(method: Callable[..., Any], keyword: str) -> bool:
-    parameters = inspect.signature(method).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return takes_any or keyword in parameters
