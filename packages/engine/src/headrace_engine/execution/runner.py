@@ -50,6 +50,7 @@ class ModelRunner:
         constraints: makes requests' constraints on the form of their outputs; None: a request that
             brings one fails.
         processors: users' logits processors; None: there are none.
+        token_types: whether the model takes segments of its tokens.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ModelRunner:
         populator: CachePopulator | None = None,
         constraints: ConstraintMaker | None = None,
         processors: ProcessorStage | None = None,
+        token_types: bool = False,
     ) -> None:
         self.model = model
         self.backends = tuple(backends)
@@ -85,13 +87,15 @@ class ModelRunner:
             constraints=constraints,
             cross_groups=cross_groups(cache),
         )
-        self.inputs = InputBuilder(self.requests, block_size=cache.block_size, device=device)
+        self.inputs = InputBuilder(
+            self.requests, block_size=cache.block_size, device=device, token_types=token_types
+        )
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
         """Run one step. A request that fails alone gets an error; an exception fails the step."""
         if failpoints.PLAN is not None:
-            _pass("engine.step.prepare", step)
+            pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
         self._embed_media(step)
         inputs = self.inputs.build(step.num_scheduled_tokens)
@@ -105,7 +109,7 @@ class ModelRunner:
                 self.processors.begin_step(inputs.sampled_ids)
             self.launching()
             if failpoints.PLAN is not None:
-                _pass("engine.step.forward", step)
+                pass_failpoint("engine.step.forward", step)
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
@@ -124,12 +128,16 @@ class ModelRunner:
             if row is not None:
                 self.inputs.given.clear(row)
                 self.inputs.media.clear(row)
+                if self.inputs.token_types is not None:
+                    self.inputs.token_types.clear(row)
             if self.processors is not None:
                 self.processors.forget(request_id)
         for new in step.new_requests:
             row = self.requests.add(new)
             self.inputs.given.set(row, new.prompt_embeds)
             self.inputs.media.set(row, new)
+            if self.inputs.token_types is not None:
+                self.inputs.token_types.set(row, new.token_type_ids)
             if self.processors is not None:
                 self.processors.take(new)
         for request_id, block_ids in step.new_block_ids.items():
@@ -144,7 +152,7 @@ class ModelRunner:
         )
         return dataclasses.replace(batch, attention=metadata)
 
-    def logits(self, batch: ForwardBatch) -> Tensor:
+    def whole_step(self, batch: ForwardBatch) -> Tensor:
         """A whole step but for sampling (:data:`headrace_core.graph.Step`)."""
         return self.model.compute_logits(self.model.forward(self.with_metadata(batch)))
 
@@ -271,7 +279,8 @@ class ModelRunner:
             )
 
 
-def _pass(point: str, step: ScheduledStep) -> None:
+def pass_failpoint(point: str, step: ScheduledStep) -> None:
+    """Pass a failpoint for each request of a step."""
     for request_id in step.num_scheduled_tokens:
         failpoints.hit(point, request_id)
 
