@@ -380,6 +380,8 @@ class Engine:
         finally:
             self._threads.close()
             self._intake.close()
+            if self.speech is not None:
+                self.speech.close()
 
     # OutputSink: called from a thread of the client's.
 

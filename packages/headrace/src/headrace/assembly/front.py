@@ -22,6 +22,7 @@ from headrace.assembly.plugged import (
 )
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
+from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace_core.config import EngineConfig
 from headrace_core.io_processor import IOProcessor
 from headrace_core.logits_processor import processor_name
@@ -45,6 +46,7 @@ class FrontEnd(NamedTuple):
     intake: Intake
     config: EngineConfig
     info: ModelInfo
+    speech: ServedSpeech | None = None
     io_processor: IOProcessor | None = None
 
 
@@ -93,7 +95,13 @@ def connect(
     front = front_end(config, templates, timeline, client)
     from headrace_engine.engine import Engine
 
-    return Engine(front.client, front.intake, front.config, io_processor=front.io_processor)
+    return Engine(
+        front.client,
+        front.intake,
+        front.config,
+        speech=front.speech,
+        io_processor=front.io_processor,
+    )
 
 
 def front_end(
@@ -121,7 +129,8 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    media = media_reader(resolved)
+    speech = served_speech(resolved)
+    media = media_reader(resolved, None if speech is None else speech.decode_now)
     model = served_model(
         resolved, tokenizer, templates.chat_template, media.modalities if media else ()
     )
@@ -143,7 +152,7 @@ def front_end(
     check_backend(config.structured_outputs)
     if client is None:
         client = core_client(config, resolved, timeline, intake.vocabulary)
-    return FrontEnd(client, intake, resolved.config, resolved.info, processor)
+    return FrontEnd(client, intake, resolved.config, resolved.info, speech, processor)
 
 
 def core_client(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.transcription import unmet_tasks
 from headrace_core import plugins
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
@@ -62,6 +63,7 @@ def served_model(
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
         modalities=modalities,
+        unmet=unmet_tasks(info),
         runner=info.runner,
         convert=info.convert,
         pooling=info.pooling,

@@ -95,8 +95,8 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM, SupportsTranscription
     def get_speech_to_text_config(
         cls, model_config: ModelInfo, task_type: SpeechTask
     ) -> SpeechToTextConfig:
-        audio = {**_ENCODER, **(model_config.whole_config.get("audio_config") or {})}
-        frames = 2 * Settings(audio).integer("max_source_positions")
+        settings = _encoder_settings(model_config.whole_config)
+        frames = 2 * settings.integer("max_source_positions")
         seconds = frames / _FRAMES_PER_SECOND
         return SpeechToTextConfig(
             max_audio_clip_s=seconds, overlap_chunk_second=min(1.0, seconds / 2)
@@ -140,6 +140,14 @@ _CONVERSATION = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
+
+
+def _encoder_settings(whole: Mapping[str, Any]) -> Settings:
+    stated = whole.get("audio_config")
+    stated = {} if stated is None else stated
+    if not isinstance(stated, Mapping):
+        raise UnsupportedModel(f"config.json: audio_config = {stated!r:.200}: must be an object")
+    return Settings({**_ENCODER, **stated})
 
 
 def _question(

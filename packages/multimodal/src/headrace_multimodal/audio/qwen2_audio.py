@@ -22,7 +22,8 @@ class Qwen2AudioProcessor:
     """See :class:`headrace_core.modality.MediaProcessor`."""
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
-        encoder = config.get("audio_config") or {}
+        stated = config.get("audio_config")
+        encoder = {} if stated is None else stated
         if not isinstance(encoder, Mapping):
             raise UnsupportedModel(f"config.json: audio_config = {encoder!r}: must be an object")
         self.extract = FeatureExtractor.of({**_ENCODER, **encoder}, path)
@@ -31,7 +32,7 @@ class Qwen2AudioProcessor:
             raise UnsupportedModel(
                 f"config.json: audio_token_index = {token!r}: must be a token id"
             )
-        self.placeholder = token
+        self.audio_token = token
 
     def modalities(self) -> Sequence[Modality]:
         return ("audio",)
@@ -64,7 +65,7 @@ class Qwen2AudioProcessor:
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:
         """See :func:`headrace_multimodal.audio.placeholders.expanded`."""
-        return expanded(token_ids, media, self.placeholder)
+        return expanded(token_ids, media, self.audio_token)
 
 
 def num_audio_tokens(num_frames: int) -> int:
