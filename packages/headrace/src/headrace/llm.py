@@ -63,6 +63,7 @@ class LLM:
         self._default_params = default_sampling_params(front.info.generation_config)
         self._intake = front.intake
         self._io_processor = front.io_processor
+        self._speech = front.speech
 
     @property
     def engine(self) -> Any:
@@ -428,6 +429,8 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
+            if self._speech is not None:
+                self._speech.close()
 
     def __enter__(self) -> LLM:
         return self
