@@ -20,7 +20,7 @@ from headrace_core.output import (
     ScoringRequestOutput,
 )
 from headrace_core.pooling import PoolingParams
-from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
+from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from headrace_core.scoring import ScoreInput
 
@@ -143,9 +143,18 @@ class LLM:
         Args:
             messages: as :meth:`chat`.
             options: fields of :class:`headrace.inputs.ChatPrompt`.
+
+        Raises:
+            UnsupportedFeature: a conversation brings media, which tokens cannot hold.
         """
         prompts: list[TokensPrompt] = []
         for chat in self._chats(messages, **options):
+            if brings_media(chat):
+                raise UnsupportedFeature(
+                    "messages: what they bring besides text is no part of a prompt of tokens; use "
+                    "chat()",
+                    param="messages",
+                )
             tokens = self._intake.tokenize(chat, None, False)
             prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
         return prompts
