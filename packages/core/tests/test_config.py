@@ -53,6 +53,12 @@ INFO = ModelInfo(
         (lambda: ModelConfig(dtype="int8"), "model.dtype"),
         (lambda: ModelConfig(max_model_len=0), "model.max_model_len"),
         (lambda: ModelConfig(max_logprobs=-2), "model.max_logprobs"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": -1}), "model.limit_mm_per_prompt.audio"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": {"count": "2"}}),
+         "model.limit_mm_per_prompt.audio"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": {"length": 2}}),
+         "model.limit_mm_per_prompt.audio.length"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"smell": 2}), "model.limit_mm_per_prompt.smell"),
         (lambda: ParallelConfig(tensor_parallel_size=2), "parallel.tensor_parallel_size"),
         (lambda: DeviceConfig(num_threads=-1), "device.num_threads"),
         (lambda: LoadConfig(safetensors_load_strategy="fast"), "load.safetensors_load_strategy"),
@@ -155,3 +161,21 @@ def test_survives_the_process_border():
 
 def test_cpu_memory_is_positive():
     assert CpuPlatform().available_memory() > 1 << 20
+
+
+@pytest.mark.spec("FEAT-MATRIX")
+def test_encoder_decoders_share_no_prefixes_and_compute_prompts_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    info = dataclasses.replace(INFO, is_encoder_decoder=True)
+    with caplog.at_level("INFO"):
+        made = resolve(EngineConfig(), info, CpuPlatform())
+    assert made.cache.enable_prefix_caching is False
+    assert made.scheduler.enable_chunked_prefill is False
+    assert "prefix caching is off for LlamaForCausalLM: its states depend on what the encoder" in (
+        caplog.text
+    )
+    assert "chunked prefill is off" in caplog.text
+    scales = CacheConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(ConfigError, match="must be False for encoder-decoder models"):
+        resolve(EngineConfig(cache=scales), info, CpuPlatform())
