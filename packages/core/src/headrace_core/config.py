@@ -622,6 +622,34 @@ class SimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeechConfig:
+    """Speech to text: what uploaded audio may cost before a model hears it."""
+
+    audio_decoders: int = option(
+        1, "Processes that decode uploaded audio, if the model transcribes.",
+        cost="some 100 MB each, and the decoded audio",
+    )  # fmt: skip
+    max_audio_file_bytes: int | None = option(
+        None, "Longest audio file. Default: HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB, else 25 MiB.",
+        human_int=True,
+    )  # fmt: skip
+    max_audio_seconds: float | None = option(
+        None, "Longest audio, whatever its file's size. Default: 7200; hardened: 3600.",
+        cost="64 KB a second while it is transcribed",
+    )  # fmt: skip
+    audio_decode_seconds: float = option(
+        60.0, "Seconds that decoding one file may take; then its process is killed."
+    )
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.audio_decoders <= 64, "speech.audio_decoders", self.audio_decoders,
+               "in 1..64")  # fmt: skip
+        for name in ("max_audio_file_bytes", "max_audio_seconds", "audio_decode_seconds"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"speech.{name}", value, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -636,6 +664,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     sim: SimConfig = field(default_factory=SimConfig)
+    speech: SpeechConfig = field(default_factory=SpeechConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

@@ -217,6 +217,6 @@ async def answer(
     try:
         return await processor.post_process_async(ready(), request_id)
     finally:
-        for task in runs:
-            task.cancel()
+        for running in runs:
+            running.cancel()
         await asyncio.gather(*runs, return_exceptions=True)

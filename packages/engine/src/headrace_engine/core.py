@@ -7,21 +7,25 @@ anything but the start of the workers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace_core import plugins
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
-from headrace_core.executor import Executor
+from headrace_core.executor import Executor, MemoryProfile
+from headrace_core.kv import KVCacheSpec
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.step_timer import StepTimer
 from headrace_engine.structured.store import Compiled, GrammarStore
+
+if TYPE_CHECKING:
+    from headrace_engine.execution.memory import CachePlan
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +134,8 @@ class EngineCore:
         fit_context: bool,
     ) -> EngineCore:
         with timeline.phase("import engine"):
-            from headrace_engine.execution.memory import fit_max_model_len, plan_cache
-            from headrace_engine.kv.grouping import plan_groups
-            from headrace_engine.kv.manager import PagedKVCacheManager
+            import headrace_engine.execution.memory  # noqa: F401 - timed here
+            from headrace_engine.kv.making import make_manager
         with timeline.phase("start workers"):
             executor.start()
         with timeline.phase("load model"):
@@ -140,33 +143,18 @@ class EngineCore:
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
             profile = executor.call("profile")[0]
-        max_step_tokens, device = config.scheduler.max_num_batched_tokens, config.device.device
         with timeline.phase("allocate cache"):
-            groups = plan_groups(specs)
-            if fit_context:
-                limit = max_model_len
-                max_model_len = fit_max_model_len(
-                    profile, groups, config.cache, limit=limit, device=device,
-                    max_num_batched_tokens=max_step_tokens,
-                )  # fmt: skip
-                logger.info("max_model_len: -1 -> %d (the model's own: %d)", max_model_len, limit)
-            plan = plan_cache(
-                profile,
-                groups,
-                config.cache,
-                max_model_len=max_model_len,
-                max_num_seqs=config.scheduler.max_num_seqs or 1,
-                device=device,
-                max_num_batched_tokens=max_step_tokens,
-            )
+            plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
+            max_model_len = plan.max_model_len
             logger.info("memory plan:\n%s", plan.describe())
             executor.call("allocate_cache", plan.config)
         with timeline.phase("warm up"):
             executor.call("warm_up")
         overlapped = bool(config.scheduler.async_scheduling)
         with timeline.phase("scheduler"):
-            manager = PagedKVCacheManager(
-                plan.config, config.cache.enable_prefix_caching, max_model_len, max_step_tokens
+            caching = config.cache.enable_prefix_caching is not False
+            manager = make_manager(
+                plan.config, caching, max_model_len, config.scheduler.max_num_batched_tokens
             )
             scheduler = plugins.load("headrace.schedulers", config.scheduler.scheduler_cls)(
                 config.scheduler, manager, max_model_len=max_model_len, async_scheduling=overlapped
@@ -282,3 +270,36 @@ class EngineCore:
         self.executor.shutdown()
         if self.grammars is not None:
             self.grammars.close()
+
+
+def _plan_memory(
+    profile: MemoryProfile,
+    specs: Mapping[str, KVCacheSpec],
+    config: EngineConfig,
+    max_model_len: int,
+    fit_context: bool,
+) -> CachePlan:
+    """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
+    from headrace_engine.execution.memory import CachePlan, fit_max_model_len, plan_cache
+    from headrace_engine.kv.grouping import plan_groups
+
+    if not specs:
+        return CachePlan.without_cache(profile, max_model_len)
+    groups, device = plan_groups(specs), config.device.device
+    max_step_tokens = config.scheduler.max_num_batched_tokens
+    if fit_context:
+        limit = max_model_len
+        max_model_len = fit_max_model_len(
+            profile, groups, config.cache, limit=limit, device=device,
+            max_num_batched_tokens=max_step_tokens,
+        )  # fmt: skip
+        logger.info("max_model_len: -1 -> %d (the model's own: %d)", max_model_len, limit)
+    return plan_cache(
+        profile,
+        groups,
+        config.cache,
+        max_model_len=max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs or 1,
+        device=device,
+        max_num_batched_tokens=max_step_tokens,
+    )

@@ -18,22 +18,31 @@ import msgspec
 
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, GenerateError
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import RequestOutput
 from headrace_core.owner import OWNER
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
+from headrace_core.scoring import ScoreInput
+from headrace_core.speech import SpeechModel
 from headrace_core.text import Tokenizer
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
 from headrace_engine.clients.sink import WeakSink, dead_again
 from headrace_engine.emission.output import RequestState
-from headrace_engine.emission.processor import OutputProcessor, Processed
+from headrace_engine.emission.pooled import PooledOutput, PooledState
+from headrace_engine.emission.processor import Followed, OutputProcessor, Processed
 from headrace_engine.emission.stream import News, Outputs
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.intake.threads import IntakeThreads
+from headrace_engine.intake.threads import IntakeThreads, size_of_texts
 from headrace_engine.messages import CoreOutputs
 from headrace_engine.pause import PauseGate
+from headrace_engine.pooling.bounded import run_bounded
+from headrace_engine.pooling.jobs import Gathering, Job, read_job, windows_at_once
+from headrace_engine.pooling.scores import AT_ONCE, Scored
 from headrace_engine.queue_limits import QueueLimits
 from headrace_engine.structured.admission import Admitted
 
@@ -61,6 +70,8 @@ class Engine:
         heartbeat_limit: seconds without a round of the loop after which the engine counts as stuck;
             None: the configuration's, or :data:`SLOW_STEP` times what the largest step takes if
             that is more.
+        speech: speech to text, if the model does that.
+        io_processor: answers requests of the task ``plugin``.
 
     Raises:
         HeadraceError: whatever kept the core from starting.
@@ -73,8 +84,14 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         heartbeat_limit: float | None = None,
+        speech: SpeechModel | None = None,
+        io_processor: IOProcessor | None = None,
     ) -> None:
         config = config or EngineConfig()
+        self.speech = speech
+        """See :attr:`headrace_core.engine.EngineClient.speech`."""
+        self.io_processor = io_processor
+        """See :attr:`headrace_core.engine.EngineClient.io_processor`."""
         scheduler = config.scheduler
         self._client = client
         self._intake = intake
@@ -151,6 +168,7 @@ class Engine:
             request = await prepare()
             await self._gate.passed()
             state = self._open_stream(request, news)
+        assert isinstance(state, RequestState)
         try:
             while not state.exhausted:
                 output = state.take()
@@ -162,8 +180,107 @@ class Engine:
         finally:
             self._close_stream(state, news)
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> PooledOutput:
+        """See :meth:`headrace_core.engine.EngineClient.encode`."""
+        return await self._encode(
+            Job(prompt, params, task, request_id, priority, add_special_tokens)
+        )
+
+    async def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+    ) -> list[Scored]:
+        """See :meth:`headrace_core.engine.EngineClient.score`."""
+        self._check_open()
+        plan = await self._threads.run_sized(
+            size_of_texts(data_1) + size_of_texts(data_2),
+            lambda: self._intake.scores.plan(
+                data_1, data_2, params, request_id, priority=priority, chat_template=chat_template
+            ),
+        )
+        results: dict[int, PooledOutput] = {}
+        await run_bounded(map(self._encode, plan.jobs), AT_ONCE, results.__setitem__)
+        return plan.outputs([results[index] for index in range(len(plan.jobs))])
+
+    async def _encode(self, job: Job) -> PooledOutput:
+        """Take in a prompt, run its requests, and wait for the result."""
+        self._check_open()
+        with self._limits.arriving(1):
+            intake = self._intake.pooling
+            prompt = await self._threads.run(job.prompt, lambda: read_job(intake, job))
+            await self._gate.passed()
+            if not prompt.window:
+                opened = self._open_pooled(intake.request(prompt))
+        if not prompt.window:
+            return await self._result(*opened)
+        gathering = Gathering(prompt)
+        windows = map(self._window, intake.windows(prompt))
+        await run_bounded(windows, windows_at_once(prompt), gathering.add)
+        return gathering.output()
+
+    async def _window(self, request: PreparedRequest) -> PooledOutput:
+        """One window of a long text."""
+        with self._limits.arriving(1):
+            await self._gate.passed()
+            opened = self._open_pooled(request)
+        return await self._result(*opened)
+
+    def _open_pooled(self, request: PreparedRequest) -> tuple[Followed, News]:
+        for core in request.core_requests:
+            core.owner = OWNER.get()
+        news = News()
+        return self._open_stream(request, news), news
+
+    async def _result(self, state: Followed, news: News) -> PooledOutput:
+        """Of a pooling request that is under way; whoever is cancelled here aborts it."""
+        assert isinstance(state, PooledState)
+        try:
+            while not state.ready:
+                self._raise_failure(state)
+                await news.wait()
+            output = state.take()
+            if output is not None:
+                return output
+            self._raise_failure(state)
+            raise GenerateError(f"request {state.request.request_id!r} was aborted")
+        finally:
+            self._close_stream(state, news)
+
+    async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
+        """See :meth:`headrace_core.engine.EngineClient.align`."""
+        self._check_open()
+        with self._limits.arriving(1):
+            intake = self._intake.alignment
+            request = await self._threads.run(
+                prompt, lambda: intake.prepare(prompt, request_id, priority=priority)
+            )
+            await self._gate.passed()
+            opened = self._open_pooled(request)
+        weights: PackedArray = (await self._result(*opened)).outputs.data
+        return weights
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See :meth:`headrace_core.engine.EngineClient.abort`."""
+        if self.model.runner == "pooling":
+            calls = set(request_ids)
+            states = self._processor.states
+            request_ids = [s.request.request_id for s in states
+                           if s.request.call in calls or s.request.request_id in calls]  # fmt: skip
         self._publish(self._processor.end(request_ids, "abort"))
 
     async def tokenize(
@@ -263,6 +380,8 @@ class Engine:
         finally:
             self._threads.close()
             self._intake.close()
+            if self.speech is not None:
+                self.speech.close()
 
     # OutputSink: called from a thread of the client's.
 
@@ -311,7 +430,7 @@ class Engine:
         elif self._loop is not loop:
             raise RuntimeError("this Engine belongs to another asyncio event loop")
 
-    def _open_stream(self, request: PreparedRequest, news: News) -> RequestState:
+    def _open_stream(self, request: PreparedRequest, news: News) -> Followed:
         self._check_open()  # preparing may have taken a while
         self._limits.check_tokens(request)
         state = news.state = self._processor.add(request)
@@ -323,7 +442,7 @@ class Engine:
             raise
         return state
 
-    def _close_stream(self, state: RequestState, news: News) -> None:
+    def _close_stream(self, state: Followed, news: News) -> None:
         """Whatever still runs of the request is aborted: its consumer has gone."""
         request_id = state.request.request_id
         if self._streams.get(request_id) is news:
@@ -333,7 +452,7 @@ class Engine:
             with contextlib.suppress(EngineDead):
                 self._client.abort(core_ids)
 
-    def _raise_failure(self, state: RequestState) -> None:
+    def _raise_failure(self, state: Followed) -> None:
         if state.error is not None:
             raise state.error
         if self.dead_error is not None:

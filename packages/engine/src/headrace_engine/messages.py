@@ -27,8 +27,6 @@ class CoreOutput:
     """All prompt positions but the first; once, with the first new token."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error``; None while it runs."""
-    pooled: PackedArray | None = None
-    """The result of a pooling request, with its only output."""
     stop_token_id: int | None = None
     """The stop token that ended it (EOS included), if one did."""
     error: str | None = None
@@ -39,6 +37,8 @@ class CoreOutput:
     queued_ts: float = 0.0
     """``time.monotonic()`` of entering the queue and of first being scheduled; 0 = not yet."""
     scheduled_ts: float = 0.0
+    pooled: PackedArray | None = None
+    """The result of a pooling request, with its only output."""
 
 
 class TimedStep(NamedTuple):

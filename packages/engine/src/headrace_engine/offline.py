@@ -7,26 +7,34 @@ stands between two tokens.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from headrace_core.engine import EngineStats, ServedModel
-from headrace_core.errors import RequestError
-from headrace_core.output import RequestOutput
+from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
+from headrace_core.output import PoolingRequestOutput, RequestOutput
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.scoring import ScoreInput
 from headrace_core.text import Tokenizer
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
 from headrace_engine.clients.sink import WeakSink, dead_again
-from headrace_engine.emission.output import RequestState
-from headrace_engine.emission.processor import OutputProcessor
+from headrace_engine.emission.pooled import PooledOutput
+from headrace_engine.emission.processor import Followed, OutputProcessor
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs
+from headrace_engine.pooling.jobs import Gathering, Job, read_job, requests_of
+from headrace_engine.pooling.scores import Scored
 
 logger = logging.getLogger(__name__)
 
+FED_AT_ONCE = 1024
+"""Pooling requests of one call that are under way together; the others are read meanwhile."""
 RECEIVE_WAIT = 1.0
 """Seconds after which a waiting :class:`OfflineEngine` looks whether the core still lives."""
 
@@ -49,7 +57,7 @@ class OfflineEngine:
         self._intake = intake
         self._processor = OutputProcessor(intake.tokenizer)
         self._inbox: queue.SimpleQueue[CoreOutputs | BaseException] = queue.SimpleQueue()
-        self._aborted: list[RequestState] = []
+        self._aborted: list[Followed] = []
         self._serial = 0
         client.start(WeakSink(self))
         intake.limit_context(client.max_model_len)
@@ -119,7 +127,7 @@ class OfflineEngine:
             while pending:
                 for output in self.step():
                     index = pending.get(output.request_id, -1)
-                    if index < 0:
+                    if index < 0 or not isinstance(output, RequestOutput):
                         continue  # a request that was added beside this run
                     _collect(finals, index, output, every[index])
                     if on_output is not None:
@@ -135,25 +143,46 @@ class OfflineEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
     ) -> None:
         """Queue one request; :meth:`step` returns its outputs.
 
+        Args:
+            params: of pooling, with a ``task``: the request has one output, a
+                :class:`~headrace_core.output.PoolingRequestOutput`.
+
         Raises:
             RequestError: the prompt or its parameters are wrong, or the id is in use.
             EngineDead: the engine stopped.
         """
-        request = self._intake.prepare(
-            prompt,
-            params,
-            request_id,
-            priority=priority,
-            add_special_tokens=add_special_tokens,
-            clamp_max_tokens=True,
+        if isinstance(params, PoolingParams):
+            job = Job(prompt, params, params.task or "", request_id, priority, add_special_tokens)
+            self._add(self._pooling_request(job))
+            return
+        self._add(
+            self._intake.prepare(
+                prompt,
+                params,
+                request_id,
+                priority=priority,
+                add_special_tokens=add_special_tokens,
+                clamp_max_tokens=True,
+            )
         )
+
+    def _pooling_request(self, job: Job) -> PreparedRequest:
+        prompt = read_job(self._intake.pooling, job)
+        if prompt.window:
+            raise UnsupportedFeature(
+                f"prompt: {len(prompt.token_ids)} tokens are several windows; `encode` computes them",
+                param="prompt",
+            )
+        return self._intake.pooling.request(prompt)
+
+    def _add(self, request: PreparedRequest) -> None:
         state = self._processor.add(request)
         try:
             self._client.add(request.core_requests)
@@ -161,16 +190,126 @@ class OfflineEngine:
             self._processor.remove(state)
             raise
 
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams],
+        *,
+        task: str,
+        priority: Sequence[int] | None = None,
+        add_special_tokens: bool | None = None,
+        on_output: Callable[[int, PooledOutput], None] | None = None,
+    ) -> list[PooledOutput]:
+        """Pool prompts.
+
+        Args:
+            params: one for all, or one per prompt; not changed.
+            task: see :meth:`headrace_core.engine.EngineClient.encode`.
+            on_output: called with (index of the prompt, result) as results become ready. Must not
+                raise.
+
+        Returns:
+            One result per prompt, in order; ``outputs.data`` is a
+            :class:`~headrace_core.packed.PackedArray`.
+
+        Raises:
+            UnsupportedFeature, RequestError: as :meth:`headrace_core.engine.EngineClient.encode`;
+                nothing is left running.
+            GenerateError: a prompt failed.
+            EngineDead: the engine stopped.
+        """
+        every = [params] * len(prompts) if isinstance(params, PoolingParams) else list(params)
+        for name, values in (("pooling_params", every), ("priority", priority)):
+            if values is not None and len(values) != len(prompts):
+                raise RequestError(
+                    f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
+                )
+        jobs = [
+            Job(
+                prompt,
+                every[index],
+                task,
+                self._next_id(),
+                priority[index] if priority is not None else 0,
+                add_special_tokens,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        return self._pool(jobs, on_output)
+
+    def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        *,
+        chat_template: str | None = None,
+        on_output: Callable[[int, PooledOutput], None] | None = None,
+    ) -> list[Scored]:
+        """Score pairs; see :meth:`headrace_core.engine.EngineClient.score`.
+
+        Args:
+            on_output: called with (index, result) for each prompt that is pooled for them.
+        """
+        plan = self._intake.scores.plan(
+            data_1, data_2, params, self._next_id(), chat_template=chat_template
+        )
+        return plan.outputs(self._pool(plan.jobs, on_output))
+
+    def _pool(
+        self, jobs: Sequence[Job], on_output: Callable[[int, PooledOutput], None] | None
+    ) -> list[PooledOutput]:
+        """Results of prompts, in order. New ones are read while others run."""
+        feed = self._feed(jobs)
+        pending: dict[str, tuple[int, int, Gathering]] = {}
+        results: dict[int, PooledOutput] = {}
+        try:
+            while True:
+                for request, place in itertools.islice(feed, FED_AT_ONCE - len(pending)):
+                    self._add(request)
+                    pending[request.request_id] = place
+                if not pending:
+                    return [results[index] for index in range(len(jobs))]
+                for state in self._advance():
+                    request_id = state.request.request_id
+                    if not state.finished or request_id not in pending:
+                        continue
+                    index, part, gathering = pending.pop(request_id)
+                    gathering.add(part, _pooled(state))
+                    if gathering.complete:
+                        results[index] = gathering.output()
+                        if on_output is not None:
+                            on_output(index, results[index])
+        except BaseException:
+            self._drop(list(pending))
+            raise
+
+    def _feed(
+        self, jobs: Sequence[Job]
+    ) -> Iterator[tuple[PreparedRequest, tuple[int, int, Gathering]]]:
+        """Requests of the jobs: (job, part of it, where its results go)."""
+        intake = self._intake.pooling
+        for index, job in enumerate(jobs):
+            prompt = read_job(intake, job)
+            gathering = Gathering(prompt)
+            for part, request in enumerate(requests_of(intake, prompt)):
+                yield request, (index, part, gathering)
+
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has anything to wait for."""
         return bool(self._processor.states)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[RequestOutput | PooledOutput]:
         """Wait for the next outputs; [] at once if nothing is under way.
 
         Raises:
             EngineDead: the engine stopped; all requests are gone.
         """
+        outputs = (state.take() for state in self._advance())
+        return [output for output in outputs if output is not None]
+
+    def _advance(self) -> list[Followed]:
+        """Wait for news; whose last has come is followed no longer."""
         if not self.has_unfinished_requests():
             return []
         changed, self._aborted = self._aborted, []
@@ -179,16 +318,12 @@ class OfflineEngine:
             if processed.abort_core_ids:
                 self._client.abort(processed.abort_core_ids)
             changed = processed.changed
-        outputs = []
         for state in changed:
-            output = state.take()
-            if output is not None:
-                outputs.append(output)
             if state.finished:
                 self._processor.remove(state)
                 if state.error is not None:
                     logger.error("%s", state.error)
-        return outputs
+        return changed
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """End requests with finish reason ``abort``; their last outputs come with :meth:`step`."""
@@ -267,6 +402,18 @@ class OfflineEngine:
     def _next_id(self) -> str:
         self._serial += 1
         return f"offline-{self._serial}"
+
+
+def _pooled(state: Followed) -> PooledOutput:
+    """The result of a pooling request that has ended.
+
+    Raises:
+        GenerateError: there is none.
+    """
+    output = state.take()
+    if isinstance(output, PoolingRequestOutput):
+        return output
+    raise state.error or GenerateError(f"request {state.request.request_id!r} was aborted")
 
 
 def _collect(

@@ -19,8 +19,17 @@ _HOMES = {
     "EngineArgs": "headrace.engine_args",
     "AsyncEngineArgs": "headrace.engine_args",
     "SamplingParams": "headrace_core.sampling",
-    "RequestOutput": "headrace_core.output",
+    "PoolingParams": "headrace_core.pooling",
+    "ClassificationOutput": "headrace_core.output",
+    "ClassificationRequestOutput": "headrace_core.output",
     "CompletionOutput": "headrace_core.output",
+    "EmbeddingOutput": "headrace_core.output",
+    "EmbeddingRequestOutput": "headrace_core.output",
+    "PoolingOutput": "headrace_core.output",
+    "PoolingRequestOutput": "headrace_core.output",
+    "RequestOutput": "headrace_core.output",
+    "ScoringOutput": "headrace_core.output",
+    "ScoringRequestOutput": "headrace_core.output",
     "PromptType": "headrace.inputs",
     "TextPrompt": "headrace_core.request",
     "TokensPrompt": "headrace_core.request",
@@ -31,12 +40,21 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -49,7 +67,19 @@ if TYPE_CHECKING:
     from headrace.inputs import PromptType
     from headrace.llm import LLM
     from headrace.llm_engine import LLMEngine
-    from headrace_core.output import CompletionOutput, RequestOutput
+    from headrace_core.output import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
+    from headrace_core.pooling import PoolingParams
     from headrace_core.request import TextPrompt, TokensPrompt
     from headrace_core.sampling import SamplingParams
 

@@ -7,10 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
+from headrace.pooling import as_tensor, chosen_task, score_inputs
 from headrace_core.beam import BeamSearchOutput, beam_search
 from headrace_core.engine import EngineStats, ServedModel
+from headrace_core.io_processor import answer
+from headrace_core.output import PoolingRequestOutput, ScoringRequestOutput
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import BeamSearchParams, SamplingParams
+from headrace_core.scoring import ScoreInput
 
 if TYPE_CHECKING:
     from headrace_core.text import Tokenizer
@@ -58,6 +63,61 @@ class AsyncLLM:
     ) -> BeamSearchOutput:
         """Find the likeliest continuations; see :func:`headrace_core.beam.beam_search`."""
         return await beam_search(self.engine, prompt, params, request_id, priority=priority)
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams | None,
+        request_id: str,
+        *,
+        pooling_task: str | None = None,
+        priority: int = 0,
+    ) -> PoolingRequestOutput[Any]:
+        """Pool one prompt; cancelling the call aborts the request.
+
+        Args:
+            prompt: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
+            pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`; None: the parameters' own.
+
+        Returns:
+            ``outputs.data`` is a float32 tensor; of the task ``plugin`` ``outputs`` are the IO
+            processor's.
+
+        Raises:
+            UnsupportedFeature: the model does not have the task.
+            RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
+        task = chosen_task(pooling_params, pooling_task)
+        if task == "plugin":
+            processor = self.engine.io_processor
+            parsed = processor.parse_request(prompt) if processor is not None else prompt
+            made = await answer(self.engine, parsed, pooling_params, request_id, priority=priority)
+            return PoolingRequestOutput(request_id, made, [])
+        output = await self.engine.encode(
+            prompt, pooling_params or PoolingParams(), request_id, task=task, priority=priority
+        )
+        output.outputs.data = as_tensor(output.outputs.data)
+        return output
+
+    async def score(
+        self,
+        data_1: ScoreInput | Sequence[ScoreInput],
+        data_2: ScoreInput | Sequence[ScoreInput],
+        request_id: str,
+        *,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair fit; see :meth:`headrace.LLM.score`."""
+        return await self.engine.score(
+            score_inputs(data_1),
+            score_inputs(data_2),
+            pooling_params or PoolingParams(),
+            request_id,
+            priority=priority,
+            chat_template=chat_template,
+        )
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
+from headrace.pooling import OfflinePooling, chosen_task, score_inputs, truncated
+from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.output import RequestOutput
+from headrace_core.output import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
 from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+from headrace_core.scoring import ScoreInput
 
 if TYPE_CHECKING:
     from headrace_core.beam import BeamSearchOutput
@@ -52,6 +62,7 @@ class LLM:
         self.engine_config = front.config
         self._default_params = default_sampling_params(front.info.generation_config)
         self._intake = front.intake
+        self._io_processor = front.io_processor
 
     @property
     def engine(self) -> Any:
@@ -88,6 +99,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
+        self._check_generates("LLM.generate")
         _refuse_adapters(lora_request)
         every = as_prompts(prompts)
         return self._run(every, sampling_params, use_tqdm=use_tqdm, priority=priority)
@@ -111,6 +123,7 @@ class LLM:
         Raises:
             RequestError: as :meth:`generate`; or the template is missing or fails.
         """
+        self._check_generates("LLM.chat")
         _refuse_adapters(lora_request)
         chats = self._chats(
             messages,
@@ -135,6 +148,11 @@ class LLM:
             tokens = self._intake.tokenize(chat, None, False)
             prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
         return prompts
+
+    def _check_generates(self, call: str) -> None:
+        from headrace_engine.intake.pooling import check_generates
+
+        check_generates(self.engine.model, call)
 
     def _chats(self, messages: Any, **options: Any) -> list[ChatPrompt]:
         if options.get("add_generation_prompt", True) and options.get("continue_final_message"):
@@ -165,7 +183,7 @@ class LLM:
             raise RequestError(
                 f"priority: {len(priority)} given for {len(prompts)} prompts", param="priority"
             )
-        with generation_bar(len(prompts), use_tqdm) as on_output:
+        with prompt_bar(len(prompts), use_tqdm) as on_output:
             outputs: list[RequestOutput] = self.engine.run(
                 prompts, _final_only(sampling_params), priority=priority, on_output=on_output
             )
@@ -213,6 +231,7 @@ class LLM:
         Raises:
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
+        self._check_generates("LLM.beam_search")
         _refuse_adapters(lora_request)
         from headrace.beams import OfflineBeams
 
@@ -239,19 +258,170 @@ class LLM:
         """
         return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
 
-    def encode(self, *_: Any, **__: Any) -> Any:
-        """Not served: the model generates text.
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt.
+
+        Args:
+            prompts: as :meth:`generate`.
+            pooling_params: None: the model's defaults; one for all; or one per prompt.
+            use_tqdm, lora_request: as :meth:`generate`.
+            truncate_prompt_tokens: keep so many tokens of each prompt, its end; -1: as many as the
+                model takes.
+
+        Returns:
+            One output per prompt, in order; ``outputs.embedding`` is a list of numbers.
 
         Raises:
-            UnsupportedFeature: always, in this version.
+            UnsupportedFeature: the model does not embed; says what would help.
+            RequestError: a prompt or parameter is wrong; nothing is left running.
+            GenerateError: a prompt failed.
         """
-        raise UnsupportedFeature(
-            f"encode: {self.model_info.architecture} runs as a generator (runner generate); pooling "
-            "models are not served by this version",
-            param="encode",
+        _refuse_adapters(lora_request)
+        params = truncated(pooling_params, truncate_prompt_tokens)
+        return self._pooling("LLM.embed", "embed").embed(as_prompts(prompts), params, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Probabilities of the model's labels for each prompt; arguments and errors as
+        :meth:`embed`.
+
+        Returns:
+            One output per prompt, in order; ``outputs.probs`` is a list of numbers.
+        """
+        _refuse_adapters(lora_request)
+        pooling = self._pooling("LLM.classify", "classify")
+        return pooling.classify(as_prompts(prompts), pooling_params, use_tqdm)
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Rewards of each prompt's tokens (task ``token_classify``); arguments and errors as
+        :meth:`embed`.
+
+        Returns:
+            One output per prompt, in order; ``outputs.data`` is a tensor [tokens, labels].
+        """
+        _refuse_adapters(lora_request)
+        params = truncated(pooling_params, truncate_prompt_tokens)
+        pooling = self._pooling("LLM.reward", "token_classify")
+        return pooling.encode(as_prompts(prompts), params, "token_classify", use_tqdm)
+
+    def score(
+        self,
+        data_1: ScoreInput | Sequence[ScoreInput],
+        data_2: ScoreInput | Sequence[ScoreInput],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well the texts of each pair fit.
+
+        Args:
+            data_1, data_2: one text each, one and many, or equally many.
+            chat_template: makes the prompt of a pair, for models that read both texts in one; gets
+                two ``messages``, of the roles ``query`` and ``document``. Models that embed each text
+                by itself have no use for it.
+            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
+
+        Returns:
+            One output per pair, in order; ``outputs.score`` is a number.
+
+        Raises: as :meth:`embed`.
+        """
+        _refuse_adapters(lora_request)
+        params = truncated(pooling_params, truncate_prompt_tokens)
+        pooling = self._pooling("LLM.score", None)
+        return pooling.score(
+            score_inputs(data_1),
+            score_inputs(data_2),
+            cast("PoolingParams | None", params),
+            chat_template,
+            use_tqdm,
         )
 
-    embed = classify = score = reward = encode
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Any,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        truncate_prompt_tokens: int | None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """Pool prompts for any task of the model.
+
+        Args:
+            prompts: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
+            pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`.
+            tokenization_kwargs: ``add_special_tokens`` and ``truncate_prompt_tokens``.
+            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
+
+        Returns:
+            One output per prompt, in order; ``outputs.data`` is a float32 tensor, [size] or, for tasks
+            on tokens, [tokens, size]. Of the task ``plugin`` one output, whose ``outputs`` are the IO
+            processor's.
+
+        Raises: as :meth:`embed`.
+        """
+        _refuse_adapters(lora_request)
+        options = dict(tokenization_kwargs or {})
+        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
+        special = options.pop("add_special_tokens", None)
+        if options:
+            raise RequestError(
+                f"tokenization_kwargs: {sorted(options)} cannot be served; must be of "
+                "add_special_tokens, truncate_prompt_tokens",
+                param="tokenization_kwargs",
+            )
+        self._pooling("LLM.encode", None)
+        task = chosen_task(pooling_params, pooling_task)
+        params = truncated(pooling_params, keep)
+        if task == "plugin":
+            pooling = self._pooling("LLM.encode", None)
+            return pooling.plugin(prompts, cast("PoolingParams | None", params), use_tqdm)
+        pooling = self._pooling("LLM.encode", task)
+        return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
+
+    def _pooling(self, call: str, task: str | None) -> OfflinePooling:
+        """The pooling half of the engine.
+
+        Raises:
+            UnsupportedFeature: the model generates, or does not have the task.
+        """
+        from headrace_engine.intake.pooling import check_pools, check_task
+
+        model = self.engine.model
+        if task is None:
+            check_pools(model, call=call)
+        else:
+            check_task(model, task, call=call)
+        return OfflinePooling(self.engine, self._io_processor)
 
     def close(self) -> None:
         """Stop the engine and free model and cache. Idempotent."""
@@ -298,38 +468,3 @@ def _final_only(
         params.output_kind = RequestOutputKind.FINAL_ONLY
         return params
     return [cast("SamplingParams", _final_only(one)) for one in params]
-
-
-@contextmanager
-def generation_bar(
-    total: int, use_tqdm: bool | Callable[..., Any]
-) -> Iterator[Callable[[int, RequestOutput], None] | None]:
-    """A callback for finished outputs that shows their number and the token rates."""
-    if not use_tqdm:
-        yield None
-        return
-    if callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
-    else:
-        from tqdm import tqdm
-
-        bar = tqdm(
-            total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=None
-        )
-    counts = {"input": 0, "output": 0}
-
-    def show(_: int, output: RequestOutput) -> None:
-        if not output.finished:
-            return
-        counts["input"] += len(output.prompt_token_ids)
-        counts["output"] += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = getattr(bar, "format_dict", {}).get("elapsed") or 0.0
-        if elapsed > 0:
-            rates = ", ".join(f"{k} {v / elapsed:.1f} tok/s" for k, v in counts.items())
-            bar.set_postfix_str(rates, refresh=False)
-        bar.update(1)
-
-    try:
-        yield show
-    finally:
-        bar.close()

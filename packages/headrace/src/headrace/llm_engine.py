@@ -7,7 +7,9 @@ from typing import Any
 
 from headrace.assembly import front_end, starting
 from headrace.engine_args import EngineArgs
-from headrace_core.output import RequestOutput
+from headrace.pooling import as_tensor
+from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
@@ -28,18 +30,32 @@ class LLMEngine:
         return cls(args)
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        *,
+        priority: int = 0,
     ) -> None:
         """Queue a request.
+
+        Args:
+            params: of pooling, with their ``task``, for a model that pools.
 
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.
         """
         self._engine.add_request(request_id, prompt, params, priority=priority)
 
-    def step(self) -> list[RequestOutput]:
-        """Wait for the next outputs; [] if nothing is unfinished."""
-        outputs: list[RequestOutput] = self._engine.step()
+    def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
+        """Wait for the next outputs; [] if nothing is unfinished.
+
+        Pooling requests have one output, whose ``outputs.data`` is a float32 tensor.
+        """
+        outputs = self._engine.step()
+        for output in outputs:
+            if isinstance(output, PoolingRequestOutput):
+                output.outputs.data = as_tensor(output.outputs.data)
         return outputs
 
     def has_unfinished_requests(self) -> bool:

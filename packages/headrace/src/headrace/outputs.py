@@ -1,11 +1,33 @@
 """Outputs, under the name that users import."""
 
 from headrace_core.output import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     FlatLogprobs,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestMetrics,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 
-__all__ = ["CompletionOutput", "FlatLogprobs", "Logprob", "RequestMetrics", "RequestOutput"]
+__all__ = [
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "FlatLogprobs",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]

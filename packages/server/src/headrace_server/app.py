@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, FastAPI
@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_core import plugins
-from headrace_core.engine import EngineClient
+from headrace_core.engine import EngineClient, ServedModel
 from headrace_core.errors import ConfigError
 from headrace_server import errors, openapi, profiles
 from headrace_server.anthropic.errors import AnthropicErrors
+from headrace_server.apis import INFERENCE_ROUTES, unserved
 from headrace_server.auth import KeyGate
 from headrace_server.browser import BrowserGate
 from headrace_server.cache_scope import scoped
-from headrace_server.errors import Answer
 from headrace_server.http import Connections
 from headrace_server.keys import KeyRing, admin_keys, public_keys
 from headrace_server.metrics import Metrics, UnfinishedRequests
@@ -49,25 +49,6 @@ from headrace_server.watching import WatchedEngine, Watcher
 logger = logging.getLogger(__name__)
 
 INVOCATIONS = "/invocations"
-INFERENCE_ROUTES: Mapping[str, str] = {
-    "/v1/completions": "completions",
-    "/v1/chat/completions": "chat completions (it needs a model with a chat template)",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/v1/audio/transcriptions": "transcriptions",
-    "/v1/audio/translations": "translations",
-    "/v1/score": "scoring",
-    "/v1/rerank": "reranking",
-    "/v2/rerank": "reranking",
-    "/pooling": "pooling",
-    "/classify": "classification",
-    "/score": "scoring",
-    "/rerank": "reranking",
-    "/inference/v1/generate": "tokens in, tokens out",
-}
-"""POST routes that clients know; those that nobody serves here answer 400 saying so."""
-
 TOKENS_ONLY_ROUTERS = frozenset({"tokens", "health", "metrics", "models"})
 """The routers that ``tokens_only`` leaves; of others not even the 400s are there."""
 
@@ -194,7 +175,7 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
     for path in INFERENCE_ROUTES.keys() - state.paths:
         app.add_api_route(
             path,
-            _refusing(INFERENCE_ROUTES[path]),
+            _refusing(path, state.engine.model),
             methods=["POST"],
             include_in_schema=False,
             response_model=None,
@@ -257,9 +238,9 @@ def _admin_app(state: ServerState, routers: Sequence[APIRouter], gates: Gates) -
     return admin
 
 
-def _refusing(title: str) -> Any:
+def _refusing(path: str, model: ServedModel) -> Any:
     async def refuse(request: Request) -> Response:
-        return Answer(400, f"the model, as served here, does not support {title}").response()
+        raise unserved(path, model)
 
     return refuse
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from headrace_core.engine import ServedModel
-from headrace_core.errors import PromptTooLong
+from headrace_core.errors import PromptTooLong, UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt
 from headrace_core.text import AnswerContext
@@ -257,6 +257,16 @@ class _ParserReader:
 def can_chat(model: ServedModel, settings: ServerSettings) -> bool:
     """Whether conversations can be written for a model: by a template, or in the gpt-oss format."""
     return model.has_chat_template or settings.chat_template is not None or is_harmony(model)
+
+
+def need_template(model: ServedModel, settings: ServerSettings, template: str | None) -> None:
+    """Raises UnsupportedFeature if conversations cannot be written, not even by a request's own
+    template."""
+    if not can_chat(model, settings) and template is None:
+        raise UnsupportedFeature(
+            "messages: the model has no chat template; start the server with --chat-template",
+            param="messages",
+        )
 
 
 async def reasoning_tokens(state: ServerState, readers: Iterable[HasThoughts]) -> int:

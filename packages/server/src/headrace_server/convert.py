@@ -19,6 +19,7 @@ from headrace_server.middleware import is_request_id
 from headrace_server.protocol.base import MAX_SEQUENCES, check_size
 from headrace_server.protocol.chat import ChatMessage, ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
+from headrace_server.protocol.pooling import ChatInput
 from headrace_server.protocol.sampling import SamplingBody, SamplingFields
 from headrace_server.protocol.tokenize import TokenizeChatRequest
 from headrace_server.settings import ServerSettings
@@ -356,7 +357,7 @@ def chat_params(
 
 
 def chat_prompt(
-    body: ChatRequest | TokenizeChatRequest,
+    body: ChatRequest | TokenizeChatRequest | ChatInput,
     state: ServerState,
     *,
     salt: str | None = None,
@@ -416,7 +417,7 @@ def _effort_kwargs(effort: str | None) -> dict[str, Any]:
     return {"reasoning_effort": effort, **off}
 
 
-def _generation_prompt(body: ChatRequest | TokenizeChatRequest) -> bool:
+def _generation_prompt(body: ChatRequest | TokenizeChatRequest | ChatInput) -> bool:
     """Whether a new message is opened. Continuing the last one replaces the default."""
     if not body.continue_final_message:
         return body.add_generation_prompt
@@ -450,10 +451,19 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
 def _content(where: str, content: Any) -> Any:
     if content is None or isinstance(content, str):
         return content
-    return [_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+    return [text_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
 
 
-def _part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
+def text_part(where: str, part: str | dict[str, Any], param: str = "messages") -> dict[str, str]:
+    """A part of a message in its one form.
+
+    Args:
+        where: the part's place, for messages.
+        param: the field to blame.
+
+    Raises:
+        RequestError: it is no text.
+    """
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type")
@@ -462,15 +472,15 @@ def _part(where: str, part: str | dict[str, Any]) -> dict[str, str]:
     if kind in _MEDIA_KEYS:
         raise UnsupportedFeature(
             f"{where}: parts of type {kind!r} are not served; this model takes text only",
-            param="messages",
+            param=param,
         )
     key = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if key is None:
         raise RequestError(
             f"{where}: type = {str(kind)[:64]!r} must be one of {sorted(_TEXT_PARTS)}",
-            param="messages",
+            param=param,
         )
     text = part.get(key)
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{key}: must be a string", param="messages")
+        raise RequestError(f"{where}.{key}: must be a string", param=param)
     return {"type": "text", "text": text}

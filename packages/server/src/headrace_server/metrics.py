@@ -19,7 +19,8 @@ from prometheus_client.registry import Collector
 
 from headrace_core.engine import EngineClient, EngineStats, ServedModel
 from headrace_core.errors import EngineDead, QueueFull, RequestError
-from headrace_core.output import FINISH_REASONS, RequestOutput
+from headrace_core.output import FINISH_REASONS, PoolingRequestOutput, RequestOutput
+from headrace_core.pooling import POOLING_TASKS
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_server import families
@@ -136,6 +137,7 @@ class Metrics:
         )
         for reason in FINISH_REASONS:  # so that a rate is right from the first on
             self._success.labels(*self._labels, reason)
+        self._pooling(model)
         self.unknown_fields = Counter(
             prefix + "unknown_request_fields",
             "Request fields that no schema knows.",
@@ -144,6 +146,21 @@ class Metrics:
         self._latencies: list[float] = []
         """Between tokens, in seconds; not yet in the histogram."""
         self._http()
+
+    def _pooling(self, model: ServedModel) -> None:
+        """Counters of what is pooled, zero for each task of the model."""
+        tasks = (*_LABELS, "task")
+        self._pooled = Counter(
+            self._prefix + "pooling_requests", "Prompts and pairs that were pooled.", tasks,
+            registry=self.registry,
+        )  # fmt: skip
+        self._pooled_tokens = Counter(
+            self._prefix + "pooling_prompt_tokens", "Tokens of these.", tasks,
+            registry=self.registry,
+        )  # fmt: skip
+        for task in set(model.tasks) & set(POOLING_TASKS):
+            self._pooled.labels(*self._labels, task)
+            self._pooled_tokens.labels(*self._labels, task)
 
     def _http(self) -> None:
         names = ("method", "handler")
@@ -247,6 +264,20 @@ class Metrics:
             if not timer.last:
                 self._itl.observe(decode / (longest - 1))
 
+    def pooled(
+        self, task: str, outputs: Sequence[PoolingRequestOutput[Any]], timer: RequestTimer
+    ) -> None:
+        """A call of a pooling task ended, with a result for each prompt or pair."""
+        labels = (*self._labels, task)
+        for output in outputs:
+            tokens = len(output.prompt_token_ids)
+            self._prompt.observe(tokens)
+            self._computed.observe(tokens - output.num_cached_tokens)
+            self._pooled_tokens.labels(*labels).inc(tokens)
+        self._pooled.labels(*labels).inc(len(outputs))
+        self._success.labels(*self._labels, "stop").inc(len(outputs))
+        self._e2e.observe(time.monotonic() - timer.start)
+
     def unfinished(self, reason: str, num_completions: int) -> None:
         """Completions ended without a last output: their client left, or they failed."""
         self._success.labels(*self._labels, reason).inc(num_completions)
@@ -286,7 +317,8 @@ class Metrics:
 
 
 class UnfinishedRequests:
-    """A :class:`~headrace_server.watching.Watcher` that counts what no route hears the end of."""
+    """A :class:`~headrace_server.watching.Watcher` that counts what no route hears the end of, and
+    whatever is pooled."""
 
     every_output = False
 
@@ -295,6 +327,9 @@ class UnfinishedRequests:
 
     def begin(self, prompt: Prompt, params: SamplingParams, request_id: str) -> _Unfinished:
         return _Unfinished(self._metrics, params.n)
+
+    def begin_pooling(self, task: str, request_id: str) -> _Pooled:
+        return _Pooled(self._metrics, task)
 
 
 class _Unfinished:
@@ -312,6 +347,23 @@ class _Unfinished:
         if self._left and not isinstance(error, (RequestError, QueueFull)):
             is_ours = error is not None and not isinstance(error, asyncio.CancelledError)
             self._metrics.unfinished("error" if is_ours else "abort", self._left)
+
+
+class _Pooled:
+    """One call of a pooling task."""
+
+    def __init__(self, metrics: Metrics, task: str) -> None:
+        self._metrics = metrics
+        self._task = task
+        self._timer = metrics.timer()
+
+    def ended(
+        self, outputs: Sequence[PoolingRequestOutput[Any]], error: BaseException | None
+    ) -> None:
+        if error is None:
+            self._metrics.pooled(self._task, outputs, self._timer)
+        else:
+            _Unfinished(self._metrics, 1).ended(error)
 
 
 class _ReadCounter(Collector):

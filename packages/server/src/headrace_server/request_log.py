@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_core.output import CompletionOutput, RequestOutput
+from headrace_core.output import CompletionOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_server.settings import ServerSettings
@@ -18,10 +20,15 @@ logger = logging.getLogger(__name__)
 
 _EVENTS = b"text/event-stream"
 _MAX_RESPONSE = 1 << 16
+_NUMBERS = 4
+"""Of a vector, that are shown."""
 
 
 def log_request(
-    settings: ServerSettings, request_id: str, params: SamplingParams, prompt: Prompt
+    settings: ServerSettings,
+    request_id: str,
+    params: SamplingParams | PoolingParams,
+    prompt: Prompt,
 ) -> None:
     """Id and parameters at INFO, the prompt at DEBUG, cut to ``max_log_len``."""
     if not settings.enable_log_requests:
@@ -35,7 +42,7 @@ def log_request(
 
 class OutputLog:
     """A :class:`~headrace_server.watching.Watcher` that logs each output: of streams every delta
-    and the whole at the end, of other requests the whole.
+    and the whole at the end, of other requests the whole, of vectors their beginning.
 
     Args:
         limit: most characters and token ids shown; None: all.
@@ -50,6 +57,28 @@ class OutputLog:
         return _LoggedRequest(
             request_id, self._limit, params.output_kind is RequestOutputKind.DELTA
         )
+
+
+    def begin_pooling(self, task: str, request_id: str) -> _LoggedPooling:
+        return _LoggedPooling(task, request_id)
+
+
+class _LoggedPooling:
+    """What one pooling request, or the pairs of one call, gave."""
+
+    def __init__(self, task: str, request_id: str) -> None:
+        self._task = task
+        self._request_id = request_id
+
+    def ended(
+        self, outputs: Sequence[PoolingRequestOutput[Any]], error: BaseException | None
+    ) -> None:
+        for output in outputs:
+            logger.info(
+                "output %s (%s): %s, %d prompt tokens", self._request_id, self._task,
+                _numbers(output.outputs), len(output.prompt_token_ids),
+                extra={"request_id": self._request_id},
+            )  # fmt: skip
 
 
 class _LoggedRequest:
@@ -125,6 +154,15 @@ class ResponseLog:
                 "response of %s: %d %r", request_id, status, text[: self._limit],
                 extra={"request_id": request_id},
             )  # fmt: skip
+
+
+def _numbers(outputs: Any) -> str:
+    """A score, or the shape of an array and its first numbers."""
+    if isinstance(outputs, ScoringOutput):
+        return f"score {outputs.score:.6g}"
+    array: PackedArray = outputs.data
+    first = memoryview(array.data).cast("f")[:_NUMBERS].tolist()
+    return f"{list(array.shape)} numbers {[float(f'{number:.6g}') for number in first]}"
 
 
 def _shown(prompt: Prompt, limit: int | None) -> Any:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, MissingDependency
-from headrace_core.output import RequestOutput, StepTimes
+from headrace_core.output import PoolingRequestOutput, RequestOutput, StepTimes
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
@@ -96,6 +96,23 @@ class Tracing:
         )
         return _TracedRequest(span, self.counts)
 
+    def begin_pooling(self, task: str, request_id: str) -> _TracedPooling:
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(
+            "llm_request",
+            kind=SpanKind.SERVER,
+            attributes={
+                # The conventions have one name, for the task that most servers have.
+                "gen_ai.operation.name": "embeddings" if task == "embed" else task,
+                "gen_ai.provider.name": "headrace",
+                "gen_ai.request.model": self._model.name,
+                "gen_ai.response.model": self._model.name,
+                "gen_ai.request.id": request_id,
+            },
+        )
+        return _TracedPooling(span, self.counts)
+
     def flush(self, seconds: float = FLUSH_TIMEOUT) -> None:
         """Send what waits, for at most so long. Blocks."""
         self._bounded(self._provider.force_flush, seconds)
@@ -165,6 +182,33 @@ class _TracedRequest:
             ("time_in_model_inference", times.last_token_ts - times.scheduled_ts),
         ):
             span.set_attribute(f"gen_ai.latency.{name}", max(0.0, seconds))
+
+
+class _TracedPooling:
+    """The span of one pooling request, or of the pairs of one call."""
+
+    def __init__(self, span: Span, counts: SpanCounts) -> None:
+        self._span = span
+        self._counts = counts
+        self._start = time.monotonic()
+
+    def ended(
+        self, outputs: Sequence[PoolingRequestOutput[Any]], error: BaseException | None
+    ) -> None:
+        from opentelemetry.trace import Status, StatusCode
+
+        span = self._span
+        if error is not None:
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR))
+        for name, value in (
+            ("input_tokens", sum(len(output.prompt_token_ids) for output in outputs)),
+            ("cache_read.input_tokens", sum(output.num_cached_tokens for output in outputs)),
+        ):
+            span.set_attribute(f"gen_ai.usage.{name}", value)
+        span.set_attribute("gen_ai.latency.e2e", time.monotonic() - self._start)
+        self._counts.ended += 1
+        span.end()
 
 
 def _describe_steps(span: Span, times: StepTimes) -> None:

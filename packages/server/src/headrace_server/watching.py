@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from headrace_core.engine import (
     EngineClient,
@@ -17,9 +17,17 @@ from headrace_core.engine import (
     ServedModel,
     TokenizedPrompt,
 )
-from headrace_core.output import RequestOutput
+from headrace_core.output import (
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
+from headrace_core.scoring import ScoreInput
+from headrace_core.speech import SpeechModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,16 @@ class RequestWatch(Protocol):
         ...
 
 
+class PoolingWatch(Protocol):
+    """Watches one pooling request, or the pairs of one call. What it raises is logged."""
+
+    def ended(
+        self, outputs: Sequence[PoolingRequestOutput[Any]], error: BaseException | None
+    ) -> None:
+        """Once: with the results, of which there are none after an error."""
+        ...
+
+
 class Watcher(Protocol):
     """Watches all requests."""
 
@@ -45,6 +63,10 @@ class Watcher(Protocol):
 
     def begin(self, prompt: Prompt, params: SamplingParams, request_id: str) -> RequestWatch:
         """A request goes to the engine; called in its context."""
+        ...
+
+    def begin_pooling(self, task: str, request_id: str) -> PoolingWatch:
+        """The same of a pooling request; ``task`` is ``score`` for pairs."""
         ...
 
 
@@ -103,6 +125,61 @@ class WatchedEngine:
             return _WatchedStream(outputs, watches, self._every_output)
         return _WatchedOutputs(outputs, watches)
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        work = self.engine.encode(
+            self._rewrite(prompt),
+            params,
+            request_id,
+            task=task,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+        )
+        watched = _WatchedPooling(self._watchers, task, request_id)
+        with watched:
+            output = await work
+            watched.outputs = (output,)
+        return output
+
+    async def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        work = self.engine.score(
+            self._rewritten(data_1),
+            self._rewritten(data_2),
+            params,
+            request_id,
+            priority=priority,
+            chat_template=chat_template,
+        )
+        watched = _WatchedPooling(self._watchers, "score", request_id)
+        with watched:
+            outputs = await work
+            watched.outputs = outputs
+        return outputs
+
+    def _rewritten(self, sides: Sequence[ScoreInput]) -> Sequence[ScoreInput]:
+        return [cast(ScoreInput, self._rewrite(cast(Prompt, side))) for side in sides]
+
+    @property
+    def speech(self) -> SpeechModel | None:
+        return self.engine.speech
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.engine.abort(request_ids)
 
@@ -157,6 +234,24 @@ class WatchedEngine:
     def __getattr__(self, name: str) -> Any:
         # What a later version of the contract adds, and what an engine has beyond it.
         return getattr(self.engine, name)
+
+
+class _WatchedPooling:
+    """The block in which a pooling call is awaited; it leaves the results in ``outputs``."""
+
+    def __init__(self, watchers: Sequence[Watcher], task: str, request_id: str) -> None:
+        self.outputs: Sequence[PoolingRequestOutput[Any]] = ()
+        self._watches = [watcher.begin_pooling(task, request_id) for watcher in watchers]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for watch in self._watches:
+            try:
+                watch.ended(self.outputs, error)
+            except Exception:
+                logger.exception("a watcher failed at the end of a request")
 
 
 class _WatchedOutputs(AsyncIterator[RequestOutput]):

@@ -27,13 +27,20 @@ from headrace_core.output import (
     FlatLogprobs,
     Logprob,
     Logprobs,
+    PoolingOutput,
+    PoolingRequestOutput,
     PositionLogprobs,
     RequestMetrics,
     RequestOutput,
+    ScoringOutput,
     StepTimes,
 )
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.scoring import ScoreInput, pair_up
+from headrace_core.speech import SpeechModel
+from headrace_core.testing.pooling import fake_pooled, fake_score
 
 BOS, EOS = 0x110000, 0x110001
 FAKE_VOCAB_SIZE = 0x110002
@@ -81,6 +88,22 @@ class RecordedRequest:
     add_special_tokens: bool | None
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedPooling:
+    """What one ``encode`` call, or one pair of a ``score`` call, was given."""
+
+    prompt: Any
+    """Of a pair: both sides."""
+    prompt_text: str
+    params: PoolingParams
+    """Verified."""
+    request_id: str
+    task: str
+    priority: int
+    add_special_tokens: bool | None = None
+    chat_template: str | None = None
+
+
 @dataclass(slots=True)
 class _Completion:
     """One completion while it is written. ``sent`` counts what deltas already carried."""
@@ -112,6 +135,9 @@ class FakeEngine:
         cached_tokens: reported as ``num_cached_tokens`` (at most the prompt's length - 1).
         step_times: reported in the metrics.
         pours: whether iterators are :class:`~headrace_core.engine.OutputStream` objects.
+        speech, io_processor: what the properties of these names give.
+
+    Pooled results are those of :mod:`headrace_core.testing.pooling`.
     """
 
     def __init__(
@@ -130,6 +156,8 @@ class FakeEngine:
         cached_tokens: int = 0,
         step_times: StepTimes | None = None,
         pours: bool = True,
+        speech: SpeechModel | None = None,
+        io_processor: Any = None,
     ) -> None:
         self.reply: Reply = reply if reply is not None else _echo
         self.tokens_per_output = tokens_per_output
@@ -138,8 +166,11 @@ class FakeEngine:
         self.max_running, self.cached_tokens = max_running, cached_tokens
         self.step_times = step_times
         self.pours = pours
+        self.speech, self.io_processor = speech, io_processor
         self.requests: list[RecordedRequest] = []
         """Every ``generate`` call that got past validation, in order."""
+        self.pooled: list[RecordedPooling] = []
+        """The same of ``encode``, and every pair of ``score``."""
         self.aborted: list[str] = []
         """Ids that ended before their time: by ``abort``, closing or cancellation."""
         self.finished: list[str] = []
@@ -211,6 +242,104 @@ class FakeEngine:
         finally:
             self._running.pop(request_id, None)
             (self.finished if ended and not stop.is_set() else self.aborted).append(request_id)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int = 0,
+        add_special_tokens: bool | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        verified = self._take_in_pooling(params, request_id, task)
+        text, ids = self._cut(*self._tokens(prompt, add_special_tokens), verified)
+        call = RecordedPooling(
+            prompt, text, verified, request_id, task, priority, add_special_tokens
+        )
+        await self._play_pooling(request_id, [call])
+        self._stats.prompt_tokens += len(ids)
+        data = fake_pooled(task, ids, verified, self._model.pooling)
+        return self._pooled(request_id, PoolingOutput(data), ids)
+
+    async def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        scoring = "cross" if self._model.pooling is None else self._model.pooling.scoring
+        task = {"cosine": "embed", "late_interaction": "token_embed"}.get(scoring, "score")
+        verified = self._take_in_pooling(params, request_id, task)
+        calls, outputs = [], []
+        for pair in pair_up(data_1, data_2):
+            one, two = (_side(side) for side in pair)
+            text, ids = self._cut(one + two, [ord(c) for c in one + two], verified)
+            calls.append(
+                RecordedPooling(
+                    pair, text, verified, request_id, "score", priority, None, chat_template
+                )
+            )
+            score = ScoringOutput(fake_score(one, two, verified))
+            outputs.append(self._pooled(request_id, score, ids))
+        await self._play_pooling(request_id, calls)
+        self._stats.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        return outputs
+
+    def _take_in_pooling(self, params: PoolingParams, request_id: str, task: str) -> PoolingParams:
+        self._admit(request_id)
+        if task not in self._model.tasks:
+            raise UnsupportedFeature(
+                f"task = {task!r}: must be one of {list(self._model.tasks)}", param="task"
+            )
+        verified = params.clone()
+        verified.verify(task, self._model.pooling, self._model.name)
+        return verified
+
+    def _cut(self, text: str, ids: list[int], params: PoolingParams) -> tuple[str, list[int]]:
+        most, wanted = self._model.max_model_len, params.truncate_prompt_tokens
+        if wanted is not None:
+            ids = ids[-(most if wanted == -1 else wanted) :]
+        if not ids:
+            raise RequestError("prompt: must not be empty", param="prompt")
+        if len(ids) > most:
+            raise PromptTooLong(
+                f"prompt of {len(ids)} tokens exceeds the context of {most}", param="prompt"
+            )
+        return text, ids
+
+    async def _play_pooling(self, request_id: str, calls: Sequence[RecordedPooling]) -> None:
+        """Take as long as was asked for; afterwards the results hold."""
+        await self._open.wait()
+        self._raise_if_dead()
+        self.pooled += calls
+        stop = self._running[request_id] = asyncio.Event()
+        ended = False
+        try:
+            await self._pause(self.first_delay, stop)
+            self._raise_if_dead()
+            self._count_output(1)
+            if stop.is_set():
+                raise GenerateError("the request was aborted")
+            ended = True
+        finally:
+            self._running.pop(request_id, None)
+            (self.finished if ended else self.aborted).append(request_id)
+
+    def _pooled(
+        self, request_id: str, outputs: Any, token_ids: list[int]
+    ) -> PoolingRequestOutput[Any]:
+        return PoolingRequestOutput(
+            request_id=request_id,
+            outputs=outputs,
+            prompt_token_ids=token_ids,
+            num_cached_tokens=min(self.cached_tokens, len(token_ids) - 1),
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -298,6 +427,13 @@ class FakeEngine:
     def _take_in(
         self, prompt: Prompt, params: SamplingParams, request_id: str, special: bool | None
     ) -> tuple[str, list[int]]:
+        self._admit(request_id)
+        params.validate()
+        text, ids = self._tokens(prompt, special)
+        self._check(ids, params)
+        return text, ids
+
+    def _admit(self, request_id: str) -> None:
         self._raise_if_dead()
         if self.reject is not None:
             raise self.reject
@@ -305,10 +441,6 @@ class FakeEngine:
             raise QueueFull(f"{self.max_running} requests wait already", retry_after=1.0)
         if request_id in self._running:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
-        params.validate()
-        text, ids = self._tokens(prompt, special)
-        self._check(ids, params)
-        return text, ids
 
     def _tokens(self, prompt: Prompt, special: bool | None) -> tuple[str, list[int]]:
         if isinstance(prompt, ChatPrompt):
@@ -498,6 +630,17 @@ def _is_text_only(output: RequestOutput) -> bool:
 
 def _echo(prompt: str, index: int) -> str:
     return f"You said: {prompt}"
+
+
+def _side(given: ScoreInput) -> str:
+    """The text of one side of a pair."""
+    if isinstance(given, str):
+        return given
+    side: Mapping[str, Any] = given
+    if "content" in side:
+        return _content(side)
+    ids = side.get("prompt_token_ids")
+    return str(side["prompt"]) if ids is None else "".join(map(_token_text, ids))
 
 
 def _content(message: Mapping[str, Any]) -> str:

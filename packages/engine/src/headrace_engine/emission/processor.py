@@ -12,6 +12,7 @@ from headrace_core.errors import GenerateError, RequestError
 from headrace_core.text import Tokenizer
 from headrace_engine.emission.detokenizer import token_texts
 from headrace_engine.emission.output import RequestState
+from headrace_engine.emission.pooled import PooledState
 from headrace_engine.emission.rate import StartRate
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutputs, TimedStep
@@ -19,10 +20,14 @@ from headrace_engine.messages import CoreOutputs, TimedStep
 logger = logging.getLogger(__name__)
 
 
+Followed = RequestState | PooledState
+"""A request under way."""
+
+
 class Processed(NamedTuple):
     """What a step's outputs came to."""
 
-    changed: list[RequestState]
+    changed: list[Followed]
     """Requests with news, each once."""
     abort_core_ids: list[str]
     """Completions that ended here while the core still runs them."""
@@ -48,14 +53,14 @@ class OutputProcessor:
         self._text_of = token_texts(tokenizer) if tokenizer is not None else None
         self._stream_interval = stream_interval
         self._clock = clock
-        self._by_id: dict[str, RequestState] = {}
-        self._by_core_id: dict[str, RequestState] = {}
+        self._by_id: dict[str, Followed] = {}
+        self._by_core_id: dict[str, Followed] = {}
         self._num_waiting = 0
         self._num_waiting_tokens = 0
         self._rate = StartRate(clock)
 
     @property
-    def states(self) -> list[RequestState]:
+    def states(self) -> list[Followed]:
         """All requests under way, in order of arrival."""
         return list(self._by_id.values())
 
@@ -79,7 +84,7 @@ class OutputProcessor:
         now have produced something: from the rate at which others did lately."""
         return self._rate.seconds_until(num_starts, num_tokens)
 
-    def add(self, request: PreparedRequest) -> RequestState:
+    def add(self, request: PreparedRequest) -> Followed:
         """Follow a request from now on.
 
         Raises:
@@ -91,18 +96,22 @@ class OutputProcessor:
                 param="request_id",
                 value=request.request_id,
             )
-        state = RequestState(request, self._tokenizer, self._stream_interval, self._text_of)
+        state: Followed
+        if request.pooling is not None:
+            state = PooledState(request)
+        else:
+            state = RequestState(request, self._tokenizer, self._stream_interval, self._text_of)
         self._by_id[request.request_id] = state
         for core in request.core_requests:
             self._by_core_id[core.request_id] = state
         self._count_waiting(state, state.num_waiting)
         return state
 
-    def get(self, request_id: str) -> RequestState | None:
+    def get(self, request_id: str) -> Followed | None:
         """The request under way with the caller's id."""
         return self._by_id.get(request_id)
 
-    def remove(self, state: RequestState) -> list[str]:
+    def remove(self, state: Followed) -> list[str]:
         """Follow a request no longer; later outputs of it are ignored. Idempotent.
 
         Returns:
@@ -118,7 +127,7 @@ class OutputProcessor:
 
     def process(self, step: CoreOutputs) -> Processed:
         """Take in one step's outputs."""
-        changed: dict[int, RequestState] = {}  # by identity: completions of one come together
+        changed: dict[int, Followed] = {}  # by identity: completions of one come together
         aborts: list[str] = []
         find, timestamp = self._by_core_id.get, step.timestamp
         if step.timed is not None:
@@ -152,7 +161,7 @@ class OutputProcessor:
             state.end(finish_reason)
         return Processed(states, aborts)
 
-    def _fail(self, state: RequestState, message: str) -> list[str]:
+    def _fail(self, state: Followed, message: str) -> list[str]:
         """One completion failed, and with it the request; returns what to abort."""
         state.error = GenerateError(f"request {state.request.request_id!r} failed: {message}")
         aborts = state.unfinished_core_ids
@@ -165,10 +174,10 @@ class OutputProcessor:
             if state is not None:
                 state.add_step(step.times)
 
-    def _count_started(self, state: RequestState, number: int) -> None:
+    def _count_started(self, state: Followed, number: int) -> None:
         self._count_waiting(state, -number)
         self._rate.record(number, number * len(state.request.prompt_token_ids))
 
-    def _count_waiting(self, state: RequestState, number: int) -> None:
+    def _count_waiting(self, state: Followed, number: int) -> None:
         self._num_waiting += number
         self._num_waiting_tokens += number * len(state.request.prompt_token_ids)

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 from headrace_core.output import RequestOutput
 from headrace_engine.emission.output import RequestState
+from headrace_engine.emission.pooled import PooledState
 
 Take = Callable[[RequestOutput], bool]
 TakeText = Callable[[str, int], bool]
@@ -23,7 +24,7 @@ class News:
     __slots__ = ("_take", "_take_text", "_waiter", "state")
 
     def __init__(self) -> None:
-        self.state: RequestState | None = None
+        self.state: RequestState | PooledState | None = None
         """Set once the request is under way."""
         self._take: Take | None = None
         self._take_text: TakeText | None = None
@@ -62,7 +63,7 @@ class News:
 
     def _pour_one(self, take: Take) -> None:
         state = self.state
-        assert state is not None
+        assert isinstance(state, RequestState)
         assert self._waiter is not None
         if self._waiter.done():
             return  # refused, and not yet asked for more
@@ -108,7 +109,7 @@ class Outputs(AsyncIterator[RequestOutput]):
     async def pour(self, take: Take, take_text: TakeText | None = None) -> None:
         """See :meth:`headrace_core.engine.OutputStream.pour`."""
         state = self._news.state
-        if state is None:
+        if not isinstance(state, RequestState):
             raise RuntimeError("pour: the first output must be taken by iterating")
         if not state.exhausted:
             self._check(state)

@@ -39,7 +39,7 @@ def bind_cache(
         ConfigError: layers that share a tensor lay it out differently.
     """
     buffers = []
-    page_bytes = max(group.spec.page_bytes for group in config.groups)
+    page_bytes = max((group.spec.page_bytes for group in config.groups), default=0)
     for j in range(config.num_layers_per_group):
         buffer = _zeroed_bytes(config.num_blocks * page_bytes, device)
         buffers.append(buffer)

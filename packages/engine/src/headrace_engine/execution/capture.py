@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace_core.errors import CaptureRefused
 from headrace_core.graph import GraphNeed, Step, StepGraph, StepGraphFactory
@@ -29,10 +30,12 @@ class Capture:
         return 0 if self.enforce_eager or not self.sizes else self.sizes[-1]
 
 
-def capture_steps(
-    capture: Capture, step: Step, *, max_num_seqs: int, num_groups: int, device: str
-) -> StepGraph | None:
-    """A graph of the step, or None if it is to run eagerly; logs which, in one line."""
+def capture_steps(capture: Capture, step: Step, **need: Any) -> StepGraph | None:
+    """A graph of the step, or None if it is to run eagerly; logs which, in one line.
+
+    Args:
+        need: fields of :class:`~headrace_core.graph.GraphNeed` beside the sizes.
+    """
     if not capture.largest:
         logger.info("steps run eagerly: enforce_eager")
         return None
@@ -43,7 +46,7 @@ def capture_steps(
     graph = factory()
     start = time.perf_counter()
     try:
-        graph.capture(step, GraphNeed(capture.sizes, max_num_seqs, num_groups, device))
+        graph.capture(step, GraphNeed(capture.sizes, **need))
     except CaptureRefused as error:
         logger.info("steps run eagerly: %s", error)
         return None

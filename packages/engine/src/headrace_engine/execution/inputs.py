@@ -19,6 +19,7 @@ from headrace_core.model import INPUT_EMBEDS
 from headrace_engine.execution.embeds import GivenVectors
 from headrace_engine.execution.media import PendingMedia
 from headrace_engine.execution.requests import RequestTable
+from headrace_engine.execution.token_types import TokenTypes
 
 Ints = npt.NDArray[np.int64]
 
@@ -120,9 +121,19 @@ class InputBuilder:
         table: the requests; not changed.
         block_size: tokens per cache block.
         device: where the tensors go.
+        token_types: whether the model takes segments.
     """
 
-    def __init__(self, table: RequestTable, *, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        *,
+        block_size: int,
+        device: torch.device,
+        token_types: bool = False,
+    ) -> None:
+        self.token_types = TokenTypes(device) if token_types else None
+        """By the table's rows; None: the model takes none."""
         self.given = GivenVectors(device)
         """Tokens that are given as vectors, by the table's rows."""
         self.media = PendingMedia(table)
@@ -167,6 +178,11 @@ class InputBuilder:
             max_seqlen_k=longest,
             groups=self._groups(cast, positions, longest, encodes),
             logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
+            token_type_ids=(
+                self.token_types.inputs(rows, computed, cast.cu_seqlens)
+                if self.token_types is not None
+                else None
+            ),
             extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
         return StepInputs(
@@ -229,6 +245,8 @@ class InputBuilder:
     def _groups(
         self, cast: _Cast, positions: Ints, longest: int, encodes: list[int]
     ) -> tuple[GroupBatch, ...]:
+        if not self._table.block_tables:
+            return ()  # the model caches nothing
         size, device = self._block_size, self._device
         num_blocks = -(-longest // size)
         columns = positions // size

@@ -49,22 +49,41 @@ class CachePlan:
         states = [s.max_encoder_tokens for s in specs if isinstance(s, CrossAttentionSpec)]
         return f" and {max(states)} encoder states" if states else ""
 
+    @classmethod
+    def without_cache(cls, profile: MemoryProfile, max_model_len: int) -> CachePlan:
+        """For a model that caches nothing."""
+        return cls(
+            config=KVCacheConfig(0, ()),
+            weights=profile.weights,
+            activations=profile.activations,
+            available=profile.available,
+            decided_by="the model, which has no attention that reads one",
+            max_model_len=max_model_len,
+            blocks_per_request=0,
+            largest_batch=0,
+        )
+
     def describe(self) -> str:
         """A few lines for people."""
+        head = (
+            f"memory: {_size(self.available)} were free at start",
+            f"  weights      {_size(self.weights):>12}",
+            f"  activations  {_size(self.activations):>12}",
+        )
+        return "\n".join((*head, *self._describe_cache()))
+
+    def _describe_cache(self) -> tuple[str, ...]:
         groups = len(self.config.groups)
+        if not groups:
+            return (f"  KV cache     {'none':>12}  by {self.decided_by}",)
         blocks = (
             f"{self.num_blocks - 1} blocks of {self.config.block_size} tokens in {groups} "
             f"group{'s' if groups > 1 else ''}, by {self.decided_by}"
         )
-        return "\n".join(
-            (
-                f"memory: {_size(self.available)} were free at start",
-                f"  weights      {_size(self.weights):>12}",
-                f"  activations  {_size(self.activations):>12}",
-                f"  KV cache     {_size(self.cache):>12}  {blocks}",
-                f"  room for     {self.largest_batch} requests of {self.max_model_len} tokens"
-                + self._encoder_states(),
-            )
+        return (
+            f"  KV cache     {_size(self.cache):>12}  {blocks}",
+            f"  room for     {self.largest_batch} requests of {self.max_model_len} tokens"
+            + self._encoder_states(),
         )
 
 

@@ -25,9 +25,11 @@ from headrace_core.model import (
     CausalLM,
     SupportsEncoderDecoder,
     SupportsMultiModal,
+    SupportsPooling,
     SupportsPromptEmbeds,
 )
 from headrace_core.ops import OpTable
+from headrace_core.pooling import PoolingInfo
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
@@ -40,6 +42,7 @@ from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.media import embed, encode
+from headrace_engine.execution.pooling import PoolingRunner, pool_once
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.runner import ModelRunner
@@ -84,6 +87,7 @@ class ModelWorker:
         profiler: what :meth:`start_profile` records; None: nothing.
         largest_media: makes an item of each kind that takes as much as any; None: requests bring
             none.
+        pooling: what the model pools, which it must support then; None: it generates.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class ModelWorker:
         prompt_embeds: bool = False,
         profiler: ProfilerConfig | None = None,
         largest_media: Callable[[], Sequence[MediaInput]] | None = None,
+        pooling: PoolingInfo | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -128,6 +133,7 @@ class ModelWorker:
         self._make_processors = make_processors
         self._prompt_embeds = prompt_embeds
         self._largest_media = largest_media
+        self._pooling = pooling
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
         self._meter: MemoryMeter = memory_meter(self._device)
@@ -155,6 +161,10 @@ class ModelWorker:
                 "model.enable_prompt_embeds = True: must be False for this model "
                 f"({type(self._model).__name__}), which takes tokens only",
                 field="model.enable_prompt_embeds",
+            )
+        if self._pooling is not None and not isinstance(self._model, SupportsPooling):
+            raise ModelError(
+                f"{type(self._model).__name__} has no pooler: it cannot run with --runner pooling"
             )
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
@@ -201,7 +211,7 @@ class ModelWorker:
             activations, seconds = self._reckon_largest(tokens, seqs)
         media, media_seconds = self._measure_media()
         self._meter.trim()
-        logits = 4 * self._vocab_size * min(seqs, tokens)
+        logits = 0 if self._pooling is not None else 4 * self._vocab_size * min(seqs, tokens)
         activations = max(activations, logits)
         activations += self._captured_bytes(activations, logits)
         return MemoryProfile(
@@ -265,14 +275,15 @@ class ModelWorker:
         model = self._loaded()
         self._buffers = bind_cache(self._layers, config, self._device)
         self._cache = config
-        if self._device.type == "cpu":
+        if self._device.type == "cpu" and self._buffers:
             self._populator = CachePopulator(
                 self._buffers,
                 config.num_blocks,
                 self._cache_ahead_bytes,
                 torch.get_num_threads(),
             )
-        self._runner = ModelRunner(
+        make_runner = ModelRunner if self._pooling is None else PoolingRunner
+        self._runner = make_runner(
             model,
             group_backends(self._layers, config),
             config,
@@ -283,6 +294,7 @@ class ModelWorker:
             populator=self._populator,
             constraints=ConstraintMaker(self._grammars) if self._grammars is not None else None,
             processors=self._processors,
+            token_types=self._takes_token_types,
         )
         self._runner.launching = self._launching
 
@@ -294,21 +306,23 @@ class ModelWorker:
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
         if self._kv_scales is not None:  # first: recordings hold scales as constants
             self._measure_kv_scales(self._kv_scales)
-        block_size = self._ready().block_size
+        prompt = self._ready().block_size or WARM_UP_SEQS
         self._run_dummy(1, 1)
         many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
         self._run_dummy(min(many, tokens), many)
-        self._run_dummy(min(block_size, tokens), 1)
+        self._run_dummy(min(prompt, tokens), 1)
         if self._layers_cross():
             logger.info("steps run eagerly: the model has cross-attention layers")
         elif self._capture is not None:
             runner = self._ready()
             runner.graph = capture_steps(
                 self._capture,
-                runner.logits,
+                runner.whole_step,
                 max_num_seqs=seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
+                all_rows=self._pooling is not None,
+                token_types=self._takes_token_types,
             )
         if self._populator is not None:
             self._populator.start()
@@ -382,7 +396,7 @@ class ModelWorker:
 
     def _run_dummy(self, num_tokens: int, num_seqs: int) -> None:
         """A step of that many tokens, spread over that many requests (more if they would be longer
-        than the context); sampled, remembered nowhere."""
+        than the context); sampled or pooled, remembered nowhere."""
         model = self._loaded()
         # No real step is larger, and no position beyond the context exists in a learned table.
         num_tokens = min(num_tokens, self._max_num_seqs * self._max_model_len)
@@ -391,10 +405,20 @@ class ModelWorker:
         num_tokens = min(num_tokens, self._max_num_seqs * longest)
         num_seqs = min(max(num_seqs, -(-num_tokens // longest)), num_tokens)
         batch = _dummy_batch(num_tokens, num_seqs, self._cache, self._device)
+        if self._takes_token_types:
+            batch = dataclasses.replace(batch, token_type_ids=torch.zeros_like(batch.input_ids))
         if self._runner is not None:
             batch = self._runner.with_metadata(batch)
+        if self._pooling is not None:
+            assert isinstance(model, SupportsPooling)
+            pool_once(model, batch, self._pooling)
+            return
         logits = model.compute_logits(model.forward(batch))
         self._sampler(logits, warm_up_batch(batch.num_seqs))
+
+    @property
+    def _takes_token_types(self) -> bool:
+        return self._pooling is not None and self._pooling.token_types
 
     def _loaded(self) -> CausalLM:
         if self._model is None:
@@ -420,7 +444,7 @@ def _dummy_batch(
     starts = torch.repeat_interleave(ends - lengths, lengths)
     longest = base + (1 if longer else 0)
     groups: tuple[GroupBatch, ...] = ()
-    if cache is not None:
+    if cache is not None and cache.groups:
         num_blocks = -(-longest // cache.block_size)
         group = GroupBatch(
             block_table=torch.zeros(num_seqs, num_blocks, dtype=torch.int32, device=device),

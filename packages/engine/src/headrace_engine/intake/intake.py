@@ -20,15 +20,19 @@ from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import ReasoningParser, Tokenizer
+from headrace_engine.intake.alignment import AlignmentIntake
 from headrace_engine.intake.checks import ParamsChecks, check_with_embeds
 from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
+from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.lengths import max_tokens, truncate
 from headrace_engine.intake.media import MediaReader
+from headrace_engine.intake.pooling import PoolingIntake, check_generates, check_priority
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.prompts import PromptReader, PromptTokens
 from headrace_engine.intake.thinking import thinking_budget
 from headrace_engine.intake.tokens import check_ids, need_tokenizer
+from headrace_engine.pooling.scores import ScorePlanner
 from headrace_engine.structured.admission import Admitted
 
 
@@ -78,6 +82,14 @@ class Intake:
             trust_request_chat_template=trust_request_chat_template,
             media=media,
         )
+        self.pooling = PoolingIntake(lambda: self.model, self._prompts, clock)
+        """The same for pooling models."""
+        self.alignment = AlignmentIntake(lambda: self.model, self._prompts, clock)
+        """The same for sequences to be aligned."""
+        self.scores = ScorePlanner(
+            lambda: self.model, self._prompts.render_pair, _marked_texts(model, tokenizer)
+        )
+        """Plans what must be pooled for pairs of texts."""
         self._checks = ParamsChecks(tokenizer, model, processors, check_params)
         self._constraints = Constraints(
             tokenizer, model, structured_outputs or StructuredOutputsConfig(), reasoning_parser
@@ -117,7 +129,7 @@ class Intake:
         clamp_max_tokens: bool = False,
         admitted: Admitted | None = None,
     ) -> PreparedRequest:
-        """Take in one request.
+        """Take in one request for text.
 
         Args:
             prompt: any form.
@@ -132,14 +144,16 @@ class Intake:
 
         Raises:
             RequestError: naming the field.
+            UnsupportedFeature: the model generates no text.
             PromptTooLong: the prompt, or prompt and output, exceed the context.
         """
         arrival_time = self._clock()
         if failpoints.PLAN is not None:
             failpoints.hit("intake.prepare", request_id)
+        check_generates(self.model)
         params = params.clone()
         params.validate()
-        self._check_priority(priority)
+        check_priority(priority, self.model)
         self._checks.check(params)
         tokens = self._shortened(self._prompts.read(prompt, add_special_tokens), params)
         ids = tokens.ids
@@ -243,11 +257,9 @@ class Intake:
             )
         return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)
 
-    def _check_priority(self, priority: int) -> None:
-        if priority and not self.model.priority_scheduling:
-            raise RequestError(
-                f"priority = {priority}: must be 0 unless the engine runs with "
-                "--scheduling-policy priority",
-                param="priority",
-                value=priority,
-            )
+
+def _marked_texts(model: ServedModel, tokenizer: Tokenizer | None) -> MarkedTexts | None:
+    pooling = model.pooling
+    if tokenizer is None or pooling is None or pooling.late_interaction is None:
+        return None
+    return MarkedTexts(pooling.late_interaction, tokenizer, lower_case=pooling.lower_case)

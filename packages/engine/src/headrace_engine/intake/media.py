@@ -234,16 +234,15 @@ def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
     _check_fields("prompt", prompt, ("encoder_prompt", "decoder_prompt", "cache_salt"))
     encoder, decoder = prompt["encoder_prompt"], prompt.get("decoder_prompt")
     encoder = encoder if isinstance(encoder, Mapping) else {"prompt": encoder}
-    fields = ("prompt", "prompt_token_ids", FIELD, "mm_processor_kwargs")
-    _check_fields("encoder_prompt", encoder, fields)
+    texts = ("prompt", "prompt_token_ids")
+    _check_fields("encoder_prompt", encoder, (*texts, FIELD, "mm_processor_kwargs"))
     if encoder.get("prompt") or encoder.get("prompt_token_ids"):
         raise _refused("encoder_prompt", encoder.get("prompt"), "empty: the encoder reads media")
     if isinstance(decoder, str) or decoder is None:
         decoder = {"prompt": decoder or ""}
     elif not isinstance(decoder, Mapping):
         decoder = {"prompt_token_ids": decoder}
-    fields = ("prompt", "prompt_token_ids", "cache_salt")
-    _check_fields("decoder_prompt", decoder, fields)
+    _check_fields("decoder_prompt", decoder, (*texts, "cache_salt"))
     media = {name: encoder[name] for name in (FIELD, "mm_processor_kwargs") if name in encoder}
     salt = {"cache_salt": prompt["cache_salt"]} if prompt.get("cache_salt") is not None else {}
     return {**decoder, **media, **salt}

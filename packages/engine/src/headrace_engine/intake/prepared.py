@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headrace_core.pooling import PoolingParams
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams
 
@@ -23,3 +24,7 @@ class PreparedRequest:
     """One per completion, with ids of the engine's own."""
     arrival_time: float
     """``time.time()``."""
+    pooling: PoolingParams | None = None
+    """Of a pooling request, verified; ``params`` mean nothing then."""
+    call: str = ""
+    """The call that a pooling request is part of, by the caller's name for it."""

@@ -28,6 +28,8 @@ class PromptTokens(NamedTuple):
     media: Sequence[MediaInput] = ()
     """In order of their offsets."""
     num_encoder_tokens: int = 0
+    token_type_ids: list[int] | None = None
+    """Which of a pair's texts each token belongs to; None: not said."""
 
 
 class PromptReader:
@@ -55,6 +57,11 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._media = media
         self._vocab_size = model.vocab_size
+        pooling = model.pooling
+        self._lower_case = pooling is not None and pooling.lower_case
+        self._token_types = pooling is not None and pooling.token_types
+        own = pooling.score_template if pooling is not None else None
+        self._score_template = chat_template or own
         self._embeds = EmbedsDecoder(model) if model.prompt_embeds else None
         self._renderer: ChatRenderer | None = None
         if tokenizer is not None:
@@ -74,11 +81,15 @@ class PromptReader:
         if self._embeds is not None:
             self._embeds.close()
 
-    def read(self, prompt: Prompt, add_special_tokens: bool | None) -> PromptTokens:
+    def read(
+        self, prompt: Prompt, add_special_tokens: bool | None, *, max_length: int | None = None
+    ) -> PromptTokens:
         """Tokens of a prompt; lengths are not checked.
 
         Args:
             add_special_tokens: None: yes for text, as a chat says for chats.
+            max_length: text is shortened to so many tokens, special ones kept
+                (:meth:`headrace_core.text.Tokenizer.encode_pair`); token ids are not.
 
         Raises:
             RequestError: the prompt is malformed, or needs what the engine does not have.
@@ -86,27 +97,61 @@ class PromptReader:
         if add_special_tokens is None and self._encodes:
             add_special_tokens = False  # a decoder's prompt says itself how it begins
         if isinstance(prompt, Mapping) and has_media(prompt):
-            return self._media_tokens(prompt, add_special_tokens)
+            return self._media_tokens(prompt, add_special_tokens, max_length)
         if isinstance(prompt, ChatPrompt):
             media = ChatMedia(self._media)
             text = self._chat_renderer().render(prompt, media)
             special = (
                 prompt.add_special_tokens if add_special_tokens is None else add_special_tokens
             )
-            tokens = PromptTokens(self._encode(text, special), text, _salt(prompt.cache_salt))
+            ids = self._encode(text, special, max_length)
+            tokens = PromptTokens(ids, text, _salt(prompt.cache_salt))
             return self._placed(tokens, media.data(), None) if media else tokens
         if isinstance(prompt, Mapping):
-            return self._mapping_tokens(prompt, add_special_tokens)
+            return self._mapping_tokens(prompt, add_special_tokens, max_length)
         if isinstance(prompt, str):
-            return PromptTokens(self._encode(prompt, add_special_tokens is not False), prompt, None)
+            ids = self._encode(prompt, add_special_tokens is not False, max_length)
+            return PromptTokens(ids, prompt, None)
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
 
+    def read_pair(self, first: str, second: str, *, max_length: int | None = None) -> PromptTokens:
+        """Tokens of two texts as one prompt, by the tokenizer's rule for pairs; lengths as
+        :meth:`read`.
+
+        Raises:
+            RequestError: there is no tokenizer, or a text is none.
+        """
+        tokenizer = need_tokenizer(self._tokenizer, "text_1")
+        texts = [self._spelled(text) for text in (first, second)]
+        ids, types = tokenizer.encode_pair(*texts, max_length=max_length)
+        return PromptTokens(ids, None, None, token_type_ids=types)
+
+    def render_pair(self, query: str, document: str, template: str | None) -> str | None:
+        """A pair's prompt by a template: the call's, the operator's, or the checkpoint's; None: there
+        is none, and the tokenizer's own rule for pairs holds.
+
+        Raises:
+            RequestError: the template failed, or there is no tokenizer.
+        """
+        source = template or self._score_template
+        if source is None:
+            return None
+        return self._chat_renderer().render_pair(
+            query, document, source, foreign=template is not None
+        )
+
     def _mapping_tokens(
-        self, prompt: Mapping[str, object], add_special_tokens: bool | None
+        self,
+        prompt: Mapping[str, object],
+        add_special_tokens: bool | None,
+        max_length: int | None,
     ) -> PromptTokens:
         if prompt.get("prompt_embeds") is not None:
             return self._embeds_tokens(prompt)
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "prompt_embeds"}
+        known = {"prompt", "prompt_token_ids", "cache_salt", "prompt_embeds"}
+        if self._token_types:
+            known.add("token_type_ids")
+        unknown = {name for name in prompt if name not in known and prompt[name] is not None}
         if unknown:
             raise UnsupportedFeature(
                 f"prompt: {sorted(unknown)} cannot be served; a prompt has 'prompt' or "
@@ -118,15 +163,19 @@ class PromptReader:
             raise RequestError(f"prompt = {text!r}: must be text", param="prompt")
         if prompt.get("prompt_token_ids") is not None:
             ids = self._checked_ids("prompt_token_ids", prompt["prompt_token_ids"])
-            return PromptTokens(ids, text, salt)
+            types = prompt.get("token_type_ids")
+            return PromptTokens(
+                ids, text, salt, token_type_ids=None if types is None else _types(types)
+            )
         if text is None:
             raise RequestError(
                 "prompt: a mapping needs 'prompt' or 'prompt_token_ids'", param="prompt"
             )
-        return PromptTokens(self._encode(text, add_special_tokens is not False), text, salt)
+        ids = self._encode(text, add_special_tokens is not False, max_length)
+        return PromptTokens(ids, text, salt)
 
     def _media_tokens(
-        self, prompt: Mapping[str, Any], add_special_tokens: bool | None
+        self, prompt: Mapping[str, Any], add_special_tokens: bool | None, max_length: int | None
     ) -> PromptTokens:
         """Tokens and media of a prompt that brings some, in either form."""
         if self._media is None or ("encoder_prompt" in prompt and not self._encodes):
@@ -142,7 +191,9 @@ class PromptReader:
         start = self._media.decoder_start_token_id
         if start is not None and not given.get("prompt") and not given.get("prompt_token_ids"):
             given = {**given, "prompt_token_ids": [start]}
-        return self._placed(self.read(given, add_special_tokens), data, options)  # type: ignore[arg-type]
+        text: Any = given
+        tokens = self.read(text, add_special_tokens, max_length=max_length)
+        return self._placed(tokens, data, options)
 
     def _placed(self, tokens: PromptTokens, data: object, options: object) -> PromptTokens:
         assert self._media is not None
@@ -172,8 +223,19 @@ class PromptReader:
         embeds = self._embeds.decode(prompt["prompt_embeds"])
         return PromptTokens([0] * embeds.num_tokens, None, _salt(prompt.get("cache_salt")), embeds)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, text: str, add_special_tokens: bool, max_length: int | None = None
+    ) -> list[int]:
         tokenizer = need_tokenizer(self._tokenizer, "prompt")
+        text = self._spelled(text)
+        if max_length is None:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return tokenizer.encode_pair(
+            text, add_special_tokens=add_special_tokens, max_length=max_length
+        ).token_ids
+
+    def _spelled(self, text: str) -> str:
+        """A text as the tokenizer is to see it."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -181,7 +243,7 @@ class PromptReader:
                 f"prompt: character {error.start} is half of a surrogate pair, which is no text",
                 param="prompt",
             ) from None
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return text.lower() if self._lower_case else text
 
     def _chat_renderer(self) -> ChatRenderer:
         need_tokenizer(self._tokenizer, "messages")
@@ -196,6 +258,15 @@ class PromptReader:
             )
         check_ids(param, ids, self._vocab_size)
         return list(ids)
+
+
+def _types(types: object) -> list[int]:
+    good = isinstance(types, Sequence) and all(type(t) is int for t in types)
+    if not good:
+        raise RequestError(
+            f"token_type_ids = {types!r:.100}: must be a list of integers", param="token_type_ids"
+        )
+    return list(types)  # type: ignore[call-overload, no-any-return]
 
 
 def _salt(salt: object) -> str | None:

@@ -98,6 +98,25 @@ class ChatRenderer:
             return _cut_after_final_message(text, messages[-1])
         return text
 
+    def render_pair(self, query: str, document: str, template: str, *, foreign: bool) -> str:
+        """A pair's prompt: the template gets two messages, of the roles ``query`` and ``document``.
+
+        Args:
+            foreign: the template is a caller's; it renders in the worker process.
+
+        Raises:
+            RequestError: the template failed or refused; with its message.
+        """
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": [
+                {"role": "query", "content": query},
+                {"role": "document", "content": document},
+            ],
+            "add_generation_prompt": False,
+        }
+        return self._render(template, variables, in_worker=foreign or _is_large(variables))
+
     def close(self) -> None:
         """End the worker process, if there is one."""
         self._worker.close()

@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace_core.errors import EngineDead, QueueFull
-from headrace_core.request import ChatPrompt, Prompt
+from headrace_core.request import ChatPrompt
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.media import AUDIO_PARTS, has_media
+from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
@@ -42,13 +43,23 @@ class IntakeThreads:
         self.num_compiling = 0
         """Requests whose constraints compile, or wait for that."""
 
-    async def run(self, prompt: Prompt | Sequence[int], work: Callable[[], Result]) -> Result:
+    async def run(
+        self, prompt: PoolingPrompt | Sequence[int], work: Callable[[], Result]
+    ) -> Result:
         """The result of ``work``, which looks at the whole of ``prompt``.
 
         Raises:
             EngineDead: closed before its turn came.
         """
-        if _size(prompt) <= SMALL_PROMPT:
+        return await self.run_sized(_size(prompt), work)
+
+    async def run_sized(self, size: int, work: Callable[[], Result]) -> Result:
+        """The result of ``work``, which looks at so many characters or tokens.
+
+        Raises:
+            EngineDead: closed before its turn came.
+        """
+        if size <= SMALL_PROMPT:
             return work()
         return await self._in(self._pool, work)
 
@@ -93,8 +104,15 @@ class IntakeThreads:
         self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _size(prompt: Prompt | Sequence[int]) -> int:
+def size_of_texts(texts: Sequence[object]) -> int:
+    """Roughly how many characters texts to be scored have; forms are checked elsewhere."""
+    return sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
+
+
+def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
+    if isinstance(prompt, PairPrompt):
+        return len(prompt.first) + len(prompt.second)
     if isinstance(prompt, ChatPrompt):
         # A template of the request's own runs in another process, and large inputs take a while.
         if prompt.chat_template is not None or prompt.tools or prompt.documents:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from headrace_core.errors import ModelError
-from headrace_core.text import Tokenizer
+from headrace_core.text import EncodedPair, Tokenizer
 from headrace_engine.emission.detokenizer import ByteDetokenizer
 
 METASPACE = "▁"
@@ -75,6 +75,30 @@ class HFTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
+
+    def encode_pair(
+        self,
+        first: str,
+        second: str | None = None,
+        *,
+        add_special_tokens: bool = True,
+        max_length: int | None = None,
+    ) -> EncodedPair:
+        texts = [first] if second is None else [first, second]
+        if max_length is None:
+            encoding = self._backend.encode(first, second, add_special_tokens=add_special_tokens)
+            return EncodedPair(encoding.ids, encoding.type_ids)
+        parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        special = 0
+        if add_special_tokens:
+            special = self._backend.num_special_tokens_to_add(len(parts) > 1)
+        kept = _shares([len(part.ids) for part in parts], max(0, max_length - special))
+        for part, count in zip(parts, kept):
+            if count < len(part.ids):
+                part.truncate(count, direction="left")
+        behind = parts[1] if len(parts) > 1 else None
+        whole = self._backend.post_process(parts[0], behind, add_special_tokens=add_special_tokens)
+        return EncodedPair(whole.ids[-max_length:], whole.type_ids[-max_length:])
 
     def decode(
         self,
@@ -210,6 +234,19 @@ class MetaspaceRule(ByteRule):
             return piece.lstrip(b" ")
         spaces = len(piece) - len(piece.lstrip(b" "))
         return piece[min(spaces, self._strip) :]
+
+
+def _shares(lengths: Sequence[int], limit: int) -> list[int]:
+    """What each text may keep of ``limit`` tokens: the longest gives first."""
+    if sum(lengths) <= limit:
+        return list(lengths)
+    if len(lengths) == 1:
+        return [limit]
+    first, second = lengths
+    half = limit // 2
+    if min(first, second) <= half:  # the shorter one is kept whole
+        return [first, limit - first] if first <= second else [limit - second, second]
+    return [limit - half, half] if first > second else [half, limit - half]
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -55,7 +55,11 @@ def describe_tokens(
     chosen = torch.tensor(token_ids, device=row.device)
     logits = row.expand(len(token_ids), -1).contiguous()
     found = describe(op, logits, chosen, np.zeros(len(token_ids), np.int64), mode)
-    return TokenLogprobs(*([one for (one,) in column] for column in zip(*found)))
+    return TokenLogprobs(
+        [one.token_ids[0] for one in found],
+        [one.logprobs[0] for one in found],
+        [one.ranks[0] for one in found],
+    )
 
 
 def joined(entry: TokenLogprobs, further: TokenLogprobs) -> TokenLogprobs:
@@ -64,7 +68,9 @@ def joined(entry: TokenLogprobs, further: TokenLogprobs) -> TokenLogprobs:
     new = [i for i, t in enumerate(further.token_ids)
            if t not in known and t not in further.token_ids[:i]]  # fmt: skip
     return TokenLogprobs(
-        *([*ours, *(theirs[i] for i in new)] for ours, theirs in zip(entry, further))
+        entry.token_ids + [further.token_ids[i] for i in new],
+        entry.logprobs + [further.logprobs[i] for i in new],
+        entry.ranks + [further.ranks[i] for i in new],
     )
 
 

@@ -13,9 +13,13 @@ class StepLimits:
 
     Args:
         config: resolved (no None in the limits).
+        fills_up: where prompts may not be cut, shorter ones behind take the room that is too small
+            for the next: no output tokens compete for it, so whoever was passed over has the next
+            step to itself.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, *, fills_up: bool = False) -> None:
+        self._fills_up = fills_up
         self.max_seqs: int = config.max_num_seqs or 0
         """Most requests in a step."""
         self.long_threshold = config.long_prefill_token_threshold
@@ -45,7 +49,9 @@ class StepLimits:
         """How many of a waiting request's tokens may run: 0 = it must wait, and so must all
         behind it; None = it must wait, but shorter ones may overtake it."""
         if not self._config.enable_chunked_prefill:
-            return remaining if remaining <= plan.budget else 0
+            if remaining <= plan.budget:
+                return remaining
+            return None if self._fills_up else 0
         num_tokens = min(self.share(remaining, plan), plan.budget)
         if num_tokens < remaining:
             is_long = 0 < self.long_threshold < remaining

@@ -111,4 +111,6 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         thinking=request.thinking,
         media=request.media,
         num_encoder_tokens=request.num_encoder_tokens,
+        pooling=request.pooling,
+        token_type_ids=request.token_type_ids,
     )

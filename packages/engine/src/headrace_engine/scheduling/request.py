@@ -100,7 +100,7 @@ class RequestState:
             cache_salt=request.cache_salt,
             sequence_number=sequence_number,
             sort_key=key,
-            max_num_tokens=min(len(request.prompt_token_ids) + request.max_tokens, max_model_len),
+            max_num_tokens=_longest(request, max_model_len),
             queued_ts=now,
             prompt_logprobs_pending=request.params.prompt_logprobs is not None,
         )
@@ -117,7 +117,11 @@ class RequestState:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Prompt log-probabilities need every prompt position computed, once."""
+        """Prompt log-probabilities need every prompt position computed, once; so do results of
+        pooling that are made of all tokens."""
+        pooling = self.request.pooling
+        if pooling is not None:
+            return pooling.skip_reading_prefix_cache is True
         return self.prompt_logprobs_pending
 
     @property
@@ -138,3 +142,12 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+
+def _longest(request: CoreRequest, max_model_len: int) -> int:
+    """Tokens at which a request ends. A pooling one has no output, but counts as if its result were
+    one token, for which it needs no room."""
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if request.pooling is not None:
+        return num_prompt_tokens + 1
+    return min(num_prompt_tokens + request.max_tokens, max_model_len)

@@ -143,6 +143,6 @@ class Roster:
 def output_of(state: RequestState) -> CoreOutput:
     """An output that says nothing new of a request. By position: one is made for every token."""
     return CoreOutput(
-        state.request_id, [], None, None, None, None, None, None, max(state.num_cached_tokens, 0),
+        state.request_id, [], None, None, None, None, None, max(state.num_cached_tokens, 0),
         state.num_preemptions, state.queued_ts, state.scheduled_ts,
     )  # fmt: skip

@@ -88,7 +88,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._max_steps_in_flight = 1 if overlapped is False else 2
         self._roster = Roster(config, kv, max_model_len, clock)
-        self._filler = StepFiller(self._roster, kv, StepLimits(config))
+        self._filler = StepFiller(self._roster, kv, StepLimits(config, fills_up=not kv.num_blocks))
         self._counters, self._fair = self._roster.counters, self._roster.fair
         self._in_flight: deque[tuple[int, list[InFlight]]] = deque()
         self._next_step_id = 0
@@ -256,7 +256,7 @@ class Scheduler:
         stats = EngineStats(
             num_requests_running=len(self._roster.running),
             num_requests_waiting=len(self._roster.waiting),
-            kv_cache_usage=(kv.num_blocks - kv.num_free_blocks) / kv.num_blocks,
+            kv_cache_usage=(kv.num_blocks - kv.num_free_blocks) / max(1, kv.num_blocks),
             num_blocks=kv.num_blocks,
             num_free_blocks=kv.num_free_blocks,
             prompt_tokens=counters.prompt_tokens,
@@ -291,6 +291,8 @@ class Scheduler:
             )
         if result.error is not None:
             return self._roster.end(state, "error", error=result.error)
+        if state.request.pooling is not None:
+            return self._take_pooled(state, samples, result)
         if len(result.token_ids) != samples:
             found = len(result.token_ids)
             return self._roster.end(
@@ -321,10 +323,29 @@ class Scheduler:
             output.prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, []
         return output
 
+    def _take_pooled(
+        self, state: RequestState, completes: bool, result: RequestStepResult
+    ) -> CoreOutput | None:
+        """The end of a pooling request, with the step that completes its prompt."""
+        if (result.pooled is not None) != completes:
+            found = "no result" if completes else "a result before the prompt was complete"
+            return self._roster.end(state, "error", error=f"the worker returned {found}")
+        if not completes:
+            return None
+        self._counters.prompt_tokens += state.num_prompt_tokens
+        if self._filler.suspects:
+            self._filler.clear(state)
+        output = self._roster.end(state, "stop")
+        output.pooled = result.pooled
+        return output
+
     def _check_length(self, request: CoreRequest) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
         if num_prompt_tokens == 0:
             raise RequestError("prompt: must hold at least one token", param="prompt")
+        if request.pooling is not None:
+            self._check_pooling_length(num_prompt_tokens, request.num_encoder_tokens)
+            return
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLong(
                 f"prompt: {num_prompt_tokens} tokens; with at least one token of output it must "
@@ -343,6 +364,22 @@ class Scheduler:
                 f"{self._capacity(states)}",
                 param="max_tokens",
                 value=request.max_tokens,
+            )
+
+    def _check_pooling_length(self, num_prompt_tokens: int, num_encoder_tokens: int) -> None:
+        if num_prompt_tokens > self._max_model_len:
+            raise PromptTooLong(
+                f"prompt: {num_prompt_tokens} tokens; must be at most {self._max_model_len}, which "
+                "the context holds",
+                param="prompt",
+                value=num_prompt_tokens,
+            )
+        if not self._kv.fits(num_prompt_tokens, num_encoder_tokens):
+            raise RequestError(
+                f"prompt of {num_prompt_tokens} tokens; the whole KV cache holds "
+                f"{self._capacity(num_encoder_tokens)}",
+                param="prompt",
+                value=num_prompt_tokens,
             )
 
     def _capacity(self, num_encoder_tokens: int) -> int:

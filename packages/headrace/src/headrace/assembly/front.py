@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing import missing
-from headrace.assembly.plugged import logits_processors, read_tokenizer, reasoning_parser
+from headrace.assembly.plugged import (
+    io_processor,
+    logits_processors,
+    read_tokenizer,
+    reasoning_parser,
+)
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
+from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace_core.config import EngineConfig
+from headrace_core.io_processor import IOProcessor
 from headrace_core.logits_processor import processor_name
 from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker
@@ -39,6 +46,8 @@ class FrontEnd(NamedTuple):
     intake: Intake
     config: EngineConfig
     info: ModelInfo
+    speech: ServedSpeech | None = None
+    io_processor: IOProcessor | None = None
 
 
 class TemplateSettings(NamedTuple):
@@ -86,7 +95,13 @@ def connect(
     front = front_end(config, templates, timeline, client)
     from headrace_engine.engine import Engine
 
-    return Engine(front.client, front.intake, front.config)
+    return Engine(
+        front.client,
+        front.intake,
+        front.config,
+        speech=front.speech,
+        io_processor=front.io_processor,
+    )
 
 
 def front_end(
@@ -114,10 +129,14 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    media = media_reader(resolved)
+    speech = served_speech(resolved)
+    media = media_reader(resolved, None if speech is None else speech.decode_now)
     model = served_model(
         resolved, tokenizer, templates.chat_template, media.modalities if media else ()
     )
+    processor = io_processor(resolved, model)
+    if processor is not None and "plugin" not in model.tasks:
+        model = dataclasses.replace(model, tasks=(*model.tasks, "plugin"))
     intake = Intake(
         tokenizer,
         model,
@@ -133,7 +152,7 @@ def front_end(
     check_backend(config.structured_outputs)
     if client is None:
         client = core_client(config, resolved, timeline, intake.vocabulary)
-    return FrontEnd(client, intake, resolved.config, resolved.info)
+    return FrontEnd(client, intake, resolved.config, resolved.info, speech, processor)
 
 
 def core_client(

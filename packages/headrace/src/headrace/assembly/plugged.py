@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 from headrace.assembly.missing import missing
 from headrace_core import plugins
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
+from headrace_core.errors import ConfigError
+from headrace_core.io_processor import IOProcessor, load_io_processor
 from headrace_core.logits_processor import load_processors
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import Resolved
+    from headrace_core.engine import ServedModel
     from headrace_core.logits_processor import LogitsProcessor
     from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.startup import StartupTimeline
@@ -47,6 +50,27 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
         raise missing(error) from error
     named: dict[str, Any] = {"reasoning_parser": name, "reasoning_parser_plugin": file}
     return load_parsers(ServerSettings(**named)).reasoning
+
+
+def io_processor(resolved: Resolved, model: ServedModel) -> IOProcessor | None:
+    """The plug-in that stands between a pooling model and its callers: the one that is asked for, else
+    the one that ``config.json`` names; None: neither.
+
+    Raises:
+        ConfigError: the model does not pool.
+        PluginError: there is no such plug-in, or it cannot be used.
+    """
+    config, info = resolved.config, resolved.info
+    name = config.model.io_processor_plugin or info.config.get("io_processor_plugin")
+    if not name:
+        return None
+    if info.runner != "pooling":
+        raise ConfigError(
+            f"model.io_processor_plugin = {name!r}: must be left out for {info.architecture}, which "
+            f"runs as a generator (runner {info.runner}); --runner pooling makes it pool",
+            field="model.io_processor_plugin",
+        )
+    return load_io_processor(name)(config, model)
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.transcription import unmet_tasks
+from headrace_core import plugins
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
@@ -61,8 +63,20 @@ def served_model(
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
         modalities=modalities,
+        unmet=unmet_tasks(info),
+        runner=info.runner,
+        convert=info.convert,
+        pooling=info.pooling,
+        class_path=class_path(info),
+        source=info.source,
         is_encoder_decoder=info.is_encoder_decoder,
     )
+
+
+def class_path(info: ModelInfo) -> str:
+    """``module:Class`` of the implementation; "" where no package has one."""
+    found = plugins.installed("headrace.models").get(info.architecture)
+    return found.target if found is not None else ""
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:

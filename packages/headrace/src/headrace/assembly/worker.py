@@ -103,6 +103,7 @@ def worker_factory(
             prompt_embeds=config.model.enable_prompt_embeds,
             profiler=config.profiler,
             largest_media=largest_media(resolved),
+            pooling=info.pooling,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),

@@ -241,7 +241,7 @@ async def _serve(
     from headrace.batch.lines import requests
     from headrace.batch.metrics_server import serving_metrics
     from headrace.batch.runner import Runner
-    from headrace_server.app import INFERENCE_ROUTES
+    from headrace_server.apis import INFERENCE_ROUTES
 
     state = app.state.headrace
 

@@ -1,1 +1,2 @@
-"""Audio on its way into a model: resampling, spectrograms, processors by family, times of words."""
+"""Audio on its way into a model: decoding of uploads, resampling, spectrograms, processors by family,
+times of words."""

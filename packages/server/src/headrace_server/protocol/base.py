@@ -82,6 +82,13 @@ class RequestBody(BaseModel):
         raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
 
 
+def without_nulls(data: Any, keep: frozenset[str] = frozenset()) -> Any:
+    """A body without its nulls, but for some fields: clients send null for what they do not set."""
+    if not isinstance(data, dict):
+        return data
+    return {name: value for name, value in data.items() if value is not None or name in keep}
+
+
 def _size(value: Any) -> int:
     """How much a field asks for: a number itself, or how many things it holds."""
     if isinstance(value, int):

@@ -97,10 +97,7 @@ class SamplingFields(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _null_means_default(cls, data: Any) -> Any:
-        """Clients send null for fields that they do not set."""
-        if not isinstance(data, dict):
-            return data
-        return {k: v for k, v in data.items() if v is not None or k in _NULL_MATTERS}
+        return without_nulls(data, _NULL_MATTERS)
 
 
 class SamplingBody(SamplingFields):

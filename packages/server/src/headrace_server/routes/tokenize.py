@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from headrace_core.engine import EngineClient, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import Prompt
-from headrace_server.conversation import can_chat, special_tokens, spelled
+from headrace_server.conversation import need_template, special_tokens, spelled
 from headrace_server.convert import chat_prompt, check_model
 from headrace_server.offload import encoded
 from headrace_server.protocol.tokenize import (
@@ -51,7 +51,7 @@ class TokenizeRouter:
             prompt: Prompt
             special: bool | None = body.add_special_tokens
             if isinstance(body, TokenizeChatRequest):
-                _need_template(engine, settings, body.chat_template)
+                need_template(engine.model, settings, body.chat_template)
                 chat = chat_prompt(body, state)
                 prompt = spelled(chat, state)
                 special = special_tokens(prompt) if prompt is not chat else special
@@ -102,14 +102,6 @@ def _answer(result: TokenizedPrompt, max_model_len: int) -> bytes:
 def _need_tokenizer(engine: EngineClient) -> None:
     if not engine.model.has_tokenizer:
         raise UnsupportedFeature("this server runs without a tokenizer (--skip-tokenizer-init)")
-
-
-def _need_template(engine: EngineClient, settings: ServerSettings, template: str | None) -> None:
-    if not can_chat(engine.model, settings) and template is None:
-        raise UnsupportedFeature(
-            "messages: the model has no chat template; start the server with --chat-template",
-            param="messages",
-        )
 
 
 ROUTER = TokenizeRouter()

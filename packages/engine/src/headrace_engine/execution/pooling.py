@@ -1,0 +1,242 @@
+"""Steps of a pooling model: hidden states of prompts, and one result for each prompt that is complete.
+
+Which rows a request needs is its pooler's to say (:meth:`headrace_core.model.Pooler.rows`). Those of
+earlier chunks are kept until the prompt is complete; only then is it pooled. Pooling itself is no part
+of a captured step: what it does depends on what requests ask.
+
+Letters: T tokens in this step, B requests in it, R rows of hidden states, H hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace_core import failpoints
+from headrace_core.batch import ForwardBatch
+from headrace_core.errors import ReplayFailed
+from headrace_core.model import PoolingBatch, Rows, SupportsPooling
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingInfo, PoolingParams
+from headrace_core.step import NewRequest, RequestStepResult, ScheduledStep, StepResult
+from headrace_engine.execution.inputs import StepInputs
+from headrace_engine.execution.requests import Ints
+from headrace_engine.execution.runner import ModelRunner, pass_failpoint
+
+logger = logging.getLogger(__name__)
+
+
+class _Asked(NamedTuple):
+    """What a request that is held wants."""
+
+    params: PoolingParams
+    rows: Rows
+    token_ids: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that its result is made of."""
+        return len(self.token_ids) if self.rows == "all" else 1
+
+
+class _Span(NamedTuple):
+    """Rows of the step's tokens that a request needs: ``start`` to ``end``."""
+
+    b: int
+    """The request's place in the batch."""
+    start: int
+    end: int
+
+
+class PoolingRunner(ModelRunner):
+    """Runs steps of a :class:`~headrace_core.model.SupportsPooling` model; see
+    :class:`ModelRunner` for its arguments."""
+
+    model: Any
+    """Has a pooler."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._asked: dict[str, _Asked] = {}
+        self._kept: dict[str, list[Tensor]] = {}
+        """Rows of earlier chunks, of prompts that are not complete."""
+
+    @torch.inference_mode()
+    def execute(self, step: ScheduledStep) -> StepResult:
+        """Run one step. A request that fails alone gets an error; an exception fails the step."""
+        if failpoints.PLAN is not None:
+            pass_failpoint("engine.step.prepare", step)
+        self.apply_changes(step)
+        inputs = self.inputs.build(step.num_scheduled_tokens)
+        results = {i: RequestStepResult(error=reason) for i, reason in inputs.errors.items()}
+        seconds = 0.0
+        if inputs.batch is not None:
+            self.launching()
+            if failpoints.PLAN is not None:
+                pass_failpoint("engine.step.forward", step)
+            spans = self._spans(inputs, [step.num_scheduled_tokens[i] for i in inputs.request_ids])
+            start = time.perf_counter()
+            hidden = self._states(inputs.batch, spans)
+            seconds = time.perf_counter() - start
+            self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+            self._pool(inputs, hidden, spans, results)
+        every = {i: results.get(i) or RequestStepResult() for i in step.num_scheduled_tokens}
+        return StepResult(step.step_id, every, forward_seconds=seconds)
+
+    def apply_changes(self, step: ScheduledStep) -> None:
+        """As of any step; and what new requests ask for, while those that are gone keep nothing."""
+        for request_id in step.gone_request_ids:
+            self._forget(request_id)
+        super().apply_changes(step)
+        for new in step.new_requests:
+            self._forget(new.request_id)
+            row = self.requests.row_of[new.request_id]
+            try:
+                self._asked[new.request_id] = self._read(new)
+            except Exception as error:
+                logger.warning("request %s cannot run", new.request_id, exc_info=True)
+                self.requests.fail(row, f"{type(error).__name__}: {error}")
+
+    def whole_step(self, batch: ForwardBatch) -> Tensor:
+        """Final hidden states [T, H] (:data:`headrace_core.graph.Step`)."""
+        hidden: Tensor = self.model.forward(self.with_metadata(batch))
+        return hidden
+
+    def _read(self, new: NewRequest) -> _Asked:
+        if new.pooling is None:
+            raise ValueError("the model pools, and the request says nothing of pooling")
+        rows = self.model.pooler.rows(new.pooling)
+        if rows != "last" and new.num_computed_tokens:
+            raise ValueError(
+                f"task {new.pooling.task!r} needs rows of the {new.num_computed_tokens} tokens that "
+                "are cached already"
+            )
+        return _Asked(new.pooling, rows, new.token_ids)
+
+    def _forget(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+        self._kept.pop(request_id, None)
+
+    def _spans(self, inputs: StepInputs, counts: Sequence[int]) -> list[_Span]:
+        """Whose hidden states are needed, in batch order."""
+        complete = set(inputs.sampled.tolist())
+        spans, end = [], 0
+        for b, (request_id, count) in enumerate(zip(inputs.request_ids, counts)):
+            start, end = end, end + count
+            rows = self._asked[request_id].rows
+            if rows == "all":
+                spans.append(_Span(b, start, end))
+            elif rows == "last" and b in complete:
+                spans.append(_Span(b, end - 1, end))
+            elif rows == "first" and inputs.seq_lens[b] == count:
+                spans.append(_Span(b, start, start + 1))
+        return spans
+
+    def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> Tensor:
+        """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
+        rows = _row_index(spans, batch.num_tokens, self.device)
+        every = dataclasses.replace(batch, logits_rows=None)
+        if self.graph is not None and self.graph.fits(every):
+            try:
+                hidden = self.graph.replay(every)
+                return hidden if rows is None else hidden.index_select(0, rows)
+            except ReplayFailed as error:
+                logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
+        return self.whole_step(dataclasses.replace(batch, logits_rows=rows))
+
+    def _pool(
+        self,
+        inputs: StepInputs,
+        hidden: Tensor,
+        spans: Sequence[_Span],
+        results: dict[str, RequestStepResult],
+    ) -> None:
+        """Results of the prompts that are complete; rows of the others are kept."""
+        complete = [inputs.request_ids[b] for b in inputs.sampled.tolist()]
+        if self._kept or len(spans) != len(complete) or len(complete) < len(inputs.request_ids):
+            hidden = self._with_kept(inputs, hidden, spans, complete)
+        if not complete:
+            return
+        asked = [self._asked[request_id] for request_id in complete]
+        lengths = torch.tensor([0, *(one.num_rows for one in asked)], dtype=torch.int64)
+        pooled = self.model.pooler(
+            PoolingBatch(
+                hidden=hidden,
+                cu_rows=torch.cumsum(lengths, 0),
+                params=[one.params for one in asked],
+                token_ids=[one.token_ids for one in asked],
+            )
+        )
+        for request_id, tensor in zip(complete, pooled, strict=True):
+            results[request_id] = self._result(request_id, tensor)
+
+    def _with_kept(
+        self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_Span], complete: Sequence[str]
+    ) -> Tensor:
+        """Rows of the complete prompts, those of their earlier chunks included."""
+        end = 0
+        for span in spans:
+            start, end = end, end + span.end - span.start
+            # Copies: the step's states are overwritten by the next one, or are much larger.
+            rows = hidden[start:end].clone()
+            self._kept.setdefault(inputs.request_ids[span.b], []).append(rows)
+        parts = [rows for request_id in complete for rows in self._kept.pop(request_id)]
+        return torch.cat(parts) if parts else hidden[:0]
+
+    def _result(self, request_id: str, tensor: Tensor) -> RequestStepResult:
+        values = np.ascontiguousarray(tensor.float().cpu().numpy())
+        if failpoints.PLAN is not None and failpoints.hit("engine.step.sample", request_id):
+            values = np.full_like(values, math.nan)
+        if not np.isfinite(values).all():
+            return RequestStepResult(error="the model's result for the prompt is not finite")
+        return RequestStepResult(pooled=PackedArray("float32", values.shape, values.tobytes()))
+
+
+def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) -> Tensor | None:
+    """[R] int64; None = all rows, in order."""
+    if sum(span.end - span.start for span in spans) == num_tokens:
+        return None
+    if not spans:  # one row anyway, as no kernel need accept zero rows
+        return torch.tensor([num_tokens - 1], device=device)
+    rows: Ints = np.concatenate([np.arange(span.start, span.end) for span in spans])
+    return torch.from_numpy(rows).to(device)
+
+
+def pool_once(model: SupportsPooling, batch: ForwardBatch, info: PoolingInfo) -> None:
+    """The largest that a step can ask: every task, for all requests of a batch.
+
+    Args:
+        batch: with attention metadata, if there is any.
+    """
+    hidden = model.forward(dataclasses.replace(batch, logits_rows=None))
+    ends = batch.cu_seqlens_q.cpu().long()
+    for task in info.tasks:
+        if task == "plugin":
+            continue
+        params = PoolingParams()
+        params.verify(task, info)
+        rows = model.pooler.rows(params)
+        one = torch.arange(len(ends))
+        model.pooler(
+            PoolingBatch(
+                hidden=hidden
+                if rows == "all"
+                else hidden.index_select(0, _edge(ends, rows, hidden)),
+                cu_rows=ends if rows == "all" else one,
+                params=[params] * (len(ends) - 1),
+                token_ids=[[0] * length for length in ends.diff().tolist()],
+            )
+        )
+
+
+def _edge(ends: Tensor, rows: Rows, hidden: Tensor) -> Tensor:
+    """[B]; each request's first or last row."""
+    return (ends[:-1] if rows == "first" else ends[1:] - 1).to(hidden.device)

@@ -1,0 +1,57 @@
+"""Texts as a multi-vector model wants them: marked as query or document, cut, and filled up."""
+
+from __future__ import annotations
+
+from headrace_core.pooling import LateInteraction
+from headrace_core.request import TokensPrompt
+from headrace_core.text import Tokenizer
+
+
+class MarkedTexts:
+    """Prompts for one model. Thread-safe.
+
+    Args:
+        info: the checkpoint's rules.
+        tokenizer: the checkpoint's.
+        lower_case: texts are made lower-case first.
+    """
+
+    def __init__(
+        self, info: LateInteraction, tokenizer: Tokenizer, *, lower_case: bool = False
+    ) -> None:
+        self._info = info
+        self._tokenizer = tokenizer
+        self._lower_case = lower_case
+        self.skipped = frozenset(
+            token
+            for word in info.skip_words
+            for token in tokenizer.encode(word, add_special_tokens=False)
+        )
+        """Tokens of documents whose vectors match nothing."""
+
+    def query(self, text: str) -> TokensPrompt:
+        """A query's prompt."""
+        info = self._info
+        ids = self._marked(text, info.query_marker, info.query_length)
+        if info.expand_queries and info.attend_to_expansion:
+            ids += self._ids_of("mask_token") * (info.query_length - len(ids))
+        return TokensPrompt(prompt_token_ids=ids)
+
+    def document(self, text: str) -> TokensPrompt:
+        """A document's prompt."""
+        info = self._info
+        return TokensPrompt(
+            prompt_token_ids=self._marked(text, info.document_marker, info.document_length)
+        )
+
+    def _marked(self, text: str, marker: str, length: int) -> list[int]:
+        ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
+        mark = self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+        room = length - len(mark)
+        if len(ids) > room:  # the end marker stays
+            ids = [*ids[: room - 1], ids[-1]]
+        return [*ids[:1], *mark, *ids[1:]]
+
+    def _ids_of(self, name: str) -> list[int]:
+        text = self._tokenizer.special_tokens.get(name, "")
+        return self._tokenizer.encode(text, add_special_tokens=False)[:1] if text else []

@@ -1,0 +1,132 @@
+"""A prompt to be pooled, and what its requests come to.
+
+A prompt is one request, or, if it is longer than the model takes and may be cut, one for each window.
+Windows are embedded without being normalised; the whole is their mean, weighted with their numbers of
+tokens and normalised if that was asked for. Sums are taken in the order of the windows, so it does not
+matter in which order they are ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_core.output import PoolingOutput
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingParams
+from headrace_engine.emission.pooled import PooledOutput
+from headrace_engine.intake.pooling import PooledPrompt, PoolingIntake, PoolingPrompt
+from headrace_engine.intake.prepared import PreparedRequest
+
+WINDOW_TOKENS = 4096
+"""Tokens of one long text's windows that wait at a time: enough to fill steps, few enough that what
+comes later need not wait for the whole text."""
+
+
+class Job(NamedTuple):
+    """One prompt to be pooled, as it was asked for."""
+
+    prompt: PoolingPrompt
+    params: PoolingParams
+    task: str
+    request_id: str
+    priority: int = 0
+    add_special_tokens: bool | None = None
+    call: str = ""
+    """See :meth:`PoolingIntake.read`."""
+
+
+def read_job(intake: PoolingIntake, job: Job) -> PooledPrompt:
+    """See :meth:`PoolingIntake.read`."""
+    return intake.read(
+        job.prompt,
+        job.params,
+        job.request_id,
+        task=job.task,
+        priority=job.priority,
+        add_special_tokens=job.add_special_tokens,
+        call=job.call,
+    )
+
+
+def requests_of(intake: PoolingIntake, prompt: PooledPrompt) -> Iterator[PreparedRequest]:
+    """What the core is to compute, made when it is asked for."""
+    if prompt.window:
+        yield from intake.windows(prompt)
+    else:
+        yield intake.request(prompt)
+
+
+def windows_at_once(prompt: PooledPrompt) -> int:
+    """Requests of one prompt that may be under way together."""
+    return max(2, WINDOW_TOKENS // prompt.window) if prompt.window else 1
+
+
+class Gathering:
+    """Collects the results of one prompt's requests.
+
+    Args:
+        prompt: whose.
+    """
+
+    def __init__(self, prompt: PooledPrompt) -> None:
+        self._prompt = prompt
+        self._missing = prompt.num_windows
+        self._waiting: dict[int, PooledOutput] = {}
+        self._next = 0
+        self._sum: npt.NDArray[np.float64] | None = None
+        self._first: PooledOutput | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every result is there."""
+        return not self._missing
+
+    def add(self, index: int, output: PooledOutput) -> None:
+        """The result of the ``index``-th request."""
+        self._missing -= 1
+        self._first = self._first or output
+        if not self._prompt.window:
+            return
+        self._waiting[index] = output
+        while self._next in self._waiting:
+            self._take(self._waiting.pop(self._next))
+            self._next += 1
+
+    def output(self) -> PooledOutput:
+        """The prompt's result, once it is complete."""
+        output = self._first
+        assert output is not None
+        if not self._prompt.window:
+            return output
+        output.request_id = self._prompt.request_id
+        output.prompt_token_ids = self._prompt.token_ids
+        output.outputs = PoolingOutput(self._mean())
+        return output
+
+    def _take(self, output: PooledOutput) -> None:
+        weighted = as_array(output.outputs.data).astype(np.float64) * len(output.prompt_token_ids)
+        self._sum = weighted if self._sum is None else self._sum + weighted
+        if self._first is not None and output is not self._first:
+            self._first.num_cached_tokens += output.num_cached_tokens
+
+    def _mean(self) -> PackedArray:
+        assert self._sum is not None
+        mean = self._sum / len(self._prompt.token_ids)
+        if self._prompt.params.normalize:
+            mean = mean / max(float(np.linalg.norm(mean)), 1e-12)
+        return packed(mean)
+
+
+def as_array(data: PackedArray) -> npt.NDArray[np.float32]:
+    """A float32 result as numpy has it; not to be written."""
+    return np.frombuffer(data.data, np.float32).reshape(data.shape)
+
+
+def packed(values: npt.NDArray[np.floating]) -> PackedArray:
+    """Numbers as a float32 result."""
+    values = np.ascontiguousarray(values, np.float32)
+    return PackedArray("float32", values.shape, values.tobytes())

@@ -1,0 +1,250 @@
+"""Pairs of texts to be scored: which prompts must be pooled for them, and what scores come of it.
+
+``cross``              both texts in one prompt: by the tokenizer's rule for pairs, or by a template
+                       that gets two messages, of the roles ``query`` and ``document``
+``cosine``             the cosine of the two texts' embeddings
+``late_interaction``   the sum, over the query's tokens, of the best match among the document's
+                       (MaxSim, arXiv:2004.12832)
+
+Texts that are embedded by themselves are so once, however many pairs they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.output import PoolingRequestOutput, ScoringOutput
+from headrace_core.pooling import PoolingInfo, PoolingParams
+from headrace_core.request import Prompt
+from headrace_core.scoring import ScoreInput, pair_up
+from headrace_engine.emission.pooled import PooledOutput
+from headrace_engine.intake.late_interaction import MarkedTexts
+from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.pooling.jobs import Job, as_array
+
+Scored = PoolingRequestOutput[ScoringOutput]
+Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
+RenderPair = Callable[[str, str, str | None], str | None]
+"""(query, document, the call's template) -> prompt; None: the model has no template."""
+
+AT_ONCE = 128
+"""Prompts of one call that are under way together on an asynchronous engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """Prompts to be pooled, and the pairs that they are for."""
+
+    jobs: list[Job]
+    pairs: list[tuple[int, int]]
+    """Of jobs; a cross-encoder's pair is one job, twice."""
+    measure: Callable[[PooledOutput, PooledOutput], float]
+    request_id: str
+
+    def outputs(self, results: Sequence[PooledOutput]) -> list[Scored]:
+        """One score for each pair, from one result for each job."""
+        return [
+            self._scored(index, results[first], results[second])
+            for index, (first, second) in enumerate(self.pairs)
+        ]
+
+    def _scored(self, index: int, first: PooledOutput, second: PooledOutput) -> Scored:
+        both = first is not second
+        return PoolingRequestOutput(
+            f"{self.request_id}-{index}" if len(self.pairs) > 1 else self.request_id,
+            ScoringOutput(self.measure(first, second)),
+            first.prompt_token_ids + second.prompt_token_ids if both else first.prompt_token_ids,
+            first.num_cached_tokens + (second.num_cached_tokens if both else 0),
+            metrics=second.metrics,
+        )
+
+
+class ScorePlanner:
+    """Plans the scores of one model.
+
+    Args:
+        model: facts, as they are when a call comes.
+        render: makes prompts of pairs, where there is a template.
+        marked: makes prompts of texts for late interaction; None: the model has none.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], ServedModel],
+        render: RenderPair,
+        marked: MarkedTexts | None,
+    ) -> None:
+        self._model = model
+        self._render = render
+        self._marked = marked
+
+    def plan(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+    ) -> ScorePlan:
+        """What must be pooled.
+
+        Args:
+            chat_template: of pairs; models that read texts one by one have no use for it.
+
+        Raises:
+            UnsupportedFeature: the model scores nothing.
+            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), or the
+                template fails.
+        """
+        info = self._scoring_info()
+        pairs = pair_up(data_1, data_2)
+
+        def job(prompt: PoolingPrompt, task: str, index: int) -> Job:
+            own_id = f"{request_id}-{index}"
+            return Job(prompt, params, task, own_id, priority, call=request_id)
+
+        if info.scoring == "cross":
+            jobs = [
+                job(self._pair_prompt(*pair, chat_template), "score", index)
+                for index, pair in enumerate(pairs)
+            ]
+            return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
+        if info.scoring == "late_interaction":
+            texts = _Distinct(self._query, self._document)
+            indices = [texts.pair(*pair) for pair in pairs]
+            jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
+            return ScorePlan(jobs, indices, self._max_sim(info), request_id)
+        texts = _Distinct(_prompt_of, _prompt_of)
+        indices = [texts.pair(*pair) for pair in pairs]
+        jobs = [job(p, "embed", i) for i, p in enumerate(texts.prompts)]
+        return ScorePlan(jobs, indices, _cosine, request_id)
+
+    def _scoring_info(self) -> PoolingInfo:
+        model = self._model()
+        info = model.pooling
+        if info is None or not info.scoring:
+            check_task(model, "score", call="score")
+            raise UnsupportedFeature(
+                f"score: {model.architecture} cannot compare texts", param="task"
+            )
+        return info
+
+    def _pair_prompt(
+        self, first: ScoreInput, second: ScoreInput, template: str | None
+    ) -> PoolingPrompt:
+        query, document = text_of(first, "text_1"), text_of(second, "text_2")
+        rendered = self._render(query, document, template)
+        return PairPrompt(query, document) if rendered is None else rendered
+
+    def _query(self, value: ScoreInput) -> Prompt:
+        assert self._marked is not None
+        return self._marked.query(text_of(value, "text_1"))
+
+    def _document(self, value: ScoreInput) -> Prompt:
+        assert self._marked is not None
+        return self._marked.document(text_of(value, "text_2"))
+
+    def _max_sim(self, info: PoolingInfo) -> Callable[[PooledOutput, PooledOutput], float]:
+        skipped = self._marked.skipped if self._marked is not None else frozenset[int]()
+
+        def measure(query: PooledOutput, document: PooledOutput) -> float:
+            rows = as_array(document.outputs.data)
+            kept = [i for i, token in enumerate(document.prompt_token_ids) if token not in skipped]
+            if len(kept) < len(rows):
+                rows = rows[kept]
+            if not len(rows):
+                return 0.0
+            return float((as_array(query.outputs.data) @ rows.T).max(axis=1).sum())
+
+        return measure
+
+
+class _Distinct:
+    """Prompts of texts, each once for each side that reads it in its own way."""
+
+    def __init__(
+        self, first: Callable[[ScoreInput], Prompt], second: Callable[[ScoreInput], Prompt]
+    ) -> None:
+        self.prompts: list[Prompt] = []
+        self._makers = (first, second)
+        self._same = first is second
+        self._index: dict[Any, int] = {}
+
+    def pair(self, first: ScoreInput, second: ScoreInput) -> tuple[int, int]:
+        """Where the two prompts are."""
+        return self._place(0, first), self._place(1, second)
+
+    def _place(self, side: int, value: ScoreInput) -> int:
+        key = (0 if self._same else side, _key(value))
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.prompts)
+            self.prompts.append(self._makers[side](value))
+        return index
+
+
+def _key(value: ScoreInput) -> object:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        ids = value.get("prompt_token_ids")
+        if isinstance(ids, list):
+            return (tuple(ids), value.get("cache_salt"))
+        if isinstance(value.get("prompt"), str):
+            return (value["prompt"], value.get("cache_salt"))
+    return id(value)
+
+
+def text_of(value: ScoreInput, param: str) -> str:
+    """The text of one side of a pair.
+
+    Raises:
+        RequestError: there is none, or there are media, which the models served here do not read.
+    """
+    given: object = value
+    if isinstance(given, Mapping):
+        given = given.get("content") if given.get("prompt") is None else given["prompt"]
+        if isinstance(given, list | tuple):
+            return "\n".join(_part_text(part, param) for part in given)
+    if isinstance(given, str):
+        return given
+    raise RequestError(
+        f"{param} = {value!r:.100}: must be text, for a model that reads both texts in its own form",
+        param=param,
+    )
+
+
+def _part_text(part: object, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind in (None, "text") and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise UnsupportedFeature(
+        f"{param}: a part of type {kind!r} cannot be scored; the model reads text", param=param
+    )
+
+
+def _prompt_of(value: ScoreInput) -> Prompt:
+    """A text to be embedded, in whatever form it came."""
+    if isinstance(value, Mapping) and "content" in value:
+        return text_of(value, "text_1")
+    return value  # type: ignore[return-value]
+
+
+def _single(output: PooledOutput, _: PooledOutput) -> float:
+    return float(as_array(output.outputs.data).reshape(-1)[0])
+
+
+def _cosine(first: PooledOutput, second: PooledOutput) -> float:
+    a, b = (as_array(o.outputs.data).astype(np.float64) for o in (first, second))
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / norms if norms else 0.0

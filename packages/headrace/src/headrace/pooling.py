@@ -1,0 +1,215 @@
+"""The pooling half of :class:`headrace.LLM`: embeddings, classes, scores, rows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from headrace.progress import prompt_bar
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.io_processor import IOProcessor, plugin_params
+from headrace_core.io_processor import as_prompts as plugin_prompts
+from headrace_core.output import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from headrace_core.packed import PackedArray
+from headrace_core.pooling import POOLING_TASKS, PoolingParams
+from headrace_core.request import Prompt
+from headrace_core.scoring import ScoreInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_engine.offline import OfflineEngine
+
+Progress = bool | Callable[..., Any]
+Params = PoolingParams | Sequence[PoolingParams] | None
+OutputT = TypeVar("OutputT")
+
+METHODS: Mapping[str, str] = {
+    "embed": "LLM.embed",
+    "classify": "LLM.classify",
+    "score": "LLM.score",
+    "token_classify": "LLM.reward",
+}
+"""Task -> the method for it."""
+
+
+class OfflinePooling:
+    """Calls of one offline engine.
+
+    Args:
+        engine: the engine.
+        io_processor: of the task ``plugin``.
+    """
+
+    def __init__(self, engine: OfflineEngine, io_processor: IOProcessor | None) -> None:
+        self._engine = engine
+        self._io_processor = io_processor
+
+    def embed(self, prompts: Sequence[Prompt], params: Params, use_tqdm: Progress
+              ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+        """One vector for each prompt."""
+        pooled = self._pool(prompts, params, "embed", use_tqdm)
+        return [_changed(output, EmbeddingOutput(_numbers(output))) for output in pooled]
+
+    def classify(self, prompts: Sequence[Prompt], params: Params, use_tqdm: Progress
+                 ) -> list[ClassificationRequestOutput]:  # fmt: skip
+        """One row of probabilities for each prompt."""
+        pooled = self._pool(prompts, params, "classify", use_tqdm)
+        return [_changed(output, ClassificationOutput(_numbers(output))) for output in pooled]
+
+    def encode(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        task: str,
+        use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Results as tensors."""
+        pooled = self._pool(prompts, params, task, use_tqdm, add_special_tokens)
+        return [
+            _changed(output, PoolingOutput(as_tensor(output.outputs.data))) for output in pooled
+        ]
+
+    def score(
+        self,
+        data_1: Sequence[ScoreInput],
+        data_2: Sequence[ScoreInput],
+        params: PoolingParams | None,
+        chat_template: str | None,
+        use_tqdm: Progress,
+    ) -> list[ScoringRequestOutput]:
+        """One score for each pair."""
+        total = max(len(data_1), len(data_2))
+        with prompt_bar(total, use_tqdm) as on_output:
+            return self._engine.score(
+                data_1,
+                data_2,
+                params or PoolingParams(),
+                chat_template=chat_template,
+                on_output=on_output,
+            )
+
+    def plugin(self, data: Any, params: PoolingParams | None, use_tqdm: Progress
+               ) -> list[PoolingRequestOutput[Any]]:  # fmt: skip
+        """What the IO processor makes of data: a list of one."""
+        processor = self._io_processor
+        if processor is None:
+            raise UnsupportedFeature(
+                "encode(pooling_task='plugin'): the engine has no IO processor; it must be made with "
+                "io_processor_plugin",
+                param="task",
+            )
+        prompts = plugin_prompts(processor.pre_process(processor.parse_request(data)))
+        chosen, task = plugin_params(processor, self._engine.model, params)
+        with prompt_bar(len(prompts), use_tqdm) as on_output:
+            pooled = self._engine.encode(prompts, chosen, task=task, on_output=on_output)
+        output = processor.post_process(pooled)
+        ids = [token for one in pooled for token in one.prompt_token_ids]
+        return [PoolingRequestOutput(pooled[0].request_id, output, ids)]
+
+    def _pool(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        task: str,
+        use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        if params is None:
+            params = PoolingParams()
+        if not isinstance(params, PoolingParams) and len(params) != len(prompts):
+            raise RequestError(
+                f"pooling_params: {len(params)} given for {len(prompts)} prompts",
+                param="pooling_params",
+            )
+        with prompt_bar(len(prompts), use_tqdm) as on_output:
+            return self._engine.encode(
+                prompts,
+                params,
+                task=task,
+                add_special_tokens=add_special_tokens,
+                on_output=on_output,
+            )
+
+
+def as_tensor(data: PackedArray) -> Tensor:
+    """A float32 result as a tensor of its own."""
+    import torch
+
+    if not data.data:
+        return torch.zeros(data.shape)
+    return torch.frombuffer(bytearray(data.data), dtype=torch.float32).view(data.shape)
+
+
+def truncated(params: Params, truncate_prompt_tokens: int | None) -> Params:
+    """The parameters with ``truncate_prompt_tokens``, where it is given."""
+    if truncate_prompt_tokens is None:
+        return params
+    if params is None:
+        params = PoolingParams()
+    if isinstance(params, PoolingParams):
+        params = params.clone()
+        params.truncate_prompt_tokens = truncate_prompt_tokens
+        params.__post_init__()  # checks it
+        return params
+    return [cast("PoolingParams", truncated(one, truncate_prompt_tokens)) for one in params]
+
+
+def chosen_task(params: Params, pooling_task: str | None) -> str:
+    """What ``encode`` is asked for.
+
+    Raises:
+        RequestError: it does not say, or what it says is no task.
+    """
+    task = pooling_task
+    if task is None and isinstance(params, PoolingParams):
+        task = params.task
+    if task is None:
+        methods = ", ".join(f"{method} ({task})" for task, method in METHODS.items())
+        raise RequestError(
+            f"pooling_task = None: must be one of {', '.join(POOLING_TASKS)}; or call the method for "
+            f"it: {methods}",
+            param="pooling_task",
+        )
+    if task not in POOLING_TASKS:
+        raise RequestError(
+            f"pooling_task = {task!r}: must be one of {', '.join(POOLING_TASKS)}",
+            param="pooling_task",
+            value=task,
+        )
+    return task
+
+
+def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
+    """One side of pairs as a list."""
+    if isinstance(data, (str, Mapping)):
+        return [cast("ScoreInput", data)]
+    return list(cast("Sequence[ScoreInput]", data))
+
+
+def _numbers(output: PoolingRequestOutput[PoolingOutput]) -> list[float]:
+    numbers: list[float] = output.outputs.data.tolist()
+    return numbers
+
+
+def _changed(
+    output: PoolingRequestOutput[PoolingOutput], outputs: OutputT
+) -> PoolingRequestOutput[OutputT]:
+    """The same request with its result in another form."""
+    return PoolingRequestOutput(
+        output.request_id,
+        outputs,
+        output.prompt_token_ids,
+        output.num_cached_tokens,
+        output.finished,
+        output.metrics,
+    )

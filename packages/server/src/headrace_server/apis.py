@@ -1,0 +1,72 @@
+"""The APIs that clients know, the tasks that a model needs for them, and why one is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import UnsupportedFeature
+
+
+class Api(NamedTuple):
+    """What a route is for."""
+
+    name: str
+    tasks: tuple[str, ...]
+    """Any of these tasks is enough."""
+
+
+_GENERATE = ("generate",)
+_SCORE = ("score", "embed", "token_embed")
+_RERANK = Api("Rerank", _SCORE)
+_POOL = ("token_embed", "token_classify", "embed", "classify", "plugin")
+
+INFERENCE_ROUTES: Mapping[str, Api] = {
+    "/v1/completions": Api("Completions", _GENERATE),
+    "/v1/chat/completions": Api("Chat Completions", _GENERATE),
+    "/v1/responses": Api("Responses", _GENERATE),
+    "/v1/messages": Api("Messages", _GENERATE),
+    "/inference/v1/generate": Api("Generate", _GENERATE),
+    "/v1/audio/transcriptions": Api("Transcriptions", ("transcription",)),
+    "/v1/audio/translations": Api("Translations", ("transcription",)),
+    "/v1/embeddings": Api("Embeddings", ("embed",)),
+    "/classify": Api("Classification", ("classify",)),
+    "/score": Api("Score", _SCORE),
+    "/v1/score": Api("Score", _SCORE),
+    "/rerank": _RERANK,
+    "/v1/rerank": _RERANK,
+    "/v2/rerank": _RERANK,
+    "/pooling": Api("Pooling", _POOL),
+}
+"""POST routes that clients know; those that nobody serves here answer 400 saying why."""
+
+
+def can_score(model: ServedModel) -> bool:
+    """Whether pairs can be scored: by the model itself, or by its embeddings."""
+    if model.pooling is not None:
+        return bool(model.pooling.scoring)
+    return bool({"score", "embed"} & set(model.tasks))
+
+
+def unserved(path: str, model: ServedModel) -> UnsupportedFeature:
+    """The refusal of a route of :data:`INFERENCE_ROUTES`: which class the model is, what it does, and
+    what it lacks if it comes close."""
+    api = INFERENCE_ROUTES[path]
+    kind = model.class_path or model.architecture
+    lines = [
+        f"this model does not support {api.name} API: {kind} has the tasks "
+        f"{', '.join(sorted(model.tasks)) or '(none)'}; the API needs {' or '.join(api.tasks)}"
+    ]
+    if set(api.tasks) & set(model.tasks):
+        lines[0] += f", and {_condition(path)}"
+    for task in api.tasks:
+        lines += model.unmet.get(task, ())
+    return UnsupportedFeature("; ".join(lines))
+
+
+def _condition(path: str) -> str:
+    """What a route needs beside a task."""
+    if path == "/v1/chat/completions" or path in ("/v1/responses", "/v1/messages"):
+        return "a chat template (--chat-template)"
+    return "vectors of a kind that can be compared"

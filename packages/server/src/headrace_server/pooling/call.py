@@ -1,0 +1,173 @@
+"""What calls that pool share: checks, many engine requests for one answer, counting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace_core.engine import ServedModel
+from headrace_core.errors import RequestError
+from headrace_core.output import PoolingOutput, PoolingRequestOutput
+from headrace_core.pooling import PoolingParams
+from headrace_core.request import Prompt
+from headrace_server import convert
+from headrace_server.offload import encoded
+from headrace_server.protocol.pooling import PoolingBody
+from headrace_server.protocol.usage import PromptTokensDetails, Usage
+from headrace_server.request_log import log_request
+from headrace_server.state import ServerState
+from headrace_server.stream import wait_watching
+
+PARALLEL = 256
+"""Engine requests that one call has at a time: enough to fill steps, few beside what may wait."""
+IDS = 4096
+"""Token ids that are encoded in one call."""
+_NUMBERS = 32
+"""Of an answer, for one unit of cost (:mod:`headrace_server.offload`)."""
+_PARAMS = (
+    "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
+)  # fmt: skip
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Respondent(Protocol):
+    """A checked request that can be answered."""
+
+    id: str
+    state: ServerState
+    spelling: Mapping[str, str]
+    """The engine's names of fields -> the client's."""
+
+    async def respond(self) -> Response:
+        """The answer. Once."""
+        ...
+
+
+async def answer_pooled(call: Respondent, request: Request) -> Response:
+    """Run a call and answer; a client that leaves ends all of it.
+
+    Raises:
+        RequestError: with ``param`` as the client spells it.
+    """
+    try:
+        return await wait_watching(call.respond(), request, call.state.lifecycle, call.id)
+    except RequestError as error:
+        error.param = call.spelling.get(error.param or "", error.param)
+        raise
+
+
+class PoolingCall:
+    """Checks a request when made.
+
+    Args:
+        prefix: of the answer's id.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    spelling: Mapping[str, str] = {}
+
+    def __init__(
+        self, body: PoolingBody, request: Request, state: ServerState, prefix: str
+    ) -> None:
+        self.state = state
+        self.model: ServedModel = state.engine.model
+        convert.check_model(body.model, self.model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        convert.check_priority(body.priority, self.model)
+        self.id = convert.answer_id(prefix, body.request_id, request)
+        self.created = int(time.time())
+        self.params = PoolingParams(**{name: getattr(body, name, None) for name in _PARAMS})
+        self._priority = body.priority
+        self._with_ids = bool(body.return_token_ids)
+
+    async def encode_each(
+        self, prompts: Sequence[Prompt], task: str, special: bool | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The results of all prompts, in order."""
+
+        def encode(
+            position: int, prompt: Prompt
+        ) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
+            name = convert.engine_id(self.id, position)
+            log_request(self.state.settings, name, self.params, prompt)
+            return self.state.engine.encode(
+                prompt,
+                self.params,
+                name,
+                task=task,
+                priority=self._priority,
+                add_special_tokens=special,
+            )
+
+        return await in_order(encode, prompts)
+
+    def ids_of(self, output: PoolingRequestOutput[Any]) -> dict[str, Any]:
+        """What an item says of its tokens, if that was asked for."""
+        if not self._with_ids:
+            return {}
+        return {"prompt_token_ids": encoded(output.prompt_token_ids, IDS)}
+
+    def usage(self, outputs: Sequence[PoolingRequestOutput[Any]]) -> Usage:
+        """The sum over prompts."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        details = self.state.settings.enable_prompt_tokens_details
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=0,
+            total_tokens=prompt,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached) if details else None,
+        )
+
+    def cost(self, outputs: Sequence[PoolingRequestOutput[Any]], num_numbers: int) -> int:
+        """What it costs to encode an answer with so many numbers."""
+        ids = sum(len(output.prompt_token_ids) for output in outputs) if self._with_ids else 0
+        return (num_numbers + ids) // _NUMBERS + len(outputs)
+
+    def list_of(
+        self, items: Iterable[dict[str, Any]], outputs: Sequence[PoolingRequestOutput[Any]]
+    ) -> bytes:
+        """An answer with an item for each result."""
+        return msgspec.json.encode(
+            {
+                "id": self.id,
+                "object": "list",
+                "created": self.created,
+                "model": self.model.name,
+                "data": encoded(items),
+                "usage": self.usage(outputs).model_dump(),
+            }
+        )
+
+
+async def in_order(work: Callable[[int, T], Awaitable[R]], items: Sequence[T]) -> list[R]:
+    """The results of ``work(position, item)``, of which at most :data:`PARALLEL` run at a time.
+
+    The first error ends all others; so does cancelling.
+    """
+    results: dict[int, R] = {}
+    waiting = iter(enumerate(items))
+
+    async def run() -> None:
+        for position, item in waiting:
+            results[position] = await work(position, item)
+
+    runners = [asyncio.create_task(run()) for _ in range(min(PARALLEL, len(items)))]
+    try:
+        await asyncio.gather(*runners)
+    finally:
+        for runner in runners:
+            runner.cancel()
+        await asyncio.gather(*runners, return_exceptions=True)
+    return [results[position] for position in range(len(items))]

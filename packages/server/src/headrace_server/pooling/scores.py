@@ -1,0 +1,178 @@
+"""Calls of ``/score`` and ``/rerank``: how well texts fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace_core.errors import RequestError
+from headrace_core.output import PoolingRequestOutput, ScoringOutput
+from headrace_core.scoring import ScoreInput, pair_up
+from headrace_server import convert
+from headrace_server.offload import encoded
+from headrace_server.pooling.call import PoolingCall, in_order
+from headrace_server.pooling.inputs import document_text, side_of, texts_of
+from headrace_server.protocol.pooling import (
+    ContentObject,
+    PoolingBody,
+    RerankRequest,
+    ScoreRequest,
+)
+from headrace_server.routing import JsonAnswer
+from headrace_server.state import ServerState
+
+Outputs = Sequence[PoolingRequestOutput[ScoringOutput]]
+
+
+class _Scoring(PoolingCall):
+    """A call that has pairs scored."""
+
+    def __init__(
+        self, body: PoolingBody, request: Request, state: ServerState, prefix: str
+    ) -> None:
+        super().__init__(body, request, state, prefix)
+        pooling = self.model.pooling
+        by_template = pooling is not None and pooling.scoring == "cross"
+        self._template = state.chat_template if by_template else None
+
+    async def score(
+        self, data_1: Sequence[ScoreInput], data_2: Sequence[ScoreInput]
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """The results of all pairs, in order."""
+        return await self.state.engine.score(
+            data_1,
+            data_2,
+            self.params,
+            convert.engine_id(self.id, 0),
+            priority=self._priority,
+            chat_template=self._template,
+        )
+
+
+class Score(_Scoring):
+    """Checks a request when made; then :meth:`respond`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    def __init__(self, body: ScoreRequest, request: Request, state: ServerState) -> None:
+        super().__init__(body, request, state, "score-")
+        self._data_1, name_1 = _side(body, "text_1", "queries")
+        self._data_2, name_2 = _side(body, "text_2", "documents")
+        self.spelling: Mapping[str, str] = {
+            "text_1": name_1, "text_2": name_2, "prompt": name_2, "prompt_token_ids": name_2,
+        }  # fmt: skip
+        try:
+            pair_up(self._data_1, self._data_2)
+        except RequestError as error:
+            error.param = self.spelling.get(error.param or "", error.param)
+            raise
+
+    async def respond(self) -> Response:
+        outputs = await self.score(self._data_1, self._data_2)
+        return await self.state.off_loop(self.cost(outputs, len(outputs)), self._json, outputs)
+
+    def _json(self, outputs: Outputs) -> Response:
+        return JsonAnswer(self.list_of(self._items(outputs), outputs))
+
+    def _items(self, outputs: Outputs) -> Iterator[dict[str, Any]]:
+        for index, output in enumerate(outputs):
+            item = {"index": index, "object": "score", "score": output.outputs.score}
+            yield item | self.ids_of(output)
+
+
+def _side(body: ScoreRequest, *names: str) -> tuple[list[ScoreInput], str]:
+    """One side's texts, and the name under which they came."""
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise RequestError(
+            f"{names[0]}: exactly one of {' and '.join(names)} must be given", param=names[0]
+        )
+    return side_of(given[0], getattr(body, given[0])), given[0]
+
+
+class Rerank(_Scoring):
+    """Checks a request when made; then :meth:`respond`, once.
+
+    Raises:
+        RequestError: naming the field.
+    """
+
+    spelling: Mapping[str, str] = {
+        "text_1": "query", "text_2": "documents", "prompt": "documents",
+        "prompt_token_ids": "documents",
+    }  # fmt: skip
+
+    def __init__(self, body: RerankRequest, request: Request, state: ServerState) -> None:
+        super().__init__(body, request, state, "rerank-")
+        self._query = body.query if isinstance(body.query, str) else _joined(body.query)
+        self._texts, self._given = _documents(body)
+        self._most_tokens = body.max_tokens_per_doc
+        self._shown = body.return_documents is not False
+        self._top_n = body.top_n or len(self._texts)
+
+    async def respond(self) -> Response:
+        texts = self._texts
+        if self._most_tokens is not None:
+            texts = await in_order(self._shortened, texts)
+        outputs = await self.score([self._query], list(texts))
+        return await self.state.off_loop(self.cost(outputs, len(outputs)), self._json, outputs)
+
+    async def _shortened(self, _: int, text: str) -> str:
+        engine, most = self.state.engine, self._most_tokens
+        assert most is not None
+        if len(text.encode("utf-8", "surrogatepass")) <= most:
+            return text
+        ids = (await engine.tokenize(text, add_special_tokens=False)).token_ids
+        return text if len(ids) <= most else await engine.detokenize(ids[:most])
+
+    def _json(self, outputs: Outputs) -> Response:
+        best = sorted(range(len(outputs)), key=lambda index: -outputs[index].outputs.score)
+        usage = self.usage(outputs)
+        return JsonAnswer(
+            msgspec.json.encode(
+                {
+                    "id": self.id,
+                    "model": self.model.name,
+                    "usage": {
+                        "prompt_tokens": usage.prompt_tokens,
+                        "total_tokens": usage.total_tokens,
+                    },
+                    "results": encoded(self._results(best[: self._top_n], outputs)),
+                }
+            )
+        )
+
+    def _results(self, indices: Sequence[int], outputs: Outputs) -> Iterator[dict[str, Any]]:
+        for index in indices:
+            result: dict[str, Any] = {"index": index}
+            if self._shown:
+                result["document"] = self._given[index]
+            result["relevance_score"] = outputs[index].outputs.score
+            yield result | self.ids_of(outputs[index])
+
+
+def _joined(query: ContentObject) -> str:
+    return "\n".join(texts_of("query", query))
+
+
+def _documents(body: RerankRequest) -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts of a body's documents, and the documents as they are given back."""
+    given = body.documents
+    if isinstance(given, ContentObject):
+        texts = texts_of("documents", given)
+        return texts, [{"text": text} for text in texts]
+    texts, shown = [], []
+    for index, document in enumerate(given):
+        if isinstance(document, str):
+            texts.append(document)
+            shown.append({"text": document})
+        else:
+            texts.append(document_text(index, document, body.rank_fields))
+            shown.append({**document, "text": texts[-1]})
+    return texts, shown

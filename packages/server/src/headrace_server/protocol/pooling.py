@@ -1,0 +1,385 @@
+"""``/v1/embeddings``, ``/classify``, ``/score``, ``/rerank`` and ``/pooling``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+
+from headrace_server.protocol.base import (
+    FreeObject,
+    Refusal,
+    RequestBody,
+    ShortText,
+    Text,
+    without_nulls,
+)
+from headrace_server.protocol.chat import Messages
+from headrace_server.protocol.completions import TokenIds
+from headrace_server.protocol.usage import Usage
+
+MAX_INPUTS = 8192
+"""Texts of one request, and documents of one query."""
+MAX_FIELDS = 256
+
+
+def _several(items: Any) -> Any:
+    return Annotated[list[items], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+def _input_form(value: Any) -> str:
+    """Decide by the first item: texts and token ids are not mixed."""
+    if not isinstance(value, list):
+        return "<text>"
+    first = value[0] if value else ""
+    if isinstance(first, list):
+        return "<several ids>"
+    return "<texts>" if isinstance(first, str) else "<ids>"
+
+
+InputField = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[_several(Text), Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[_several(TokenIds), Tag("<several ids>")],
+    Discriminator(_input_form),
+]
+Encoding = Literal["float", "base64", "bytes", "bytes_only"]
+EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
+Endianness = Literal["native", "little", "big"]
+PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify", "plugin"]
+
+
+class PoolingBody(RequestBody):
+    """What all requests for pooled results share."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "mm_processor_kwargs": Refusal("media input is not served by this version; leave it out", {}),
+    }  # fmt: skip
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="A served name; null: the first."
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        None, description="Keep the last so many tokens; -1: as many as the model takes."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Add prompt_token_ids to each item: the tokens as the model saw them."
+    )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: ShortText | None = None
+    user: ShortText | None = Field(None, description="Has no effect.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_default(cls, data: Any) -> Any:
+        return without_nulls(data)
+
+
+class TextInput(PoolingBody):
+    """Texts or token ids."""
+
+    input: InputField = Field(
+        description="A text, token ids, or a list of either; each gives one item of the answer."
+    )
+    add_special_tokens: bool = True
+
+
+class ChatInput(PoolingBody):
+    """A conversation, which the chat template makes one text."""
+
+    tools: ClassVar[None] = None
+    documents: ClassVar[None] = None
+
+    messages: Messages
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: FreeObject | None = None
+
+
+class WireFields(BaseModel):
+    """How numbers are sent."""
+
+    encoding_format: Encoding = "float"
+    embed_dtype: EmbedDtype = Field("float32", description="Not with encoding_format float.")
+    endianness: Endianness = Field("native", description="Not with encoding_format float.")
+
+
+class EmbedFields(WireFields):
+    """What makes a vector."""
+
+    dimensions: Annotated[int, Field(lt=2**31)] | None = Field(
+        None, description="Cut vectors to so many numbers; only for models that were trained for it."
+    )
+    normalize: bool | None = Field(None, description="Null: as the model is configured.")
+    sparse: bool = Field(
+        False,
+        description="With encoding_format float, for models with an entry for each token of the "
+        "vocabulary: indices and values of those that are not 0, in place of all.",
+    )
+
+
+class ActivationFields(BaseModel):
+    """What makes a score."""
+
+    use_activation: bool | None = Field(
+        None, description="False: logits, not probabilities. Null: as the model is configured."
+    )
+    softmax: bool | None = Field(None, description="Deprecated: use_activation.")
+    activation: bool | None = Field(None, description="Deprecated: use_activation.")
+
+
+class EmbeddingTextRequest(EmbedFields, TextInput):
+    """A vector for each text."""
+
+
+class EmbeddingChatRequest(EmbedFields, ChatInput):
+    """The vector of a conversation."""
+
+
+class ClassifyTextRequest(ActivationFields, TextInput):
+    """Probabilities for each text."""
+
+
+class ClassifyChatRequest(ActivationFields, ChatInput):
+    """Probabilities for a conversation."""
+
+
+class TaskField(BaseModel):
+    """What is asked for."""
+
+    task: PoolingTask | None = Field(
+        None, description="Null: token_embed, token_classify or plugin, whichever there is first."
+    )
+
+
+class PoolingTextRequest(TaskField, ActivationFields, EmbedFields, TextInput):
+    """Whatever the model makes of texts."""
+
+
+class PoolingChatRequest(TaskField, ActivationFields, EmbedFields, ChatInput):
+    """Whatever the model makes of a conversation."""
+
+
+class PluginRequest(WireFields, RequestBody):
+    """Data for the IO processor that the server was started with."""
+
+    data: Any = Field(description="Anything; what it may be is up to the plug-in.")
+    task: Literal["plugin"] | None = None
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: ShortText | None = None
+
+
+def _input_or_chat(value: Any) -> str:
+    is_chat = isinstance(value, dict) and "messages" in value and "input" not in value
+    return "<chat>" if is_chat else "<text>"
+
+
+def _pooling_form(value: Any) -> str:
+    is_plugin = isinstance(value, dict) and "data" in value and not value.keys() & _INPUTS
+    return "<plugin>" if is_plugin else _input_or_chat(value)
+
+
+_INPUTS = {"input", "messages"}
+
+EmbeddingRequest = Annotated[
+    Annotated[EmbeddingTextRequest, Tag("<text>")] | Annotated[EmbeddingChatRequest, Tag("<chat>")],
+    Discriminator(_input_or_chat),
+]
+ClassifyRequest = Annotated[
+    Annotated[ClassifyTextRequest, Tag("<text>")] | Annotated[ClassifyChatRequest, Tag("<chat>")],
+    Discriminator(_input_or_chat),
+]
+PoolingRequest = Annotated[
+    Annotated[PoolingTextRequest, Tag("<text>")]
+    | Annotated[PoolingChatRequest, Tag("<chat>")]
+    | Annotated[PluginRequest, Tag("<plugin>")],
+    Discriminator(_pooling_form),
+]
+
+
+class ContentObject(BaseModel):
+    """A text in parts, as in a chat message."""
+
+    content: Annotated[list[FreeObject], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+def _side_form(value: Any) -> str:
+    if isinstance(value, dict):
+        return "<content>"
+    return "<texts>" if isinstance(value, list) else "<text>"
+
+
+SideField = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[Annotated[list[Text], Field(max_length=MAX_INPUTS)], Tag("<texts>")]
+    | Annotated[ContentObject, Tag("<content>")],
+    Discriminator(_side_form),
+]
+
+
+class ScoreRequest(ActivationFields, PoolingBody):
+    """How well pairs of texts fit: one with one, one with each of several, or each with its own."""
+
+    text_1: SideField | None = Field(None, description="Required, by this name or as queries.")
+    text_2: SideField | None = Field(None, description="Required, by this name or as documents.")
+    queries: SideField | None = Field(None, description="The same as text_1.")
+    documents: SideField | None = Field(None, description="The same as text_2.")
+
+
+def _query_form(value: Any) -> str:
+    return "<content>" if isinstance(value, dict) else "<text>"
+
+
+def _documents_form(value: Any) -> str:
+    return "<content>" if isinstance(value, dict) else "<several>"
+
+
+Document = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[FreeObject, Tag("<content>")],
+    Discriminator(_query_form),
+]
+
+
+class RerankRequest(ActivationFields, PoolingBody):
+    """Documents by how well they fit a query. The fields are Jina's and Cohere's."""
+
+    query: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[ContentObject, Tag("<content>")],
+        Discriminator(_query_form),
+    ]
+    documents: Annotated[
+        Annotated[list[Document], Field(min_length=1, max_length=MAX_INPUTS), Tag("<several>")]
+        | Annotated[ContentObject, Tag("<content>")],
+        Discriminator(_documents_form),
+    ] = Field(
+        description="Texts; objects with text, or with the rank_fields; or an object with content, "
+        "each part of which is one document."
+    )
+    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        0, description="So many of the best; 0 or null: all."
+    )
+    return_documents: bool | None = Field(None, description="Null: true.")
+    rank_fields: Annotated[list[ShortText], Field(min_length=1, max_length=MAX_FIELDS)] | None = (
+        Field(None, description="Of documents that are objects: the fields to be read, in order.")
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Cut longer documents behind so many tokens."
+    )
+    max_chunks_per_doc: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Any number will do: a document is never cut into several."
+    )
+
+
+class Sparse(BaseModel):
+    """A vector without its zeros."""
+
+    indices: list[int]
+    values: list[float]
+
+
+class Item(BaseModel):
+    """What all items have."""
+
+    index: int
+    prompt_token_ids: list[int] | None = None
+
+
+class EmbeddingItem(Item):
+    """One vector."""
+
+    object: Literal["embedding"] = "embedding"
+    embedding: list[float] | str | Sparse
+
+
+class PoolingItem(Item):
+    """What was made of one input."""
+
+    object: Literal["pooling"] = "pooling"
+    data: list[float] | list[list[float]] | str | Sparse
+
+
+class ClassifyItem(Item):
+    """Probabilities by label."""
+
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ScoreItem(Item):
+    """How well one pair fits."""
+
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ListAnswer(BaseModel):
+    """What answers with a list of items share."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    usage: Usage
+
+
+class EmbeddingResponse(ListAnswer):
+    """Answer of ``POST /v1/embeddings``."""
+
+    data: list[EmbeddingItem]
+
+
+class PoolingResponse(ListAnswer):
+    """Answer of ``POST /pooling``."""
+
+    data: list[PoolingItem]
+
+
+class PluginResponse(BaseModel):
+    """Answer of ``POST /pooling`` by an IO processor."""
+
+    request_id: str | None
+    created_at: int
+    data: Any
+
+
+class ClassifyResponse(ListAnswer):
+    """Answer of ``POST /classify``."""
+
+    data: list[ClassifyItem]
+
+
+class ScoreResponse(ListAnswer):
+    """Answer of ``POST /score``."""
+
+    data: list[ScoreItem]
+
+
+class RerankResult(BaseModel):
+    """One document's place. ``index`` is that in the request."""
+
+    index: int
+    document: FreeObject | None = None
+    relevance_score: float
+    prompt_token_ids: list[int] | None = None
+
+
+class RerankUsage(BaseModel):
+    """Tokens of a rerank."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class RerankResponse(BaseModel):
+    """Answer of ``POST /rerank``."""
+
+    id: str
+    model: str
+    usage: RerankUsage
+    results: list[RerankResult]
