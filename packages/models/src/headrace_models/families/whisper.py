@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -285,8 +286,17 @@ class WhisperBlock(Block):
         return self.mlp(x), stream
 
 
+_KNOWN: dict[tuple[Path, int], tuple[Mapping[str, Any], WhisperTokens]] = {}
+"""By folder and identity of the generation config, which is kept so that no other gets its identity:
+a token's time is asked for with every token."""
+
+
 def _tokens(info: ModelInfo) -> WhisperTokens:
-    return WhisperTokens.of(info.path, info.generation_config)
+    key = info.path, id(info.generation_config)
+    if key not in _KNOWN:
+        tokens = WhisperTokens.of(info.path, info.generation_config)
+        _KNOWN[key] = info.generation_config, tokens
+    return _KNOWN[key][1]
 
 
 def _check_task(tokens: WhisperTokens, task: SpeechTask) -> None:
