@@ -65,6 +65,7 @@ class Decoder(Layer, ABC):
     """The family's default for a config without ``tie_word_embeddings``."""
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
+    head_name: ClassVar[str] = "lm_head"
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
@@ -109,7 +110,7 @@ class Decoder(Layer, ABC):
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
-        return LinearSpec(f"{prefix}lm_head", self.hidden_size(), (vocab,), self.context.dtype)
+        return LinearSpec(f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype)
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""
