@@ -115,8 +115,9 @@ async def test_the_models_defaults_are_those_of_sampling(connect: Any) -> None:
     defaults = {"temperature": 0.9, "top_p": 0.5, "max_tokens": 4}
     fake = engine(model={"default_sampling_params": defaults})
     assert (await post(connect(fake))).json()["text"] == "hell"
-    params = fake.requests[0].params
-    assert (params.temperature, params.top_p) == (0.0, 0.5)
+    assert fake.requests[0].params.temperature == 0, "greedy, whatever the model's default is"
+    await post(connect(fake), temperature="0.3")
+    assert (fake.requests[1].params.temperature, fake.requests[1].params.top_p) == (0.3, 0.5)
 
 
 # ---- long audio
