@@ -8,12 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_core.output import (
-    CompletionOutput,
-    PoolingRequestOutput,
-    RequestOutput,
-    ScoringOutput,
-)
+from headrace_core.output import CompletionOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt

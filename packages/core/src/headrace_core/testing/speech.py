@@ -190,7 +190,7 @@ def silence(config: SpeechToTextConfig) -> AudioClip:
 def _brings_audio(prompt: Prompt) -> bool:
     if not isinstance(prompt, Mapping):
         return False
-    given: Mapping[str, Any] = prompt  # type: ignore[assignment]
+    given: Mapping[str, Any] = prompt
     if "encoder_prompt" in given:
         has_decoder = "decoder_prompt" in given
         return has_decoder and _has_audio(given["encoder_prompt"])
