@@ -35,6 +35,14 @@ def save_tokenizer(folder: Path, special: tuple[str, ...] = _SPECIAL) -> dict[st
     return {name: tokenizer.token_to_id(name) for name in special}
 
 
+def token_ids(folder: Path, text: str) -> list[int]:
+    """By the folder's tokenizer."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return ids
+
+
 def save_whisper(folder: Path, **overrides: Any) -> Any:
     """A Whisper checkpoint, which never says timestamps; returns the model that is the oracle."""
     from transformers import (
@@ -76,7 +84,9 @@ def sound(seed: int, seconds: float = 1.5) -> np.ndarray:
     """[n] float32 of three tones and some noise."""
     draw = np.random.default_rng(seed)
     times = np.arange(int(seconds * RATE)) / RATE
-    tones = [a * np.sin(2 * np.pi * f * times) for a, f in draw.uniform((0.05, 90), (0.3, 3000), (3, 2))]
+    tones = [
+        a * np.sin(2 * np.pi * f * times) for a, f in draw.uniform((0.05, 90), (0.3, 3000), (3, 2))
+    ]
     return (sum(tones) + draw.normal(0, 0.01, len(times))).astype(np.float32)
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 SpeechTask = Literal["transcribe", "translate"]
 SPEECH_TASKS: tuple[SpeechTask, ...] = ("transcribe", "translate")
+ALIGN_TASK = "align"
+"""Among a model's tasks: it tells which part of its audio each token comes from."""
 
 
 @dataclass(frozen=True, slots=True)

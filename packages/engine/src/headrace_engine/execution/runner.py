@@ -20,6 +20,7 @@ from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
+from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.media import embed, encode
@@ -90,6 +91,7 @@ class ModelRunner:
         self.inputs = InputBuilder(
             self.requests, block_size=cache.block_size, device=device, token_types=token_types
         )
+        self.alignments = Alignments(model, self.inputs, self._whole_batch, self._count_computed)
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -98,11 +100,13 @@ class ModelRunner:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
         self._embed_media(step)
-        inputs = self.inputs.build(step.num_scheduled_tokens)
-        results = {
-            request_id: RequestStepResult(error=reason)
-            for request_id, reason in inputs.errors.items()
-        }
+        scheduled = step.num_scheduled_tokens
+        results = self.alignments.run(scheduled)
+        if results:
+            scheduled = {i: count for i, count in scheduled.items() if i not in results}
+        inputs = self.inputs.build(scheduled)
+        for request_id, reason in inputs.errors.items():
+            results[request_id] = RequestStepResult(error=reason)
         seconds = 0.0
         if inputs.batch is not None:
             if self.processors is not None:
@@ -113,7 +117,7 @@ class ModelRunner:
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
-            self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+            self._count_computed(inputs)
             if logits is not None:
                 self._sample(inputs, logits, results)
         ids = step.num_scheduled_tokens
@@ -130,12 +134,14 @@ class ModelRunner:
                 self.inputs.media.clear(row)
                 if self.inputs.token_types is not None:
                     self.inputs.token_types.clear(row)
+            self.alignments.forget(request_id)
             if self.processors is not None:
                 self.processors.forget(request_id)
         for new in step.new_requests:
             row = self.requests.add(new)
             self.inputs.given.set(row, new.prompt_embeds)
             self.inputs.media.set(row, new)
+            self.alignments.take(new)
             if self.inputs.token_types is not None:
                 self.inputs.token_types.set(row, new.token_type_ids)
             if self.processors is not None:
@@ -171,6 +177,14 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
         sampled = logits if len(inputs.sampled) else None
         return hidden if inputs.prompt_rows else None, sampled, time.perf_counter() - start
+
+    def _count_computed(self, inputs: StepInputs) -> None:
+        self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+
+    def _whole_batch(self, inputs: StepInputs) -> ForwardBatch:
+        """A batch with everything that an eager forward needs."""
+        assert inputs.batch is not None
+        return self.with_metadata(self._with_encoder_states(inputs, inputs.batch))
 
     def _embed_media(self, step: ScheduledStep) -> None:
         """Have the media embedded whose placeholders the step reaches."""

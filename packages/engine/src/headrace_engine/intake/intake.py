@@ -20,6 +20,7 @@ from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import ReasoningParser, Tokenizer
+from headrace_engine.intake.alignment import AlignmentIntake
 from headrace_engine.intake.checks import ParamsChecks, check_with_embeds
 from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
@@ -83,6 +84,8 @@ class Intake:
         )
         self.pooling = PoolingIntake(lambda: self.model, self._prompts, clock)
         """The same for pooling models."""
+        self.alignment = AlignmentIntake(lambda: self.model, self._prompts, clock)
+        """The same for sequences to be aligned."""
         self.scores = ScorePlanner(
             lambda: self.model, self._prompts.render_pair, _marked_texts(model, tokenizer)
         )

@@ -344,7 +344,7 @@ class Scheduler:
         if num_prompt_tokens == 0:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         if request.pooling is not None:
-            self._check_pooling_length(num_prompt_tokens)
+            self._check_pooling_length(num_prompt_tokens, request.num_encoder_tokens)
             return
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLong(
@@ -366,7 +366,7 @@ class Scheduler:
                 value=request.max_tokens,
             )
 
-    def _check_pooling_length(self, num_prompt_tokens: int) -> None:
+    def _check_pooling_length(self, num_prompt_tokens: int, num_encoder_tokens: int) -> None:
         if num_prompt_tokens > self._max_model_len:
             raise PromptTooLong(
                 f"prompt: {num_prompt_tokens} tokens; must be at most {self._max_model_len}, which "
@@ -374,10 +374,10 @@ class Scheduler:
                 param="prompt",
                 value=num_prompt_tokens,
             )
-        if not self._kv.fits(num_prompt_tokens):
+        if not self._kv.fits(num_prompt_tokens, num_encoder_tokens):
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens; the whole KV cache holds "
-                f"{self._capacity(0)}",
+                f"{self._capacity(num_encoder_tokens)}",
                 param="prompt",
                 value=num_prompt_tokens,
             )
