@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +101,52 @@ def features(folder: Path, samples: np.ndarray) -> torch.Tensor:
     made = extractor(samples, sampling_rate=RATE, return_tensors="pt")
     found: torch.Tensor = made.input_features
     return found
+
+
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: {% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'audio' %}"
+    "<|AUDIO|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}\n{% endfor %}assistant:"
+)
+
+
+def save_qwen2_audio(folder: Path) -> Any:
+    """A decoder that takes audio in place of placeholders; returns the model that is the oracle."""
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    ids = save_tokenizer(folder, ("<|endoftext|>", "<|AUDIO|>"))
+    text = {
+        "model_type": "qwen2", "vocab_size": 302, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "eos_token_id": ids["<|endoftext|>"], "bos_token_id": None,
+    }  # fmt: skip
+    audio = {
+        "num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3,
+        "encoder_ffn_dim": 80, "max_source_positions": SECONDS * 50,
+    }  # fmt: skip
+    config = Qwen2AudioConfig(
+        audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"]
+    )
+    config.vocab_size = 302
+    model = Qwen2AudioForConditionalGeneration(config).eval()
+    randomise(model)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    return model
+
+
+def wav(samples: np.ndarray) -> bytes:
+    """A file of 16-bit samples."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(1)
+        writer.setsampwidth(2)
+        writer.setframerate(RATE)
+        writer.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()

@@ -168,6 +168,18 @@ class PoolingTraits:
     """The class reads segments where ``type_vocab_size`` is above 1."""
     positions_follow_padding: bool = False
     """The first position is ``pad_token_id + 1`` (RoBERTa): the table has fewer than it has rows."""
+    tasks: tuple[str, ...] = ()
+    """Where they are not those that follow from the purpose."""
+    normalize: bool = True
+    """Unless checkpoint or user say otherwise."""
+    num_labels: int = 0
+    """Where the config's number is not the class's; 0: the config's."""
+    activation: str = ""
+    """The same of :attr:`PoolingInfo.activation`."""
+    step_tag_id: int | None = None
+    """Of classes that judge steps: the token that ends one, unless the user says otherwise."""
+    sparse: bool = False
+    """See :attr:`PoolingInfo.sparse`."""
 
 
 @dataclass(frozen=True, slots=True)

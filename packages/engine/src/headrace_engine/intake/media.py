@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.modality import MediaInput, MediaItem, MediaProcessor, Modality, media_limit
+from headrace_core.request import MEDIA_PARTS
 from headrace_core.speech import AudioClip
 
 AudioDecode = Callable[[bytes, str], AudioClip]
@@ -25,7 +26,7 @@ ContentHash = Callable[[str, npt.NDArray[Any], Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
 
 FIELD = "multi_modal_data"
-AUDIO_PARTS = {"input_audio": "data", "audio_url": "url"}
+AUDIO_PARTS = dict(zip(MEDIA_PARTS, ("data", "url"), strict=True))
 """Type of a message's part -> the key of its content, within an object of the type's name."""
 
 
@@ -215,11 +216,6 @@ class ChatMedia:
         """
         assert self._reader is not None
         return {"audio": [tuple(self._reader.decode_audio(*clip)) for clip in self._clips]}
-
-
-def has_media(prompt: Mapping[str, Any]) -> bool:
-    """Whether a prompt brings media, or says that its model has an encoder."""
-    return prompt.get(FIELD) is not None or "encoder_prompt" in prompt
 
 
 def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
 from headrace_core.modality import MediaInput
-from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds
+from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
 from headrace_core.text import Tokenizer
 from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.media import FIELD as MEDIA_FIELD
-from headrace_engine.intake.media import ChatMedia, MediaReader, has_media, implicit_form
+from headrace_engine.intake.media import ChatMedia, MediaReader, implicit_form
 from headrace_engine.intake.template import ChatRenderer
 from headrace_engine.intake.tokens import check_ids, need_tokenizer
 
@@ -96,7 +96,7 @@ class PromptReader:
         """
         if add_special_tokens is None and self._encodes:
             add_special_tokens = False  # a decoder's prompt says itself how it begins
-        if isinstance(prompt, Mapping) and has_media(prompt):
+        if isinstance(prompt, Mapping) and brings_media(prompt):
             return self._media_tokens(prompt, add_special_tokens, max_length)
         if isinstance(prompt, ChatPrompt):
             media = ChatMedia(self._media)

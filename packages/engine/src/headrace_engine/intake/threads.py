@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace_core.errors import EngineDead, QueueFull
-from headrace_core.request import ChatPrompt
+from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.media import AUDIO_PARTS, has_media
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt
 from headrace_engine.structured.admission import Admitted
 
@@ -113,6 +112,8 @@ def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
     if isinstance(prompt, PairPrompt):
         return len(prompt.first) + len(prompt.second)
+    if brings_media(prompt):
+        return SMALL_PROMPT + 1  # files to be decoded, spectrograms to be made
     if isinstance(prompt, ChatPrompt):
         # A template of the request's own runs in another process, and large inputs take a while.
         if prompt.chat_template is not None or prompt.tools or prompt.documents:
@@ -120,8 +121,8 @@ def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
         return sum(map(_size_of_message, prompt.messages))
     given: object = prompt
     if isinstance(prompt, Mapping):
-        if prompt.get("prompt_embeds") is not None or has_media(prompt):
-            return SMALL_PROMPT + 1  # decoded in another process, or turned into spectrograms
+        if prompt.get("prompt_embeds") is not None:
+            return SMALL_PROMPT + 1  # decoded in another process
         given = prompt.get("prompt_token_ids") or prompt.get("prompt")
     return len(given) if isinstance(given, Sized) else 0
 
@@ -133,7 +134,5 @@ def _size_of_message(message: object) -> int:
         return SMALL_PROMPT + 1  # arguments of any length, nested as the client likes
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
-    if any(isinstance(part, Mapping) and part.get("type") in AUDIO_PARTS for part in parts):
-        return SMALL_PROMPT + 1  # a file, to be decoded
     texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
     return 16 + sum(len(text) for text in texts if isinstance(text, str))

@@ -5,6 +5,7 @@ Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class SelfAttention(Layer):
+class SelfAttention(Layer, ABC):
     """What attention with and without a cache share: the projections around it, and its facts.
 
     Args:
@@ -104,6 +105,10 @@ class SelfAttention(Layer):
         kv = self.spec.num_kv_heads
         query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
         return query, key, value
+
+    @abstractmethod
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
 
 
 class Attention(SelfAttention):

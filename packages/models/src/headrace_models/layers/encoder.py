@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, WeightRule
+    from headrace_core.model import AttentionLayer, BuildContext, Pooler, WeightRule
     from headrace_models.layers.encoder_attention import EncoderAttention
     from headrace_models.layers.mlp import MLPLayer
     from headrace_models.pooling.classifier import Classifier
@@ -66,7 +66,7 @@ class Encoder(Layer, ABC):
         self.embed = self.make_embeddings(context, prefix)
         self.prepare(context, prefix)
         self.make_layers(context, prefix)
-        self.pooler = make_pooler(context, self.make_classifier(context, prefix))
+        self.pooler: Pooler = self.make_pooler(context, prefix)
 
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
@@ -84,6 +84,10 @@ class Encoder(Layer, ABC):
     @abstractmethod
     def make_layers(self, context: BuildContext, prefix: str) -> None:
         """Make the stack."""
+
+    def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
+        """What pools: by the config of pooling alone, but for a few classes."""
+        return make_pooler(context, self.make_classifier(context, prefix))
 
     def make_classifier(self, context: BuildContext, prefix: str) -> Classifier | None:
         """What makes logits of hidden states; None: the model embeds."""
