@@ -52,11 +52,8 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
     """
-    if not config.model:
-        raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
-        )
     path = checkpoint_folder(config, load)
+    assert config.model is not None
     whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
@@ -104,7 +101,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
 
 
 def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
-    """The local folder of what the user typed. Raises: ConfigError."""
+    """The local folder of what the user typed.
+
+    Raises:
+        ConfigError: nothing was typed, or it cannot be found.
+    """
+    if not config.model:
+        raise ConfigError(
+            "model.model is not set: give a folder or a hub name", field="model.model"
+        )
     return fetch(
         config.model,
         revision=config.revision,
