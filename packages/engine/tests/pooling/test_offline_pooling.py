@@ -337,6 +337,21 @@ def test_pairs_by_a_template() -> None:
     assert given.prompt_token_ids == ids("xy")
 
 
+@pytest.mark.req("SEC-23")
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }} {{ messages[1].content }}"])
+def test_a_salt_keeps_the_blocks_of_pairs_apart(template: str | None) -> None:
+    made = make(causal=True, info={"scoring": "cross", "score_template": template})
+
+    def cached(salt: str | None) -> int:
+        query: Any = "q" * 40 if salt is None else {"prompt": "q" * 40, "cache_salt": salt}
+        (score,) = llm.score([query], ["d"], PoolingParams())
+        return score.num_cached_tokens
+
+    with engine(made) as llm:
+        assert [cached("one"), cached("two"), cached(None)] == [0, 0, 0]
+        assert cached("one") == cached("two") == cached(None) > 0
+
+
 def test_pairs_by_their_tokens() -> None:
     from headrace_core.pooling import LateInteraction
 
