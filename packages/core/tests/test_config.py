@@ -204,6 +204,14 @@ def test_prompts_of_bidirectional_models_are_whole(caplog):
     assert resolved(pooling(), caplog).scheduler.enable_chunked_prefill
 
 
+@pytest.mark.spec("POOL-LONGTEXT")
+def test_windows_of_what_is_no_mean_are_a_warning(caplog):
+    resolved(pooling(pooling_type="MEAN", enable_chunked_processing=True), caplog)
+    assert "meant to be averaged" not in caplog.text
+    resolved(pooling(pooling_type="CLS", enable_chunked_processing=True), caplog)
+    assert "pooling type CLS: long texts become a mean" in caplog.text
+
+
 def test_steps_of_pooling_models_are_not_kept_small(caplog):
     assert resolved(INFO, caplog).scheduler.max_num_shared_tokens == 512
     assert resolved(pooling(), caplog).scheduler.max_num_shared_tokens == 2048
