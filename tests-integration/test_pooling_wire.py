@@ -310,7 +310,10 @@ def test_refusals(embedder, reranker):
         assert f"does not support {api} API" in message
         assert "BertModel" in message
         assert "embed, token_embed" in message
-    for path, body in (("/rerank", {"query": "a", "documents": ["b"]}), ("/pooling", {"input": "a"})):
+    for path, body in (
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+        ("/pooling", {"input": "a"}),
+    ):
         assert embedder.refused(path, 404, model="other", **body)["type"] == "NotFoundError"
     wrong = urllib.request.Request(embedder.url + "/v1/embeddings", b'{"input": "x"}')
     with pytest.raises(urllib.error.HTTPError, match="400"):
