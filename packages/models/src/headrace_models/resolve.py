@@ -23,8 +23,9 @@ from headrace_models.generating import generating_traits, processor_of
 from headrace_models.json_object import read_object
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
+from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
-from headrace_models.pooling.traits import configured, pooling_traits
+from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import choose_run
@@ -58,11 +59,13 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     architecture = choose_architecture(whole.get("architectures"), config.model)
     traits = pooling_traits(architecture)
     sentence = read_modules(path, config.pooler.pooling_type)
-    run = choose_run(config, architecture, traits, sentence_transformer=sentence.pools)
+    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+    if architecture == "HF_ColBERT":
+        sentence = projected(sentence, entries)
+    run = choose_run(config, architecture, traits, sentence_transformer=sentence.says_pooling)
     if run.runner == "pooling":
         traits = traits or converted_traits(architecture, text, run.convert, config.pooler)
-        traits = configured(traits, text)
-    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+        traits = said_by_files(architecture, configured(traits, text), sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
@@ -70,8 +73,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     pooling = None
     if run.runner == "pooling":
         assert traits is not None
+        late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
-            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length
+            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
     generating = generating_traits(architecture)
     return ModelInfo(
