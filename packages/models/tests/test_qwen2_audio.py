@@ -17,6 +17,7 @@ from headrace_core.model import INPUT_EMBEDS, InputEmbeds, SupportsMultiModal
 from headrace_core.platform import CpuPlatform
 from headrace_core.speech import AudioClip
 from headrace_core.testing.model import PagedDriver, build_context, randomise
+from headrace_core.testing.speech import TranscriptionConformance
 from headrace_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration
 from headrace_models.loader import load_model
 from headrace_models.resolve import resolve
@@ -127,6 +128,15 @@ def test_a_clip_alone_equals_the_clip_in_a_batch(model):
     torch.testing.assert_close(alone, together[1], atol=1e-6, rtol=0)
 
 
+@pytest.mark.spec("TRANSCRIBE-MODEL-IFACE")
+class TestConformance(TranscriptionConformance):
+    model = Qwen2AudioForConditionalGeneration
+
+    @pytest.fixture
+    def info(self, reference: Any, folder: Path) -> Any:
+        return resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+
+
 def prompt(folder: Path, **asked: Any) -> str:
     info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
     config = Qwen2AudioForConditionalGeneration.get_speech_to_text_config(info, "transcribe")
@@ -155,8 +165,32 @@ def test_prompts(reference, folder, tmp_path):
     assert "Names: Ann" in prompt(folder, request_prompt="Names: Ann")
     with pytest.raises(RequestError, match="to_language = 'xx'"):
         prompt(folder, **asked, to_language="xx")
+    with pytest.raises(RequestError, match="timestamps"):
+        prompt(folder, timestamps=True)
     with pytest.raises(RequestError, match="to_language = 'fr'"):
         prompt(folder, to_language="fr")
+
+
+def test_what_it_is_resolved_to(reference, folder):
+    info = resolve(ModelConfig(model=str(folder)), LoadConfig(), CpuPlatform())
+    assert info.tasks == ("generate", "transcription")
+    assert not info.is_encoder_decoder
+    assert (info.runner, info.max_model_len, info.vocab_size) == ("generate", 128, 131)
+
+
+def test_published_configs_leave_sizes_out(reference, folder, tmp_path):
+    """What the config says stands in for these sizes wherever it says something."""
+    config = json.loads((folder / "config.json").read_text())
+    stated = {key: config["text_config"][key] for key in ("vocab_size", "max_position_embeddings")}
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "text_config": stated, "audio_config": {"d_model": 1280}})
+    )
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    info = resolve(ModelConfig(model=str(tmp_path)), LoadConfig(), CpuPlatform())
+    model = Qwen2AudioForConditionalGeneration(build_context(info))
+    assert (model.hidden_size(), model.num_layers()) == (4096, 32)
+    assert (model.encoder.num_positions, len(model.encoder.layers)) == (1500, 32)
+    assert model.layers[0].attention.spec.num_kv_heads == 32
 
 
 def test_a_checkpoint_that_converses_is_asked_in_a_conversation(reference, folder, tmp_path):

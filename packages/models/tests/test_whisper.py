@@ -111,6 +111,15 @@ def close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.log_softmax(logits, dim=-1), expected, atol=1e-4, rtol=0)
 
 
+def test_what_it_is_resolved_to(reference, folder):
+    info = resolved(folder)
+    assert info.tasks == ("transcription", "align")
+    assert info.is_encoder_decoder
+    assert (info.runner, info.max_model_len, info.vocab_size) == ("generate", 40, 131)
+    without = resolved(folder, override_generation_config={"alignment_heads": None})
+    assert without.tasks == ("transcription",)
+
+
 def test_it_has_the_capabilities(model):
     assert isinstance(model, SupportsEncoderDecoder)
     assert isinstance(model, SupportsAlignment)
@@ -180,7 +189,8 @@ def test_profiling_without_a_cache(model):
         layer.bind_cache(None, 0)
     with torch.inference_mode():
         hidden = model.forward(replace(batch, groups=(), attention=()))
-    assert hidden.shape == (4, 36) and bool(hidden.isfinite().all())
+    assert hidden.shape == (4, 36)
+    assert bool(hidden.isfinite().all())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
+from headrace_core.testing.speech import TranscriptionConformance
 from headrace_models.families.whisper import WhisperForConditionalGeneration as Whisper
 from headrace_models.families.whisper_tokens import LANGUAGES, WhisperTokens
 
@@ -70,6 +71,15 @@ def ask(model: ModelInfo, **asked: Any) -> list[int]:
     return ids
 
 
+class TestConformance(TranscriptionConformance):
+    model = Whisper
+
+    @pytest.fixture(params=[NAMES, ENGLISH_ONLY], ids=["multilingual", "English only"])
+    def info(self, tmp_path: Path, request: Any) -> ModelInfo:
+        checkpoint(tmp_path, request.param)
+        return info(tmp_path)
+
+
 def test_languages_are_those_of_the_authors():
     from transformers.models.whisper.tokenization_whisper import LANGUAGES as theirs
 
@@ -87,6 +97,14 @@ def test_ids_from_the_tokenizer(tmp_path):
     assert tokens.tasks == {"transcribe": ids["<|transcribe|>"], "translate": ids["<|translate|>"]}
     assert tokens.no_speech == ids["<|nospeech|>"]
     assert tokens.first_timestamp == ids["<|notimestamps|>"] + 1
+
+
+def test_english_only_is_what_the_folder_says_whatever_the_user_wants_for_sampling(tmp_path):
+    """Checkpoints for English have the tokens of languages all the same."""
+    checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"is_multilingual": false}')
+    assert not WhisperTokens.of(tmp_path, {}).multilingual
+    assert WhisperTokens.of(tmp_path, {"is_multilingual": True}).multilingual
 
 
 def test_the_generation_config_has_the_last_word(tmp_path):

@@ -118,7 +118,7 @@ def _dense_rules(info: ModelInfo) -> list[WeightRule]:
     """Where the tensors of Dense modules go, which are in folders of their own."""
     modules = info.pooling.dense if info.pooling is not None else ()
     return [
-        WeightRule(f"{module.path}.linear", f"pooler.head.dense.{index}")
+        WeightRule(f"{module.path}.linear".lstrip("."), f"pooler.head.dense.{index}")
         for index, module in enumerate(modules)
     ]
 
@@ -127,6 +127,8 @@ def _dense_tensors(
     info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
 ) -> Iterable[tuple[str, Tensor, Path]]:
     for module in info.pooling.dense if info.pooling is not None else ():
+        if not module.path:  # it is among the model's own
+            continue
         folder = info.path / module.path
         for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
             yield f"{module.path}.{name}", tensor, file

@@ -23,8 +23,9 @@ from headrace_models.generating import generating_traits, processor_of
 from headrace_models.json_object import read_object
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
+from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
-from headrace_models.pooling.traits import configured, pooling_traits
+from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import choose_run
@@ -51,21 +52,20 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
     """
-    if not config.model:
-        raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
-        )
     path = checkpoint_folder(config, load)
+    assert config.model is not None
     whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
     traits = pooling_traits(architecture)
     sentence = read_modules(path, config.pooler.pooling_type)
-    run = choose_run(config, architecture, traits, sentence_transformer=sentence.pools)
+    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+    if architecture == "HF_ColBERT":
+        sentence = projected(sentence, entries)
+    run = choose_run(config, architecture, traits, sentence_transformer=sentence.says_pooling)
     if run.runner == "pooling":
         traits = traits or converted_traits(architecture, text, run.convert, config.pooler)
-        traits = configured(traits, text)
-    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+        traits = said_by_files(architecture, configured(traits, text), sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
@@ -73,8 +73,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     pooling = None
     if run.runner == "pooling":
         assert traits is not None
+        late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
-            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length
+            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
     generating = generating_traits(architecture)
     return ModelInfo(
@@ -100,7 +101,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
 
 
 def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
-    """The local folder of what the user typed. Raises: ConfigError."""
+    """The local folder of what the user typed.
+
+    Raises:
+        ConfigError: nothing was typed, or it cannot be found.
+    """
+    if not config.model:
+        raise ConfigError(
+            "model.model is not set: give a folder or a hub name", field="model.model"
+        )
     return fetch(
         config.model,
         revision=config.revision,

@@ -16,7 +16,7 @@ from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.config import ProfilerConfig
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import PAD_SLOT, CrossAttentionSpec, KVCacheConfig, KVCacheSpec
+from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.kv_scales import ScaleConstants
 from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.modality import MediaInput
@@ -311,10 +311,9 @@ class ModelWorker:
         many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
         self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(prompt, tokens), 1)
-        if self._layers_cross():
-            logger.info("steps run eagerly: the model has cross-attention layers")
-        elif self._capture is not None:
-            runner = self._ready()
+        if self._capture is not None:
+            runner, cache = self._ready(), self._cache
+            assert cache is not None
             runner.graph = capture_steps(
                 self._capture,
                 runner.whole_step,
@@ -323,6 +322,7 @@ class ModelWorker:
                 device=self._device.type,
                 all_rows=self._pooling is not None,
                 token_types=self._takes_token_types,
+                cross_groups=tuple(cross_groups(cache)),
             )
         if self._populator is not None:
             self._populator.start()
@@ -376,9 +376,6 @@ class ModelWorker:
         self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _layers_cross(self) -> bool:
-        return any(isinstance(layer.kv_spec, CrossAttentionSpec) for layer in self._layers.values())
 
     def _measure_kv_scales(self, constants: ScaleConstants) -> None:
         model, runner, cache = self._loaded(), self._ready(), self._cache

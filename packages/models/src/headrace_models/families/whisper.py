@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext
+    from headrace_core.model import AttentionLayer, BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class WhisperForConditionalGeneration(Decoder, SupportsTranscription):
 
     # ---- what it does
 
-    def attention_layers(self) -> Mapping[str, Attention | CrossAttention]:
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
         kinds = (Attention, CrossAttention)
         found = (layer for _, layer in walk(self) if isinstance(layer, kinds))
@@ -285,8 +286,17 @@ class WhisperBlock(Block):
         return self.mlp(x), stream
 
 
+_KNOWN: dict[tuple[Path, int], tuple[Mapping[str, Any], WhisperTokens]] = {}
+"""By folder and identity of the generation config, which is kept so that no other gets its identity:
+a token's time is asked for with every token."""
+
+
 def _tokens(info: ModelInfo) -> WhisperTokens:
-    return WhisperTokens.of(info.path, info.generation_config)
+    key = info.path, id(info.generation_config)
+    if key not in _KNOWN:
+        tokens = WhisperTokens.of(info.path, info.generation_config)
+        _KNOWN[key] = info.generation_config, tokens
+    return _KNOWN[key][1]
 
 
 def _check_task(tokens: WhisperTokens, task: SpeechTask) -> None:

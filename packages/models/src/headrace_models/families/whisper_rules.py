@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from headrace_core.config import EngineConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_core.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
@@ -19,7 +21,6 @@ from headrace_models.families.whisper_tokens import WhisperTokens
 from headrace_models.resolve import checkpoint_folder, generation_config
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _NEVER = float("-inf")
@@ -42,10 +43,11 @@ class WhisperRules(LogitsProcessor):
         path = checkpoint_folder(config.model, config.load)
         generation = generation_config(config.model, path)
         self.tokens = WhisperTokens.of(path, generation)
-        self.never = _ids(generation, "suppress_tokens")
-        self.never_first = _ids(generation, "begin_suppress_tokens")
+        self.never = _ids(generation, "suppress_tokens", device)
+        self.never_first = _ids(generation, "begin_suppress_tokens", device)
         first = generation.get("max_initial_timestamp_index")
         self.last_first = None if first is None else self.tokens.first_timestamp + int(first)
+        self.checked = 0
         self.transcripts: dict[int, _Transcript] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -60,6 +62,7 @@ class WhisperRules(LogitsProcessor):
         return _Transcript(self.tokens.wants_timestamps(prompt_ids or []), output_ids)
 
     def apply(self, logits: Tensor) -> Tensor:
+        self._drop_beyond(logits.shape[1])
         for slot, transcript in self.transcripts.items():
             row = logits[slot]
             if not transcript.output:
@@ -69,6 +72,13 @@ class WhisperRules(LogitsProcessor):
                 self._pair(row, transcript.output)
                 self._prefer_timestamps(row)
         return logits
+
+    def _drop_beyond(self, vocab_size: int) -> None:
+        """Lists may name tokens that this checkpoint's vocabulary does not reach."""
+        if vocab_size != self.checked:
+            self.never = self.never[self.never < vocab_size]
+            self.never_first = self.never_first[self.never_first < vocab_size]
+            self.checked = vocab_size
 
     def _pair(self, row: Tensor, output: list[int]) -> None:
         """Timestamps in pairs, but for one before the end; each pair not before the last."""
@@ -97,9 +107,10 @@ class WhisperRules(LogitsProcessor):
             row[:first] = _NEVER
 
 
-def _ids(generation: Mapping[str, Any], key: str) -> list[int]:
+def _ids(generation: Mapping[str, Any], key: str, device: torch.device) -> Tensor:
     value = generation.get(key)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise UnsupportedModel(f"generation_config.json: {key} = {value!r:.200}: must be token ids")
-    return [token for token in value if token >= 0]
+    ids = [token for token in value if token >= 0]  # -1 stands for none
+    return torch.tensor(ids, dtype=torch.int64, device=device)

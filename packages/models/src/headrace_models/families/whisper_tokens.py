@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import RequestError, UnsupportedModel
+from headrace_models.json_object import read_object
 
 SECONDS_PER_TIMESTAMP = 0.02
 
@@ -66,10 +67,16 @@ class WhisperTokens:
     def of(cls, path: Path, generation: Mapping[str, Any]) -> WhisperTokens:
         """From the checkpoint's tokenizer, and generation config where that says it.
 
+        Args:
+            generation: comes before the folder's own, which holds even where a user wants none of its
+                defaults for sampling.
+
         Raises:
-            UnsupportedModel: one that every Whisper has is in neither.
+            UnsupportedModel: one that every Whisper has is in neither; or a file is unusable.
         """
         names = special_tokens(path)
+        stored = read_object(path / "generation_config.json", required=False)
+        generation = {**stored, **generation}
         languages = {
             code: token
             for code in LANGUAGES
@@ -83,7 +90,7 @@ class WhisperTokens:
             for task in ("transcribe", "translate")
             if (token := stated.get(task, names.get(f"<|{task}|>"))) is not None
         }
-        no_speech = names.get("<|nospeech|>", names.get("<|nocaptions|>"))
+        previous = generation.get("prev_sot_token_id")
         return cls(
             start=_required(generation, "decoder_start_token_id", names, "<|startoftranscript|>"),
             end=_required(generation, "eos_token_id", names, "<|endoftext|>"),
@@ -92,8 +99,8 @@ class WhisperTokens:
             ),
             languages=languages,
             tasks=tasks if languages else {},
-            previous=generation.get("prev_sot_token_id", names.get("<|startofprev|>")),
-            no_speech=no_speech,
+            previous=previous if _is_id(previous) else names.get("<|startofprev|>"),
+            no_speech=names.get("<|nospeech|>", names.get("<|nocaptions|>")),
         )
 
     def begins_with(self, prompt: list[int]) -> int:

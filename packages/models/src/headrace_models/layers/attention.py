@@ -119,7 +119,7 @@ class Attention(SelfAttention):
 
     def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:
         super().__init__(context, name, **arguments)
-        self.kv_spec = _cache_spec(context, self.spec)
+        self.kv_spec: KVCacheSpec | None = _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,
