@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
+from headrace_core.output import Logprob
 from headrace_core.sampling import SamplingParams
 from headrace_core.speech import SpeechToTextConfig
 from headrace_core.testing.engine import FakeEngine, fake_served_model
-from headrace_core.testing.fake_speech import FakeSpeech, time_mark, wav_file
+from headrace_core.testing.fake_speech import NO_SPEECH, FakeSpeech, time_mark, wav_file
 from headrace_core.testing.router import RouterConformance
 from headrace_server import ServerSettings
 from headrace_server.routes.speech import ROUTER
@@ -349,6 +351,40 @@ async def test_one_temperature_is_one_attempt(connect: Any) -> None:
     fake = engine("la " * 50)
     await post(connect(fake), language="en", temperature="0.3")
     assert len(fake.requests) == 1
+
+
+def silent(fake: FakeEngine, chance: float, mean: float) -> None:
+    """Make requests for the chance of silence say so, and all others improbable."""
+    generate = fake.generate
+
+    async def play(prompt: Any, params: SamplingParams, request_id: str, **rest: Any) -> Any:
+        async for output in generate(prompt, params, request_id, **rest):
+            (part,) = output.outputs
+            if params.logprob_token_ids:
+                part.logprobs = [{NO_SPEECH: Logprob(math.log(chance))}]
+            elif part.cumulative_logprob is not None:
+                part.cumulative_logprob = mean * len(part.token_ids)
+            yield output
+
+    fake.generate = play  # type: ignore[method-assign,assignment]
+
+
+async def test_improbable_words_where_nobody_speaks_are_none(connect: Any) -> None:
+    fake = engine("thanks for watching", FakeSpeech(SHORT, no_speech=True))
+    silent(fake, chance=0.9, mean=-2.0)
+    assert (await post(connect(fake), language="en")).json()["text"] == ""
+    words, asked = fake.requests
+    assert asked.prompt_text == words.prompt_text[:1], "after the first token of the prompt"
+    assert (asked.params.logprob_token_ids, asked.params.max_tokens) == ([NO_SPEECH], 1)
+
+
+async def test_probable_words_stay_and_verbose_json_tells_the_chance(connect: Any) -> None:
+    fake = engine(timed((0, " so", 1)), FakeSpeech(SHORT, no_speech=True))
+    silent(fake, chance=0.9, mean=-0.2)
+    body = (await post(connect(fake), language="en", response_format="verbose_json")).json()
+    (segment,) = body["segments"]
+    assert segment["text"] == " so"
+    assert segment["no_speech_prob"] == pytest.approx(0.9)
 
 
 # ---- streams
