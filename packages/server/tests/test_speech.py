@@ -157,6 +157,17 @@ async def test_the_progress_of_long_files_is_logged(connect: Any, caplog: Any) -
     assert "10 of 10 clips heard, 300 of 300 seconds" in lines[-1]
 
 
+def test_prompts_of_encoder_decoders_are_logged(caplog: Any) -> None:
+    from headrace_server.request_log import log_request
+
+    caplog.set_level("DEBUG", "headrace_server.request_log")
+    encoder = {"prompt": "", "multi_modal_data": {"audio": ([0.0] * 9999, RATE)}}
+    prompt: Any = {"encoder_prompt": encoder, "decoder_prompt": [7, 8]}
+    log_request(ServerSettings(enable_log_requests=True), "r", SamplingParams(), prompt)
+    assert "prompt [7, 8]" in caplog.text
+    assert len(caplog.text) < 4000
+
+
 # ---- languages
 
 
