@@ -162,6 +162,14 @@ _BASES: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 1}},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "x"},
+    "/classify": {"input": "x"},
+    "/pooling": {"input": "x"},
+    "/score": {"text_1": "x", "text_2": "y"},
+    "/v1/score": {"queries": "x", "documents": "y"},
+    "/rerank": {"query": "x", "documents": ["y"]},
+    "/v1/rerank": {"query": "x", "documents": [{"text": "y"}]},
+    "/v2/rerank": {"query": "x", "documents": {"content": [{"type": "text", "text": "y"}]}},
 }
 """A right body of each route; of others: an empty one."""
 

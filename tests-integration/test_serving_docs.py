@@ -1,4 +1,5 @@
-"""The examples of ``docs/serving`` run, in the order of the page, against the demo model.
+"""The examples of ``docs/serving`` run, in the order of the page, against the demo model; those of
+pooling models against tiny ones under the names that the page uses.
 
 A ``headrace serve`` in a console block starts the server of the blocks after it.
 """
@@ -6,24 +7,28 @@ A ``headrace serve`` in a console block starts the server of the blocks after it
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from pooling_checkpoints import bert
 from servers import serving
 
 PAGES = Path(__file__).parent.parent / "docs" / "serving"
 NAMES = [
     "chat.md", "completions.md", "tools.md", "reasoning.md", "responses.md", "anthropic.md",
-    "tool-server.md", "tokens.md", "batch.md",
+    "tool-server.md", "tokens.md", "batch.md", "embeddings.md", "rerank.md",
 ]  # fmt: skip
+ENCODERS = {"sentence-transformers/all-MiniLM-L6-v2": 0, "cross-encoder/ms-marco-MiniLM-L6-v2": 1}
+"""Name -> labels of the encoder that stands in for it."""
 ADDRESS = "http://localhost:8000"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples(name, tmp_path):
+def test_examples(name, tmp_path, encoders):
     blocks = re.findall(r"```(console|python)\n(.*?)```", (PAGES / name).read_text(), re.DOTALL)
     assert blocks
     names: dict = {}
@@ -37,11 +42,31 @@ def test_examples(name, tmp_path):
                 words = command.split()
                 if words[:2] == ["headrace", "serve"]:
                     stack.close()
-                    url = stack.enter_context(serving(*words[2:])).url
+                    url = stack.enter_context(serving(*_with_folders(words[2:], encoders))).url
                 else:
                     _run(command.replace(ADDRESS, url), tmp_path)
     if name == "batch.md":
         assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Name -> folder of a checkpoint, made when it is asked for."""
+
+    @functools.cache
+    def folder(name):
+        made = tmp_path_factory.mktemp("encoder")
+        bert(made, ENCODERS[name])
+        return str(made)
+
+    return folder
+
+
+def _with_folders(words, encoders):
+    """The words of a command; a pooling model's name is that of a folder, and stays its name."""
+    names = [word for word in words if word in ENCODERS]
+    served = ["--served-model-name", *names] if names else []
+    return [encoders(word) if word in ENCODERS else word for word in words] + served
 
 
 def _run(command: str, folder: Path) -> None:

@@ -21,6 +21,7 @@ from headrace_core.config import (
 from headrace_core.errors import ConfigError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
+from headrace_core.pooling import PoolingInfo
 from headrace_core.resolution import resolve
 
 INFO = ModelInfo(
@@ -161,6 +162,65 @@ def test_survives_the_process_border():
 
 def test_cpu_memory_is_positive():
     assert CpuPlatform().available_memory() > 1 << 20
+
+
+def pooling(**changes):
+    info = PoolingInfo(
+        ("embed",), changes.pop("pooling_type", "LAST"), **{"causal": True} | changes
+    )
+    return dataclasses.replace(INFO, runner="pooling", pooling=info)
+
+
+def resolved(info, caplog, cache=None, **scheduler):
+    caplog.set_level("INFO")
+    config = EngineConfig(cache=cache or CacheConfig(), scheduler=SchedulerConfig(**scheduler))
+    return resolve(config, info, CpuPlatform())
+
+
+@pytest.mark.spec("POOL-PREFIXCACHE")
+def test_prefixes_are_reused_where_results_stay_the_same(caplog):
+    assert resolved(INFO, caplog).cache.enable_prefix_caching is True
+    off = CacheConfig(enable_prefix_caching=False)
+    assert resolved(INFO, caplog, off).cache.enable_prefix_caching is False
+    assert resolved(pooling(), caplog).cache.enable_prefix_caching is True
+    caplog.clear()
+    for info, reason in (
+        (pooling(causal=False), "looks both ways"),
+        (pooling(pooling_type="MEAN"), "pooling type MEAN needs"),
+    ):
+        assert resolved(info, caplog).cache.enable_prefix_caching is False
+        assert reason in caplog.text
+        assert not [r for r in caplog.records if r.levelname == "WARNING"]
+        wanted = resolved(info, caplog, CacheConfig(enable_prefix_caching=True))
+        assert wanted.cache.enable_prefix_caching is False
+        assert "enable_prefix_caching = True has no effect" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.spec("POOL-VARLEN")
+def test_prompts_of_bidirectional_models_are_whole(caplog):
+    info = pooling(causal=False, pooling_type="MEAN")
+    small = resolved(info, caplog, max_num_batched_tokens=600).scheduler
+    assert (small.enable_chunked_prefill, small.max_num_batched_tokens) == (False, 1000)
+    assert "max_num_batched_tokens: 600 -> max_model_len = 1000" in caplog.text
+    assert (
+        resolved(info, caplog, max_num_batched_tokens=4000).scheduler.max_num_batched_tokens == 4000
+    )
+    assert resolved(info, caplog).scheduler.max_num_batched_tokens == 2048
+    assert resolved(pooling(), caplog).scheduler.enable_chunked_prefill
+
+
+@pytest.mark.spec("POOL-LONGTEXT")
+def test_windows_of_what_is_no_mean_are_a_warning(caplog):
+    resolved(pooling(pooling_type="MEAN", enable_chunked_processing=True), caplog)
+    assert "meant to be averaged" not in caplog.text
+    resolved(pooling(pooling_type="CLS", enable_chunked_processing=True), caplog)
+    assert "pooling type CLS: long texts become a mean" in caplog.text
+
+
+def test_steps_of_pooling_models_are_not_kept_small(caplog):
+    assert resolved(INFO, caplog).scheduler.max_num_shared_tokens == 512
+    assert resolved(pooling(), caplog).scheduler.max_num_shared_tokens == 2048
 
 
 @pytest.mark.spec("FEAT-MATRIX")

@@ -20,7 +20,9 @@ from headrace.batch.runner import Runner
 from headrace.cli.run_batch import journal_path, make_parser
 from headrace_core.errors import ConfigError, EngineDead, RequestError
 from headrace_core.testing.engine import FakeEngine
+from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, create_app
+from headrace_server.apis import INFERENCE_ROUTES
 
 pytestmark = pytest.mark.spec("API-BATCH")
 CHAT = "/v1/chat/completions"
@@ -49,7 +51,7 @@ async def run(source: Path, journal: Journal, engine: FakeEngine, **options: Any
     runner = Runner(
         options.pop("client", None) or client(engine),
         journal,
-        paths={CHAT, "/v1/completions", "/v1/embeddings"},
+        paths=options.pop("paths", {CHAT, "/v1/completions", "/v1/embeddings"}),
         concurrency=options.pop("concurrency", 3),
         check=check,
     )
@@ -85,12 +87,40 @@ async def test_every_line_has_an_answer_in_order(tmp_path: Path) -> None:
     assert good["response"]["body"]["choices"][0]["message"]["content"] == "Hello."
     assert good["response"]["body"]["id"] == "chatcmpl-" + good["response"]["request_id"]
     assert answers[7]["response"]["body"]["choices"][0]["text"] == "He"
-    for number, said in ((3, "/v1/nothing"), (5, "messages"), (6, "embeddings"), (8, "method"),
+    for number, said in ((3, "/v1/nothing"), (5, "messages"), (6, "Embeddings"), (8, "method"),
                          (9, "stream")):  # fmt: skip
         assert answers[number]["response"]["status_code"] == 400
         assert answers[number]["response"]["body"] is None
         assert said in answers[number]["error"]["message"]
     assert answers[5]["error"]["param"] == "messages"
+
+
+POOLED = [
+    ("/v1/embeddings", {"input": ["a", "b"]}, "embd-"),
+    ("/v1/embeddings", {"input": [1, 2], "encoding_format": "base64"}, "embd-"),
+    ("/score", {"text_1": "a", "text_2": ["a", "b"]}, "score-"),
+    ("/v1/score", {"queries": "a", "documents": "b"}, "score-"),
+    ("/rerank", {"query": "a", "documents": ["b", "a"]}, "rerank-"),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "a"]}, "rerank-"),
+    ("/v2/rerank", {"query": "a", "documents": ["b", "a"], "top_n": 1}, "rerank-"),
+    ("/pooling", {"input": "a"}, "pool-"),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "bytes"}, "JSON only"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}]}, "Chat Completions API"),
+]
+
+
+async def test_lines_that_pool(tmp_path: Path) -> None:
+    source = write(tmp_path / "in", [line(i, url, **b) for i, (url, b, _) in enumerate(POOLED)])
+    engine = FakeEngine(model=fake_pooling_model("embed", "token_embed", scoring="cosine"))
+    with Journal(tmp_path / "j", scan(source), "m") as journal:
+        counts = await run(source, journal, engine, paths=INFERENCE_ROUTES)
+        answers = outputs(journal, tmp_path / "out")
+    assert (counts.completed, counts.failed) == (len(POOLED), 2)
+    for answer, (_, _, said) in zip(answers, POOLED, strict=True):
+        if answer["error"] is None:
+            assert answer["response"]["body"]["id"].startswith(said)
+        else:
+            assert said in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from pooling_families_conformance import PoolingFamilyConformance
+from torch import Tensor
+
+from headrace_core.testing.model import Checkpoint
 
 pytestmark = pytest.mark.spec("MODEL-POOL-TEXT")
 
@@ -89,6 +94,21 @@ class TestRobertaForTokenClassification(_Roberta):
         from transformers import RobertaForTokenClassification
 
         return RobertaForTokenClassification
+
+
+class TestRobertaForMaskedLM(_Roberta):
+    """The head that guesses words is passed over."""
+
+    def hf_class(self) -> Any:
+        from transformers import RobertaForMaskedLM
+
+        return RobertaForMaskedLM
+
+    def expected(self, checkpoint: Checkpoint, prompt: Sequence[int]) -> Tensor:
+        with torch.inference_mode():
+            out = checkpoint.reference.roberta(torch.tensor([list(prompt)]))
+        states: Tensor = out.last_hidden_state[0]
+        return states
 
 
 class TestXLMRoberta(TestRoberta):
@@ -233,3 +253,12 @@ class TestElectraForSequenceClassification(_Electra):
         from transformers import ElectraForSequenceClassification
 
         return ElectraForSequenceClassification
+
+
+class TestElectraForTokenClassification(_Electra):
+    makes, default_pooling = "token labels", "ALL"
+
+    def hf_class(self) -> Any:
+        from transformers import ElectraForTokenClassification
+
+        return ElectraForTokenClassification

@@ -93,6 +93,21 @@ class TestQwen3(FamilyConformance):
 
 
 @pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma(FamilyConformance):
+    """The config names the activation as old ones do."""
+
+    def hf_class(self) -> Any:
+        from transformers import GemmaForCausalLM
+
+        return GemmaForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import GemmaConfig
+
+        return GemmaConfig(**{**TINY, "head_dim": 20, "hidden_act": "gelu", **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
 class TestGemma2(FamilyConformance):
     def hf_class(self) -> Any:
         from transformers import Gemma2ForCausalLM

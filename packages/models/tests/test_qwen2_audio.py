@@ -165,6 +165,8 @@ def test_prompts(reference, folder, tmp_path):
     assert "Names: Ann" in prompt(folder, request_prompt="Names: Ann")
     with pytest.raises(RequestError, match="to_language = 'xx'"):
         prompt(folder, **asked, to_language="xx")
+    with pytest.raises(RequestError, match="timestamps"):
+        prompt(folder, timestamps=True)
     with pytest.raises(RequestError, match="to_language = 'fr'"):
         prompt(folder, to_language="fr")
 

@@ -58,6 +58,19 @@ def expected(config: dict[str, Any], length: int) -> torch.Tensor:
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
 
 
+def test_ntk_of_gte() -> None:
+    """Base times factor, frequencies over ``factor ** (2 / dim)``: its authors' code, restated."""
+    config = {**PLAIN, "rope_scaling": {"type": "ntk", "factor": 8.0}}
+    table = rotary_table(Context(96), rope_settings(config), HEAD_DIM)  # type: ignore[arg-type]
+    base = 700.0 * 8.0
+    frequencies = 1.0 / base ** (torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
+    angles = torch.outer(torch.arange(96).float(), frequencies / 8.0 ** (2 / HEAD_DIM))
+    torch.testing.assert_close(table, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    mixed = rope_settings({**PLAIN, "rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 2.0}})
+    with pytest.raises(UnsupportedModel, match="mixed_b"):
+        rotary_table(Context(8), mixed, HEAD_DIM)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("length", [40, 96])
 @pytest.mark.parametrize("name", [None, *SCALINGS])
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])

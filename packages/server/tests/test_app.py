@@ -16,7 +16,7 @@ from headrace_core.errors import ConfigError, PluginNotFound
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_core.testing.router import RouterConformance
 from headrace_server import ServerSettings, create_app
-from headrace_server.routes import health, metrics, models, tokenize
+from headrace_server.routes import health, metrics, models, pooling, tokenize
 from headrace_server.routes import openai as openai_routes
 
 
@@ -39,6 +39,22 @@ class TestModelsRouter(_Ours):
 
 class TestOpenAIRouter(_Ours):
     router = openai_routes.ROUTER
+
+
+class TestEmbeddingsRouter(_Ours):
+    router = pooling.EMBEDDINGS
+
+
+class TestClassifyRouter(_Ours):
+    router = pooling.CLASSIFY
+
+
+class TestScoreRouter(_Ours):
+    router = pooling.SCORE
+
+
+class TestPoolingRouter(_Ours):
+    router = pooling.POOLING
 
 
 class TestTokenizeRouter(_Ours):
@@ -114,6 +130,7 @@ async def test_models(connect: Any) -> None:
     assert [c["id"] for c in cards] == ["A", "B/b"]
     assert cards[0]["root"] == "/weights/a"
     assert cards[0]["max_model_len"] == 4096
+    assert cards[0]["supported_tasks"] == ["generate"]
     assert cards[0]["permission"][0]["id"].startswith("modelperm-")
     assert (await client.get("/v1/models/B/b")).json()["id"] == "B/b"
     assert (await client.get("/v1/models/C")).status_code == 404

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from headrace_core.testing.engine import FakeEngine
+from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, create_app
 
 pytestmark = pytest.mark.spec("API-APP")
@@ -44,6 +45,20 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/stop_profile", None), ("POST", "/collective_rpc", {"method": "report"}),
     ("POST", "/collective_rpc", {"method": "other"}), ("GET", "/server_info", None),
     ("GET", "/server_info?config_format=json", None), ("GET", "/server_info?config_format=x", None),
+]  # fmt: skip
+
+POOLED: list[tuple[str, Any]] = [
+    ("/v1/embeddings", {"input": "a"}), ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 2}),
+    ("/v1/embeddings", {"input": [1], "encoding_format": "base64", "return_token_ids": True}),
+    ("/v1/embeddings", {"messages": CHAT}), ("/v1/embeddings", {"input": "a", "sparse": True}),
+    ("/v1/embeddings", {"input": "a", "encoding_format": "bytes"}), ("/v1/embeddings", {}),
+    ("/v1/embeddings", {"input": "a", "model": "other"}),
+    ("/pooling", {"input": "a"}), ("/pooling", {"input": "a", "task": "embed"}), ("/pooling", []),
+    ("/classify", {"input": "a", "return_token_ids": True}), ("/classify", {"input": {}}),
+    ("/score", {"text_1": "a", "text_2": ["a", "b"]}), ("/v1/score", {"text_1": "a"}),
+    ("/rerank", {"query": "a", "documents": ["a", {"text": "b"}]}), ("/v1/rerank", {}),
+    ("/v2/rerank", {"query": "a", "documents": ["a"], "return_documents": False}),
+    ("/invocations", {"input": "a"}),
 ]  # fmt: skip
 
 
@@ -100,8 +115,19 @@ def test_bodies_and_errors_are_described(application: FastAPI) -> None:
 async def test_real_answers_fit(connect: Any, method: str, path: str, body: Any) -> None:
     engine = FakeEngine("Hello")
     engine.profiles = []
-    client = connect(engine, dev_mode=True)
-    document = _everything()
+    await _fits(connect(engine, dev_mode=True), _everything(), method, path, body)
+
+
+@pytest.mark.parametrize(("path", "body"), POOLED)
+async def test_pooled_answers_fit(connect: Any, path: str, body: Any) -> None:
+    tasks = ("embed", "token_embed", "classify", "score")
+    model = fake_pooling_model(*tasks, embedding_size=4, matryoshka=(), sparse=True)
+    client = connect(FakeEngine(model=model))
+    document = (await client.get("/openapi.json")).json()
+    await _fits(client, document, "POST", path, body)
+
+
+async def _fits(client: Any, document: Any, method: str, path: str, body: Any) -> None:
     url = "http://localhost" + path
     answer = await client.request(method, url, **({} if body is None else {"json": body}))
     key = path.partition("?")[0]

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace_core.engine import EngineStats
 from headrace_core.errors import AddressError, EngineDead
 from headrace_core.testing.engine import FakeEngine, fake_served_model
+from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, bind, create_app, metrics, serve, tls
 from headrace_server.paths import CONTROL_PATHS
 from headrace_server.routes import control, invocations
@@ -99,7 +100,8 @@ async def test_invocations(connect: Any, events: Any) -> None:
     chunks = events(streamed.text)
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks) == "Hello"
     for body, status, word in (
-        ({"input": "a"}, 400, "embeddings"), ({"text_1": 1, "text_2": 2}, 400, "score"),
+        ({"input": "a"}, 400, "Embeddings API"), ({"text_1": 1, "text_2": 2}, 400, "Score API"),
+        ({"query": "a", "documents": []}, 400, "Rerank API"), ({"data": 1}, 400, "Pooling API"),
         ({"nothing": 1}, 400, "shape"), ([1], 400, "object"),
         ({"prompt": "a", "temperature": -1}, 400, "temperature"),
         ({"prompt": "a", "model": "other"}, 404, "other"),
@@ -112,6 +114,25 @@ async def test_invocations(connect: Any, events: Any) -> None:
     assert (
         await connect(FakeEngine(model=model)).post("/invocations", json=chat)
     ).status_code == 400
+
+
+@pytest.mark.spec("API-SAGEMAKER")
+@pytest.mark.parametrize(
+    ("tasks", "body", "prefix"),
+    [
+        (("embed", "token_embed"), {"input": "a"}, "embd-"),
+        (("embed",), {"messages": [{"role": "user", "content": "a"}]}, "embd-"),
+        (("classify", "token_classify"), {"input": "a"}, "classify-"),
+        (("token_embed",), {"input": "a"}, "pool-"),
+        (("score",), {"text_1": "a", "text_2": "b"}, "score-"),
+        (("score",), {"queries": "a", "documents": "b"}, "score-"),
+        (("score",), {"query": "a", "documents": ["b"]}, "rerank-"),
+    ],
+)
+async def test_pooling_invocations(connect: Any, tasks: Any, body: Any, prefix: str) -> None:
+    client = connect(FakeEngine(model=fake_pooling_model(*tasks)))
+    answer = await client.post("/invocations", json=body)
+    assert (answer.status_code, answer.json()["id"].startswith(prefix)) == (200, True)
 
 
 def test_shapes_are_told_apart() -> None:

@@ -48,6 +48,9 @@ class Recorder:
         self.events.append(("begin", request_id))
         return self
 
+    def begin_pooling(self, task: str, request_id: str) -> Any:
+        raise AssertionError("nothing is pooled here")
+
     def saw(self, output: Any) -> None:
         self.events.append(("saw", output.finished))
         if self.broken:
@@ -228,6 +231,16 @@ def _salt(prompt: Any) -> str | None:
     if isinstance(prompt, ChatPrompt):
         return prompt.cache_salt
     return prompt.get("cache_salt") if isinstance(prompt, dict) else None
+
+
+def test_the_salt_of_an_encoder_decoder_model_is_in_its_decoders_prompt() -> None:
+    for decoder in ("x", [1, 2], {"prompt": "x"}):
+        made: Any = scoped({"encoder_prompt": "", "decoder_prompt": decoder})  # type: ignore[typeddict-item]
+        assert _salt(made["decoder_prompt"]) is not None
+        assert set(made) == {"encoder_prompt", "decoder_prompt"}
+    assert scoped({"encoder_prompt": "", "decoder_prompt": None}) == {
+        "encoder_prompt": "", "decoder_prompt": None,
+    }  # fmt: skip
 
 
 def test_a_salt_cannot_be_made_to_meet_another() -> None:

@@ -86,6 +86,16 @@ class LinearMethod(ABC):
     def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in_features] -> [T, out_features], x's dtype."""
 
+    def apply_activated(
+        self, ops: OpTable, state: Any, x: Tensor, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """Multiply and activate: [T, out_features].
+
+        ``kind`` is of :data:`headrace_core.ops.ACTIVATIONS`. The bits are those of the two steps
+        here; a method whose op does both in one pass overrides this.
+        """
+        return ops.activation(self.apply(state, x, bias), kind)
+
     def apply_gated(
         self, ops: OpTable, state: Any, x: Tensor, kind: str, bias: Tensor | None = None
     ) -> Tensor:

@@ -155,6 +155,9 @@ class WeightRule:
     parts of the target, in the target's own sizes. None: the tensor is one part."""
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
+    order: tuple[int, ...] = ()
+    """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
+    ((1, 0): up before gate); () = the target's own."""
 
 
 class CausalLM(Protocol):

@@ -32,6 +32,7 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
             field="cache.calculate_kv_scales",
         )
     chosen: dict[str, object] = {}
+    _warn_of_windows(info)
     scheduler = _scheduler(config.scheduler, info, platform, chosen)
     block_size = config.cache.block_size
     if block_size is None:
@@ -55,6 +56,16 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
         scheduler=scheduler,
         device=dataclasses.replace(config.device, device=platform.device),
     )
+
+
+def _warn_of_windows(info: ModelInfo) -> None:
+    pooling = info.pooling
+    if pooling is not None and pooling.enable_chunked_processing and pooling.pooling_type != "MEAN":
+        logger.warning(
+            "pooler_config.enable_chunked_processing with pooling type %s: long texts become a mean "
+            "of vectors that were not meant to be averaged; MEAN is",
+            pooling.pooling_type,
+        )
 
 
 def _prefix_caching(wanted: bool | None, info: ModelInfo) -> bool:

@@ -60,6 +60,7 @@ def test_packed_ops():
     x, weight = rand(5, 16), rand(24, 16)
     for module in (fakes, reference):
         assert module.linear(x, module.linear.pack(weight)).shape == (5, 24)
+        assert module.linear.activated(x, module.linear.pack(weight), "gelu").shape == (5, 24)
         assert module.linear.gated(x, module.linear.pack(weight), "silu").shape == (5, 12)
         integers = QuantizedWeight(weight.to(torch.int8), rand(24, 1))
         packed = module.quant_linear.pack(integers, "float32", activations="int8")

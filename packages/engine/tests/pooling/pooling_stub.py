@@ -8,6 +8,7 @@ the same for one prompt without a batch, a cache or pages.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -98,7 +99,7 @@ class StubPooler:
     def __call__(self, batch: PoolingBatch) -> list[Tensor]:
         self.batches.append(len(batch.params))
         bounds = batch.cu_rows.tolist()
-        parts = [batch.hidden[a:b] for a, b in zip(bounds, bounds[1:])]
+        parts = [batch.hidden[a:b] for a, b in itertools.pairwise(bounds)]
         return [self.one(*given) for given in zip(parts, batch.params, batch.token_ids)]
 
     def one(self, rows: Tensor, params: PoolingParams, token_ids: Sequence[int]) -> Tensor:
@@ -138,7 +139,7 @@ class Bidirectional(torch.nn.Module):
         self.steps.append(batch.num_tokens)
         x = self.embedded(batch.input_ids, batch.positions, batch.token_type_ids)
         bounds = batch.cu_seqlens_q.tolist()
-        x = torch.cat([self.mixed(x[a:b]) for a, b in zip(bounds, bounds[1:])])
+        x = torch.cat([self.mixed(x[a:b]) for a, b in itertools.pairwise(bounds)])
         return x if batch.logits_rows is None else x[batch.logits_rows]
 
     def embedded(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from headrace_core.config import EngineConfig
-from headrace_core.errors import UnsupportedFeature
+from headrace_core.errors import ConfigError, UnsupportedFeature
 from headrace_core.kv import KVCacheConfig, KVCacheGroup
+from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker, CpuPlatform
 from headrace_core.sampling import SamplingParams, StructuredOutputsParams
 from headrace_core.step import NewRequest, ScheduledStep
@@ -152,3 +154,11 @@ def test_it_imports_no_torch():
     modules = "sim.platform, core, kv.manager, execution.memory".replace(", ", ", headrace_engine.")
     code = f"import sys, headrace_engine.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_model_that_pools_is_refused():
+    info = ModelInfo(
+        "m", Path("/m"), "BertModel", {}, {}, "float32", 10, 10, (), ("embed",), runner="pooling"
+    )
+    with pytest.raises(ConfigError, match="BertModel, which pools"):
+        SimPlatform().make_worker(EngineConfig(), info)

@@ -192,8 +192,8 @@ def chosen_task(params: Params, pooling_task: str | None) -> str:
 def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
     """One side of pairs as a list."""
     if isinstance(data, (str, Mapping)):
-        return [cast("ScoreInput", data)]
-    return list(cast("Sequence[ScoreInput]", data))
+        return [data]
+    return list(data)
 
 
 def _numbers(output: PoolingRequestOutput[PoolingOutput]) -> list[float]:

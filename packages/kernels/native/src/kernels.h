@@ -43,6 +43,7 @@ const Entry entries[] = {
     HR_ENTRY(linear_packed_bytes),
     HR_ENTRY(linear_pack),
     HR_ENTRY(linear),
+    HR_ENTRY(linear_activated),
     HR_ENTRY(linear_gated),
     HR_ENTRY(quant_linear_packed_bytes),
     HR_ENTRY(quant_linear_pack),

@@ -262,9 +262,10 @@ inline void over_panels(int64_t rows, int64_t panels, int64_t work, const F& f) 
   });
 }
 
-template <class T, class WT>
-inline void run_linear(T* out, const T* x, const WT* weight, const T* bias,
-                       int64_t rows, int64_t N, int64_t K, int64_t stride) {
+// finish(to, sums, bias, n) makes n outputs of a row of their sums.
+template <class T, class WT, class Finish>
+inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int64_t rows, int64_t N,
+                       int64_t K, int64_t stride, const Finish& finish) {
   using A = typename Meeting<WT>::A;
   if (rows == 0) return;
   const Packed<WT> packed{weight, N, K};
@@ -273,8 +274,8 @@ inline void run_linear(T* out, const T* x, const WT* weight, const T* bias,
     panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
     const int64_t at = p * PANEL;
     for (int64_t r = 0; r < many; ++r) {
-      finish_row(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
-                 packed.features(p));
+      finish(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
+             packed.features(p));
     }
   });
 }
@@ -328,7 +329,23 @@ void linear(void* out, const void* x, const void* packed, const void* bias, int6
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
     run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
-               static_cast<const T*>(bias), rows, N, K, stride);
+               static_cast<const T*>(bias), rows, N, K, stride,
+               [](T* to, const float* sums, const T* b, int64_t n) { finish_row(to, sums, b, n); });
+  });
+}
+
+// out [rows, N] = act(x W + b), kind of enum Activation. Sums are rounded to T before the activation:
+// the bits are those of two steps.
+void linear_activated(void* out, const void* x, const void* packed, const void* bias, int64_t rows,
+                      int64_t N, int64_t K, int64_t stride, int32_t kind, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
+               static_cast<const T*>(bias), rows, N, K, stride,
+               [kind](T* to, const float* sums, const T* b, int64_t n) {
+                 finish_row(to, sums, b, n);
+                 act_row(kind, to, to, n);
+               });
   });
 }
 

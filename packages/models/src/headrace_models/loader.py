@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -33,6 +33,7 @@ from headrace_core.model import (
     WeightRule,
     ignore_progress,
 )
+from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
 from headrace_models.mapping import Place, WeightMap, stored_shape
@@ -82,8 +83,7 @@ def load_model(
             a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
-    model_class = plugins.load("headrace.models", info.architecture)
-    model = model_class(context)
+    model = model_class(info)(context)
     if info.pooling is not None and not isinstance(model, SupportsPooling):
         raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
     leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
@@ -118,7 +118,7 @@ def _dense_rules(info: ModelInfo) -> list[WeightRule]:
     """Where the tensors of Dense modules go, which are in folders of their own."""
     modules = info.pooling.dense if info.pooling is not None else ()
     return [
-        WeightRule(f"{module.path}.linear", f"pooler.head.dense.{index}")
+        WeightRule(f"{module.path}.linear".lstrip("."), f"pooler.head.dense.{index}")
         for index, module in enumerate(modules)
     ]
 
@@ -127,6 +127,8 @@ def _dense_tensors(
     info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
 ) -> Iterable[tuple[str, Tensor, Path]]:
     for module in info.pooling.dense if info.pooling is not None else ():
+        if not module.path:  # it is among the model's own
+            continue
         folder = info.path / module.path
         for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
             yield f"{module.path}.{name}", tensor, file
@@ -312,7 +314,7 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor)
+            tensor = _cut_part(slot, part, tensor, rule.order)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
@@ -339,12 +341,14 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor) -> Tensor:
+def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
     """One part of a checkpoint tensor that holds them all."""
     if not slot.parts or slot.part_dim is None:
         return tensor
     sizes = [p.size * p.shard.count for p in slot.parts]
-    return tensor.narrow(slot.part_dim, sum(sizes[:part]), sizes[part])
+    stored = list(order or range(len(sizes)))
+    start = sum(sizes[other] for other in stored[: stored.index(part)])
+    return tensor.narrow(slot.part_dim, start, sizes[part])
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

@@ -16,13 +16,16 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
+from headrace_models.architectures import served_by
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import checkpoint_headers
 from headrace_models.generating import generating_traits, processor_of
 from headrace_models.json_object import read_object
-from headrace_models.pooling.info import CONVERTED, pooling_info
+from headrace_models.pooling.converted import converted_traits
+from headrace_models.pooling.info import pooling_info
+from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
-from headrace_models.pooling.traits import pooling_traits
+from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import choose_run
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
-    "max_seq_length", "max_target_positions",
+    "max_seq_length", "max_trained_positions", "max_target_positions",
 )  # fmt: skip
 """Names that configs give to the trained context."""
 
@@ -49,20 +52,20 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
     """
-    if not config.model:
-        raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
-        )
     path = checkpoint_folder(config, load)
+    assert config.model is not None
     whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
     traits = pooling_traits(architecture)
     sentence = read_modules(path, config.pooler.pooling_type)
-    run = choose_run(config, architecture, traits, sentence_transformer=sentence.pools)
-    if run.runner == "pooling":
-        traits = traits or CONVERTED[run.convert]
     entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+    if architecture == "HF_ColBERT":
+        sentence = projected(sentence, entries)
+    run = choose_run(config, architecture, traits, sentence_transformer=sentence.says_pooling)
+    if run.runner == "pooling":
+        traits = traits or converted_traits(architecture, text, run.convert, config.pooler)
+        traits = said_by_files(architecture, configured(traits, text), sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
@@ -70,8 +73,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     pooling = None
     if run.runner == "pooling":
         assert traits is not None
+        late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
-            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length
+            text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
     generating = generating_traits(architecture)
     return ModelInfo(
@@ -97,7 +101,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
 
 
 def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
-    """The local folder of what the user typed. Raises: ConfigError."""
+    """The local folder of what the user typed.
+
+    Raises:
+        ConfigError: nothing was typed, or it cannot be found.
+    """
+    if not config.model:
+        raise ConfigError(
+            "model.model is not set: give a folder or a hub name", field="model.model"
+        )
     return fetch(
         config.model,
         revision=config.revision,
@@ -107,7 +119,7 @@ def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
 
 
 def choose_architecture(architectures: object, name: str) -> str:
-    """The first entry that an installed family serves.
+    """The first entry that an installed family serves, under its name or made to pool.
 
     Raises:
         UnsupportedModel: none; lists what was found and the nearest registered names.
@@ -115,7 +127,7 @@ def choose_architecture(architectures: object, name: str) -> str:
     known = plugins.installed("headrace.models")
     found = architectures if isinstance(architectures, list) else []
     for architecture in found:
-        if isinstance(architecture, str) and architecture in known:
+        if isinstance(architecture, str) and served_by(architecture, known) is not None:
             return architecture
     near: list[str] = []
     for architecture in found:
@@ -250,6 +262,7 @@ def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _source(architecture: str) -> str:
-    distribution = plugins.installed("headrace.models")[architecture].distribution
+    known = plugins.installed("headrace.models")
+    distribution = known[served_by(architecture, known) or architecture].distribution
     own = distribution.split(" ")[0] == "headrace-models"
     return "native" if own else f"plugin:{distribution}"

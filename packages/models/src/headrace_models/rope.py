@@ -13,7 +13,7 @@ from typing import Any
 from headrace_core.errors import UnsupportedModel
 from headrace_models.settings import Settings
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "ntk")
 _ALIASES = {"su": "longrope"}
 _SCALES_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 

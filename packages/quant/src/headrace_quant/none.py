@@ -31,6 +31,16 @@ class PlainWeight(LinearMethod):
     def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.linear(x, state, bias)
 
+    def apply_activated(
+        self,
+        ops: OpTable,
+        state: PackedLinear,
+        x: Tensor,
+        kind: str,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return ops.linear.activated(x, state, kind, bias)
+
     def apply_gated(
         self,
         ops: OpTable,

@@ -54,19 +54,16 @@ def unserved(path: str, model: ServedModel) -> UnsupportedFeature:
     what it lacks if it comes close."""
     api = INFERENCE_ROUTES[path]
     kind = model.class_path or model.architecture
-    lines = [
-        f"this model does not support {api.name} API: {kind} has the tasks "
-        f"{', '.join(sorted(model.tasks)) or '(none)'}; the API needs {' or '.join(api.tasks)}"
-    ]
+    tasks = ", ".join(sorted(model.tasks)) or "(none)"
+    needed = " or ".join(api.tasks)
     if set(api.tasks) & set(model.tasks):
-        lines[0] += f", and {_condition(path)}"
-    for task in api.tasks:
-        lines += model.unmet.get(task, ())
-    return UnsupportedFeature("; ".join(lines))
+        needed += f", and {_CONDITIONS.get(path, 'vectors of a kind that can be compared')}"
+    reasons = [reason for task in api.tasks for reason in model.unmet.get(task, ())]
+    text = f"this model does not support {api.name} API: {kind} has the tasks {tasks}"
+    return UnsupportedFeature("; ".join([text, f"the API needs {needed}", *reasons]))
 
 
-def _condition(path: str) -> str:
-    """What a route needs beside a task."""
-    if path == "/v1/chat/completions" or path in ("/v1/responses", "/v1/messages"):
-        return "a chat template (--chat-template)"
-    return "vectors of a kind that can be compared"
+_CONDITIONS = dict.fromkeys(
+    ("/v1/chat/completions", "/v1/responses", "/v1/messages"), "a chat template (--chat-template)"
+)
+"""What a route needs beside a task."""

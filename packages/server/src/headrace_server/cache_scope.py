@@ -21,12 +21,19 @@ def scoped(prompt: Prompt) -> Prompt:
     if isinstance(prompt, ChatPrompt):
         return dataclasses.replace(prompt, cache_salt=_salt(owner, prompt.cache_salt))
     if isinstance(prompt, Mapping):
-        salt = _salt(owner, prompt.get("cache_salt"))
-        return cast(Prompt, {**prompt, "cache_salt": salt})
+        return cast(Prompt, _scoped_parts(prompt, owner))
     whole: dict[str, Any] = (
         {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     )
     return cast(Prompt, {**whole, "cache_salt": _salt(owner, None)})
+
+
+def _scoped_parts(given: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """The same of a prompt that is a mapping; what a decoder begins with carries the salt."""
+    if "encoder_prompt" in given:
+        decoder = given["decoder_prompt"]
+        return {**given, "decoder_prompt": None if decoder is None else scoped(decoder)}
+    return {**given, "cache_salt": _salt(owner, given.get("cache_salt"))}
 
 
 def _salt(owner: str, given: str | None) -> str:

@@ -8,7 +8,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_core.output import CompletionOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from headrace_core.output import (
+    CompletionOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
@@ -57,7 +62,6 @@ class OutputLog:
         return _LoggedRequest(
             request_id, self._limit, params.output_kind is RequestOutputKind.DELTA
         )
-
 
     def begin_pooling(self, task: str, request_id: str) -> _LoggedPooling:
         return _LoggedPooling(task, request_id)

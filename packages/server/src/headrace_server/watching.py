@@ -17,6 +17,7 @@ from headrace_core.engine import (
     ServedModel,
     TokenizedPrompt,
 )
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import (
     PoolingOutput,
     PoolingRequestOutput,
@@ -179,6 +180,10 @@ class WatchedEngine:
     @property
     def speech(self) -> SpeechModel | None:
         return self.engine.speech
+
+    @property
+    def io_processor(self) -> IOProcessor | None:
+        return self.engine.io_processor
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.engine.abort(request_ids)

@@ -39,6 +39,15 @@ class LinearOp(Protocol):
         """``x @ weight.T + bias``: x [T, K] -> [T, N]; bias [N]."""
         ...
 
+    def activated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """``activation(self(x, packed, bias), kind)``: x [T, K] -> [T, N]; bias [N].
+
+        The same bits, in one pass where the implementation has one.
+        """
+        ...
+
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:

@@ -122,6 +122,11 @@ class _FakeLinear(Linear):
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return _like(x, x.shape[0], packed.out_features)
 
+    def activated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return _like(x, x.shape[0], packed.out_features)
+
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear
-from headrace_core.reference.activations import activation_and_mul
+from headrace_core.reference.activations import activation, activation_and_mul
 
 
 class Linear:
@@ -25,6 +25,11 @@ class Linear:
 
     def __call__(self, x: Tensor, packed: PackedLinear, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, packed.data, bias)
+
+    def activated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        return activation(self(x, packed, bias), kind)
 
     def gated(
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None

@@ -23,6 +23,7 @@ from headrace_core.errors import (
     RequestError,
     UnsupportedFeature,
 )
+from headrace_core.io_processor import IOProcessor
 from headrace_core.output import (
     CompletionOutput,
     FlatLogprobs,
@@ -159,7 +160,7 @@ class FakeEngine:
         step_times: StepTimes | None = None,
         pours: bool = True,
         speech: SpeechModel | None = None,
-        io_processor: Any = None,
+        io_processor: IOProcessor | None = None,
     ) -> None:
         self.reply: Reply = reply if reply is not None else _echo
         self.tokens_per_output = tokens_per_output

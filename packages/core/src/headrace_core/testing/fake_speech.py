@@ -12,6 +12,7 @@ import array
 import io
 import wave
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
@@ -113,9 +114,8 @@ class FakeSpeech:
         return index / 50 if 0 <= index <= 1500 else None
 
     def continued(self, prompt: Prompt, output: Sequence[int]) -> Prompt:
-        assert isinstance(prompt, Mapping)
-        assert "prompt_token_ids" in prompt
-        return TokensPrompt(prompt_token_ids=[*prompt["prompt_token_ids"], *output])
+        given: Any = prompt
+        return TokensPrompt(prompt_token_ids=[*given["prompt_token_ids"], *output])
 
     def token_times(self, weights: PackedArray, num_tokens: int, seconds: float) -> list[float]:
         """Evenly."""

@@ -65,7 +65,7 @@ class SmallEncoder:
         )
         for _ in range(2):
             x, _ = ops["add_layer_norm"](self._attention(x, batch), x, *self.norm, 1e-5)
-            inner = ops["activation"](ops["linear"](x, self.up), "gelu")
+            inner = ops["linear"].activated(x, self.up, "gelu")
             x, _ = ops["add_layer_norm"](ops["linear"](inner, self.down), x, *self.norm, 1e-5)
         rows = batch.logits_rows
         return x if rows is None else ops["embedding"](rows, x)

@@ -63,6 +63,11 @@ def pooling_batch(
     return PoolingBatch(torch.cat(rows), bounds, params, prompts)
 
 
+def one_row(states: Tensor, kind: str) -> Tensor:
+    """states [n, H] -> [H], by pooling type."""
+    return {"MEAN": states.mean(0), "CLS": states[0], "LAST": states[-1]}[kind]
+
+
 class PoolingConformance(ABC):
     """Inherit, fill in the four methods below, and keep the tests.
 
@@ -241,7 +246,7 @@ class PoolingConformance(ABC):
         wanted = [self.params(normalize=True), *[self.params(normalize=False)] * 4]
         for index, result in enumerate(self.pooled(model, prompts, wanted)):
             states = self.expected(checkpoint, prompts[index])
-            vector = {"MEAN": states.mean(0), "CLS": states[0], "LAST": states[-1]}[kind]
+            vector = one_row(states, kind)
             if index == 0:
                 vector = vector / vector.norm()
             self.assert_close(result, vector)
@@ -267,7 +272,7 @@ class PoolingConformance(ABC):
         for prompt, params, result in zip(prompts, wanted, results):
             states = self.expected(checkpoint, prompt)[:, : params.dimensions]
             if params.task == "embed":
-                states = states[{"CLS": 0, "LAST": -1}[self.default_pooling]]
+                states = one_row(states, self.default_pooling)
             if params.normalize:
                 states = states / states.norm(dim=-1, keepdim=True)
             self.assert_close(result, states)
@@ -311,7 +316,7 @@ class PoolingConformance(ABC):
         for result, prompt in zip(self.pooled(model, prompts, [one] * len(prompts)), prompts):
             expected = self.expected(checkpoint, prompt)
             if self.makes == "vectors":
-                expected = expected[{"CLS": 0, "LAST": -1}[self.default_pooling]]
+                expected = one_row(expected, self.default_pooling)
             cosine = torch.cosine_similarity(result, expected, dim=-1)
             assert float(cosine.min()) > 0.97
 

@@ -130,6 +130,14 @@ class QuantConformance(ABC):
         expected = ops.activation_and_mul(layer.apply(state, x.clone(), bias), "silu")
         assert torch.equal(layer.apply_gated(ops, state, x, "silu", bias), expected)
 
+    def test_activated_product_is_its_two_steps(self) -> None:
+        spec = self.spec()
+        ops, layer = self.ops("float32"), self.method().for_layer(spec)
+        state = layer.finish(spec, self.make_tensors(spec, self.weight(spec))[0])
+        x, bias = torch.randn(5, spec.in_features), torch.randn(spec.out_features)
+        expected = ops.activation(layer.apply(state, x.clone(), bias), "gelu")
+        assert torch.equal(layer.apply_activated(ops, state, x, "gelu", bias), expected)
+
     def test_refusals_name_key_and_value(self) -> None:
         for key, value in self.refused.items():
             with pytest.raises(ConfigError) as caught:

@@ -106,6 +106,38 @@ class TokenizerConformance:
     def test_special_ids_are_tokens(self, tokenizer: Tokenizer) -> None:
         assert all(tokenizer.token_string(i) for i in tokenizer.special_token_ids)
 
+    def test_one_text_as_a_prompt(self, tokenizer: Tokenizer) -> None:
+        for text in self.texts:
+            for special in (True, False):
+                ids, types = tokenizer.encode_pair(text, add_special_tokens=special)
+                assert ids == tokenizer.encode(text, add_special_tokens=special)
+                assert len(types) == len(ids)
+
+    def test_two_texts_as_a_prompt(self, tokenizer: Tokenizer) -> None:
+        first, second = self.texts[0], self.texts[-1]
+        ids, types = tokenizer.encode_pair(first, second)
+        assert len(types) == len(ids)
+        plain = [tokenizer.encode(t, add_special_tokens=False) for t in (first, second)]
+        bare = tokenizer.encode_pair(first, second, add_special_tokens=False)
+        assert bare.token_ids == plain[0] + plain[1]
+        special = tokenizer.special_token_ids
+        assert [i for i in ids if i not in special] == [
+            i for part in plain for i in part if i not in special
+        ]
+
+    def test_prompts_are_shortened_at_the_beginnings_of_texts(self, tokenizer: Tokenizer) -> None:
+        first, second = self.texts[0] * 3, self.texts[-1]
+        for texts in ((first,), (first, second), (second, first)):
+            whole = tokenizer.encode_pair(*texts)
+            bare = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            extra = len(whole.token_ids) - sum(map(len, bare))
+            for length in range(1, len(whole.token_ids) + 2):
+                ids, types = tokenizer.encode_pair(*texts, max_length=length)
+                assert len(ids) == len(types) == min(length, len(whole.token_ids))
+                if len(texts) == 1 and length > extra:
+                    kept = bare[0][max(0, len(bare[0]) + extra - length) :]
+                    assert _holds(ids, kept)
+
     def test_threads_do_not_disturb_each_other(self, tokenizer: Tokenizer) -> None:
         texts = list(self.texts) * 8
         expected = [tokenizer.encode(text) for text in texts]
@@ -113,3 +145,8 @@ class TokenizerConformance:
             assert list(pool.map(tokenizer.encode, texts)) == expected
             decoded = list(pool.map(tokenizer.decode, expected))
         assert decoded == [tokenizer.decode(ids) for ids in expected]
+
+
+def _holds(ids: list[int], part: list[int]) -> bool:
+    """Whether one list is a run of another."""
+    return any(ids[i : i + len(part)] == part for i in range(len(ids) - len(part) + 1))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from headrace_core.pooling import LateInteraction
 from headrace_core.request import TokensPrompt
 from headrace_core.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class MarkedTexts:
@@ -22,6 +26,12 @@ class MarkedTexts:
         self._info = info
         self._tokenizer = tokenizer
         self._lower_case = lower_case
+        self._expands = info.expand_queries and info.attend_to_expansion
+        if info.expand_queries and not self._expands:
+            logger.warning(
+                "late interaction: queries are not filled up with mask tokens, as the model would "
+                "have to compute tokens that nothing attends to; scores sum over their own tokens"
+            )
         self.skipped = frozenset(
             token
             for word in info.skip_words
@@ -33,7 +43,7 @@ class MarkedTexts:
         """A query's prompt."""
         info = self._info
         ids = self._marked(text, info.query_marker, info.query_length)
-        if info.expand_queries and info.attend_to_expansion:
+        if self._expands:
             ids += self._ids_of("mask_token") * (info.query_length - len(ids))
         return TokensPrompt(prompt_token_ids=ids)
 

@@ -42,6 +42,7 @@ class PairPrompt(NamedTuple):
 
     first: str
     second: str
+    cache_salt: str | None = None
 
 
 PoolingPrompt = Prompt | PairPrompt
@@ -169,7 +170,8 @@ class PoolingIntake:
         self, prompt: PoolingPrompt, add_special_tokens: bool | None, keep: int | None
     ) -> PromptTokens:
         if isinstance(prompt, PairPrompt):
-            return self._prompts.read_pair(prompt.first, prompt.second, max_length=keep)
+            read = self._prompts.read_pair(prompt.first, prompt.second, max_length=keep)
+            return read._replace(cache_salt=prompt.cache_salt)
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             raise UnsupportedFeature(
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"

@@ -21,7 +21,7 @@ from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PoolingInfo, PoolingParams
-from headrace_core.request import Prompt
+from headrace_core.request import Prompt, TextPrompt
 from headrace_core.scoring import ScoreInput, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
@@ -141,8 +141,10 @@ class ScorePlanner:
         self, first: ScoreInput, second: ScoreInput, template: str | None
     ) -> PoolingPrompt:
         query, document = text_of(first, "text_1"), text_of(second, "text_2")
-        rendered = self._render(query, document, template)
-        return PairPrompt(query, document) if rendered is None else rendered
+        rendered, salt = self._render(query, document, template), _salt(first, second)
+        if rendered is None:
+            return PairPrompt(query, document, salt)
+        return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
 
     def _query(self, value: ScoreInput) -> Prompt:
         assert self._marked is not None
@@ -222,6 +224,13 @@ def text_of(value: ScoreInput, param: str) -> str:
     )
 
 
+def _salt(*sides: ScoreInput) -> str | None:
+    """What keeps a pair's cached blocks apart: the salt of either side."""
+    salts = [side.get("cache_salt") for side in sides if isinstance(side, Mapping)]
+    found = [salt for salt in salts if isinstance(salt, str)]
+    return "/".join(found) or None
+
+
 def _part_text(part: object, param: str) -> str:
     if isinstance(part, str):
         return part
@@ -247,4 +256,5 @@ def _single(output: PooledOutput, _: PooledOutput) -> float:
 def _cosine(first: PooledOutput, second: PooledOutput) -> float:
     a, b = (as_array(o.outputs.data).astype(np.float64) for o in (first, second))
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norms if norms else 0.0
+    # Rounding must not make it more than the cosine of equal directions.
+    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else 0.0

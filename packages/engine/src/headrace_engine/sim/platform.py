@@ -74,6 +74,12 @@ class SimPlatform:
                     "computes nothing",
                     field=name,
                 )
+        if info.runner != "generate":
+            raise ConfigError(
+                f"device.device = 'sim': must be another device for {info.architecture}, which pools "
+                f"(runner {info.runner}); the simulated one writes tokens only",
+                field="device.device",
+            )
         assert config.cache.block_size is not None
         assert config.scheduler.max_num_batched_tokens is not None
         return SimWorker(

@@ -95,13 +95,21 @@ def connect(
     front = front_end(config, templates, timeline, client)
     from headrace_engine.engine import Engine
 
-    return Engine(
-        front.client,
-        front.intake,
-        front.config,
-        speech=front.speech,
-        io_processor=front.io_processor,
-    )
+    speech = front.speech
+    try:
+        if speech is not None:
+            speech.warm_up()
+        return Engine(
+            front.client,
+            front.intake,
+            front.config,
+            speech=speech,
+            io_processor=front.io_processor,
+        )
+    except BaseException:
+        if speech is not None:
+            speech.close()
+        raise
 
 
 def front_end(

@@ -78,13 +78,16 @@ class ServedSpeech(DeclaredSpeech):
         matrix = np.frombuffer(weights.data, np.float32).reshape(weights.shape)
         return token_times(matrix[-num_tokens:], seconds / weights.shape[1])
 
+    def warm_up(self) -> None:
+        """Have the processes that decode start now, beside what else is loaded."""
+        self._decoder.warm_up()
+
     def close(self) -> None:
         self._decoder.close()
 
 
 def served_speech(resolved: Resolved) -> ServedSpeech | None:
-    """With a decoder whose processes start now, beside what else is loaded; None: the model does not
-    transcribe.
+    """With a decoder whose processes start when they are needed; None: the model does not transcribe.
 
     Raises:
         MissingDependency: the libraries that decode audio are not installed; names the extra.
@@ -99,7 +102,6 @@ def served_speech(resolved: Resolved) -> ServedSpeech | None:
         raise missing(error) from error
     model: type[Any] = model_class(info)
     decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
-    decoder.warm_up()
     return ServedSpeech(model, info, decoder)
 
 

@@ -118,21 +118,25 @@ class Runner:
             return f"method = {line.method[:16]!r}: must be 'POST'"
         if line.url not in self._paths:
             return f"url = {line.url[:200]!r}: must be one of {sorted(self._paths)}"
-        if _streams(bytes(line.body)):
-            return "stream: a batch has no streams; leave it out"
-        return None
+        return _unlinelike(bytes(line.body))
 
 
-def _streams(body: bytes) -> bool:
-    """Whether a body asks for a stream. What else it holds is for the route to judge."""
+def _unlinelike(body: bytes) -> str | None:
+    """Why a body's answer would be no line of JSON. What else it holds is for the route to judge."""
     try:
-        return msgspec.json.decode(body, type=_Streaming).stream is True
+        form = msgspec.json.decode(body, type=_Form)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeError, RecursionError):
-        return False
+        return None
+    if form.stream is True:
+        return "stream: a batch has no streams; leave it out"
+    if form.encoding_format in ("bytes", "bytes_only"):
+        return f"encoding_format = {form.encoding_format!r}: a batch has JSON only; use 'base64'"
+    return None
 
 
-class _Streaming(msgspec.Struct):
+class _Form(msgspec.Struct):
     stream: object = False
+    encoding_format: object = None
 
 
 def _retry_after(answer: Answer) -> float:

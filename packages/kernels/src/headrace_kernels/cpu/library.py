@@ -54,6 +54,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "linear_packed_bytes": (_L, [_L] * 2 + [_I]),
     "linear_pack": (None, [_P] * 2 + [_L] * 3 + [_I]),
     "linear": (None, [_P] * 4 + [_L] * 4 + [_I]),
+    "linear_activated": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),
     "linear_gated": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),
     "quant_linear_packed_bytes": (_L, [_L] * 3 + [_I] * 3),
     "quant_linear_pack": (None, [_P] * 4 + [_L] * 4 + [_I] * 2),

@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from headrace_core.model import WeightRule
-from headrace_models.families.llama import RULES, LlamaForCausalLM
-from headrace_models.layers.attention import Attention
+from headrace_models.families.gemma import GemmaForCausalLM
+from headrace_models.families.llama import RULES
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import SandwichBlock
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
-from headrace_models.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from headrace_core.model import BuildContext
 
 GEMMA_RULES = (
@@ -32,31 +28,10 @@ GEMMA_RULES = (
 """Llama's, but ``post_attention_layernorm`` really stands after the attention."""
 
 
-class Gemma2ForCausalLM(LlamaForCausalLM):
+class Gemma2ForCausalLM(GemmaForCausalLM):
     """Text model of Gemma 2."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = GEMMA_RULES
-    ties_embeddings: ClassVar[bool] = True
-
-    def __init__(self, context: BuildContext, prefix: str = "") -> None:
-        super().__init__(context, prefix)
-        # Rounded to the activations' dtype first, as the model was trained.
-        dtype: torch.dtype = getattr(torch, context.dtype)
-        self.embed_scale = float(torch.tensor(self.hidden_size() ** 0.5, dtype=dtype))
-
-    def head_dim(self) -> int:
-        return self.settings.head_dim(default=256)
-
-    def make_norm(self, context: BuildContext, name: str) -> RMSNorm:
-        """Gemma stores its norms' weights less 1."""
-        eps = self.settings.number("rms_norm_eps", 1e-6)
-        return RMSNorm(context, name, self.hidden_size(), eps, offset=1.0)
-
-    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm:
-        return self.make_norm(context, f"{prefix}model.norm")
-
-    def token_vectors(self, ids: Tensor) -> Tensor:
-        return self.context.ops.scale(self.embed(ids), self.embed_scale)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return SandwichBlock(
@@ -72,7 +47,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         kinds = self.settings.layer_types()
         return index % 2 == 0 if kinds is None else kinds[index] == "sliding_attention"
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)
         window = self.settings.optional_integer("sliding_window")
         return self.attention(

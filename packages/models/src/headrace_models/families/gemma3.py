@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.gemma2 import GEMMA_RULES, Gemma2ForCausalLM
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.rope import is_per_layer_type, rope_settings
 
@@ -33,8 +32,6 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     weight_rules: ClassVar[Sequence[WeightRule]] = (*GEMMA_RULES, *HEAD_NORM_RULES)
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
-        if self.settings.flag("use_bidirectional_attention", False):
-            raise UnsupportedModel("config.json: use_bidirectional_attention = True: not supported")
         size = self.head_dim()
         limit = self.settings.integer("max_position_embeddings", 131_072)
         rope = rope_settings(context.config, "full_attention", theta=GLOBAL_THETA)
@@ -49,7 +46,13 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         pattern = self.settings.integer("sliding_window_pattern", DEFAULT_PATTERN)
         return (index + 1) % pattern != 0
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def window(self) -> int:
+        """In both directions the config's number is the whole width, half of it to either side."""
+        window = self.settings.integer("sliding_window", 4096)
+        bidirectional = self.settings.flag("use_bidirectional_attention", False)
+        return window // 2 if bidirectional else window
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)
         sliding = self.is_sliding(index)
         return self.attention(
@@ -57,7 +60,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             name,
             rotary=self.local_rotary if sliding else self.rotary,
             scale=self.settings.positive("query_pre_attn_scalar", 256) ** -0.5,
-            sliding_window=self.settings.integer("sliding_window", 4096) if sliding else None,
+            sliding_window=self.window() if sliding else None,
             soft_cap=self.settings.optional_positive("attn_logit_softcapping") or 0.0,
             qkv_bias=bias,
             out_bias=bias,

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import Attention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.mlp import MLP
 from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.self_attention import self_attention
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.settings import MAX_LAYERS
 
@@ -95,7 +95,7 @@ class GPT2LMHeadModel(Decoder):
         scaled = self.settings.flag("scale_attn_weights", True)
         return PreNormBlock(
             self.make_norm(context, f"{name}.ln_1"),
-            Attention(
+            self_attention(
                 context,
                 f"{name}.attn",
                 hidden_size=hidden,

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.rotary import rotary_table
+from headrace_models.layers.self_attention import self_attention
 from headrace_models.rope import rope_settings
 
 if TYPE_CHECKING:
@@ -56,12 +57,12 @@ class LlamaForCausalLM(Decoder):
             self.make_mlp(context, index, f"{name}.mlp"),
         )
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)
         return self.attention(context, name, qkv_bias=bias, out_bias=bias)
 
-    def attention(self, context: BuildContext, name: str, **differences: Any) -> Attention:
-        """A layer of the config's sizes; ``differences`` are further arguments of `Attention`."""
+    def attention(self, context: BuildContext, name: str, **differences: Any) -> SelfAttention:
+        """A layer of the config's sizes; ``differences`` are further arguments of `SelfAttention`."""
         arguments = {
             "hidden_size": self.hidden_size(),
             "num_heads": self.settings.integer("num_attention_heads"),
@@ -70,7 +71,7 @@ class LlamaForCausalLM(Decoder):
             "rotary": self.rotary,
             **differences,
         }
-        return Attention(context, name, **arguments)
+        return self_attention(context, name, **arguments)
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         return GatedMLP(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_models.families.llama import LlamaForCausalLM
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -14,6 +14,6 @@ if TYPE_CHECKING:
 class MistralForCausalLM(LlamaForCausalLM):
     """Window ``sliding_window`` of the config, none if that is null."""
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         window = self.settings.optional_integer("sliding_window")
         return self.attention(context, name, sliding_window=window)

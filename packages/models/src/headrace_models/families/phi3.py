@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES, LlamaForCausalLM
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.mapping import ALL_PARTS
 
@@ -30,7 +30,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         WeightRule("model.layers.{}.mlp.gate_up_proj", "layers.{}.mlp.gate_up", split=ALL_PARTS),
     )
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         window = self.settings.optional_integer("sliding_window")
         return self.attention(context, name, sliding_window=window, part_names=())
 

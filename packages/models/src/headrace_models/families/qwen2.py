@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace_models.families.llama import LlamaForCausalLM
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 from headrace_models.settings import Settings
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """Windows only if ``use_sliding_window``; then by ``layer_types`` or ``max_window_layers``."""
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         window = upper_layer_window(self.settings, index)
         return self.attention(context, name, sliding_window=window, qkv_bias=True)
 

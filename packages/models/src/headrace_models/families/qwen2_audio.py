@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import ModelInfo, WeightRule
 from headrace_core.request import TextPrompt
@@ -87,7 +89,7 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM, SupportsTranscription
         """
         lengths = [(int(item["num_frames"][0]) + 1) // 2 for item in inputs]
         states = self.encoder([item["input_features"] for item in inputs], lengths)
-        return self.projector(states).split([length // 2 for length in lengths])
+        return torch.split(self.projector(states), [length // 2 for length in lengths])
 
     # ---- what it says of itself
 
@@ -112,13 +114,19 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM, SupportsTranscription
         task_type: SpeechTask,
         request_prompt: str,
         to_language: str | None,
+        timestamps: bool = False,
     ) -> TextPrompt:
         """A question about the clip: in a conversation where the checkpoint has a chat template.
 
         Raises:
             RequestError: a target language that it does not know, or one for a transcript; special
-                tokens in the request's prompt.
+                tokens in the request's prompt; timestamps, which it does not have.
         """
+        if timestamps:
+            raise RequestError(
+                "timestamps: the model says none; leave timestamp_granularities out",
+                param="timestamp_granularities",
+            )
         question = _question(cls.supported_languages, language, task_type, to_language)
         if request_prompt.strip():
             refuse_special_tokens(model_config.path, request_prompt)

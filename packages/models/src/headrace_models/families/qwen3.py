@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES, LlamaForCausalLM
 from headrace_models.families.qwen2 import upper_layer_window
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -30,7 +30,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     def sliding_window(self, index: int) -> int | None:
         return upper_layer_window(self.settings, index)
 
-    def make_attention(self, context: BuildContext, index: int, name: str) -> Attention:
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)
         return self.attention(
             context,

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext
+    from headrace_core.model import AttentionLayer, BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class WhisperForConditionalGeneration(Decoder, SupportsTranscription):
 
     # ---- what it does
 
-    def attention_layers(self) -> Mapping[str, Attention | CrossAttention]:
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
         kinds = (Attention, CrossAttention)
         found = (layer for _, layer in walk(self) if isinstance(layer, kinds))

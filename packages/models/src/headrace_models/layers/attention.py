@@ -5,6 +5,7 @@ Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class SelfAttention(Layer):
+class SelfAttention(Layer, ABC):
     """What attention with and without a cache share: the projections around it, and its facts.
 
     Args:
@@ -105,6 +106,10 @@ class SelfAttention(Layer):
         query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
         return query, key, value
 
+    @abstractmethod
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+
 
 class Attention(SelfAttention):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
@@ -114,7 +119,7 @@ class Attention(SelfAttention):
 
     def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:
         super().__init__(context, name, **arguments)
-        self.kv_spec = _cache_spec(context, self.spec)
+        self.kv_spec: KVCacheSpec | None = _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,

@@ -128,12 +128,12 @@ class AudioEncoder(Layer):
             hidden, _ = self.final_norm.add(x, residual)
             return hidden
         total = x if residual is None else self.ops.add(x, residual)
-        return self.final_norm(torch.cat([_halved(part) for part in total.split(sizes)]))
+        return self.final_norm(torch.cat([_halved(part) for part in torch.split(total, sizes)]))
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [L, H]: what the first block gets."""
-        x = self.ops.activation(self.conv1(clip.to(self.dtype)), _STEM_ACTIVATION)
-        x = self.ops.activation(self.conv2(x), _STEM_ACTIVATION)
+        x = self.conv1.activated(clip.to(self.dtype), _STEM_ACTIVATION)
+        x = self.conv2.activated(x, _STEM_ACTIVATION)
         return self.ops.add(x, self.positions.weight[: x.shape[0]])
 
 
@@ -199,5 +199,6 @@ class _Attention(SelfAttention):
 
 def _halved(states: Tensor) -> Tensor:
     """[L, H] -> [L // 2, H]."""
-    pairs = states[: states.shape[0] // 2 * 2].unflatten(0, (-1, 2))
-    return pairs.float().mean(1).to(states.dtype)
+    half = states.shape[0] // 2
+    pairs = states[: 2 * half].view(half, 2, states.shape[1])
+    return pairs.mean(1, dtype=torch.float32).to(states.dtype)

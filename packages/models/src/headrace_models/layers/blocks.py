@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.norm import LayerNorm, RMSNorm
@@ -15,13 +16,25 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
 
 
+class NoNorm(Layer):
+    """Stands where a first block has no norm, as what comes before it ends in one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Only the first block has none: there is nothing to add yet."""
+        assert residual is None
+        return x, x
+
+
 class PreNormBlock(Block):
     """``h = x + attention(norm(x)); h + mlp(norm(h))``: Llama, GPT-2 and most since."""
 
     def __init__(
         self,
-        input_norm: RMSNorm | LayerNorm,
-        attention: Attention,
+        input_norm: RMSNorm | LayerNorm | NoNorm,
+        attention: SelfAttention,
         mlp_norm: RMSNorm | LayerNorm,
         mlp: MLPLayer,
     ) -> None:
@@ -45,7 +58,7 @@ class SandwichBlock(Block):
     def __init__(
         self,
         input_norm: RMSNorm,
-        attention: Attention,
+        attention: SelfAttention,
         attention_out_norm: RMSNorm,
         mlp_norm: RMSNorm,
         mlp: MLPLayer,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from headrace_core.attention import AttentionLayerSpec, AttentionNeed
-from headrace_core.kv import CACHE_DTYPES, CrossAttentionSpec
+from headrace_core.kv import CACHE_DTYPES, CrossAttentionSpec, KVCacheSpec
 from headrace_models.layers.base import Layer
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 
@@ -62,7 +62,7 @@ class CrossAttention(Layer):
             name, heads, heads, head_dim, head_dim**-0.5, attention_type=_TYPE
         )
         dtype = CACHE_DTYPES.get(context.kv_cache_dtype) or context.dtype
-        self.kv_spec = CrossAttentionSpec(
+        self.kv_spec: KVCacheSpec | None = CrossAttentionSpec(
             context.block_size, heads, head_dim, dtype, max_encoder_tokens=max_states
         )
         self.backend = context.attention(

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
+from headrace_models.architectures import is_bidirectional
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Block(Layer, ABC):
     @abstractmethod
     def __call__(
         self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """x [T, H] is what the block before added to the residual [T, H] (None: nothing yet).
 
         The sum of both is the stream; handing it on in two terms lets each norm add them in the
@@ -68,14 +70,12 @@ class Decoder(Layer, ABC):
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
         self.settings = Settings(context.config)
-        hidden, vocab = self.hidden_size(), self.settings.integer("vocab_size")
-        tied = self.settings.flag("tie_word_embeddings", self.ties_embeddings)
-        head = LinearSpec(f"{prefix}{self.head_name}", hidden, (vocab,), context.dtype)
-        method = context.quant.for_layer(head)
-        shared = tied and not quantizes_floats(method, head)
-        self.embed: Embedding | PackedEmbedding = (PackedEmbedding if shared else Embedding)(
-            context, f"{prefix}{self.embedding_name}", vocab, hidden
-        )
+        if context.pooling is None and is_bidirectional("", context.config):
+            raise UnsupportedModel(
+                "config.json: the model attends in both directions, so it generates nothing: set "
+                "--runner pooling"
+            )
+        self.embed: Embedding | PackedEmbedding = self.make_embedding(context, prefix)
         self.prepare(context, prefix)
         self.layers = [
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
@@ -83,14 +83,38 @@ class Decoder(Layer, ABC):
         ]
         self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.make_head(context, prefix)
+
+    def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
+        """The table of input vectors; packed for the head if that multiplies with it."""
+        spec = self.head_spec(prefix)
+        shared = self.is_tied() and not quantizes_floats(context.quant.for_layer(spec), spec)
+        return (PackedEmbedding if shared else Embedding)(
+            context,
+            f"{prefix}{self.embedding_name}",
+            self.settings.integer("vocab_size"),
+            self.hidden_size(),
+        )
+
+    def make_head(self, context: BuildContext, prefix: str) -> None:
+        """Make what stands behind the final norm: ``head``, from hidden states to logits."""
+        spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear
-        if isinstance(self.embed, PackedEmbedding):
-            self.head = TiedLinear(context, head.name, self.embed.weight)
-        elif tied:
-            table = self.embed
-            self.head = QuantizedTiedLinear(head, method, lambda: table.weight)
+        if isinstance(table, PackedEmbedding):
+            self.head = TiedLinear(context, spec.name, table.weight)
+        elif self.is_tied():
+            method = context.quant.for_layer(spec)
+            self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:
-            self.head = Linear(context, head.name, hidden, [Part(vocab)])
+            self.head = Linear(context, spec.name, spec.in_features, [Part(spec.out_features)])
+
+    def head_spec(self, prefix: str) -> LinearSpec:
+        vocab = self.settings.integer("vocab_size")
+        return LinearSpec(f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype)
+
+    def is_tied(self) -> bool:
+        """Whether the head is the table of input vectors."""
+        return self.settings.flag("tie_word_embeddings", self.ties_embeddings)
 
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
@@ -125,7 +149,7 @@ class Decoder(Layer, ABC):
         """[T, H]: what the first block gets."""
         return self.input_vectors(batch)
 
-    def attention_layers(self) -> Mapping[str, Attention]:
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
         found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
         return {layer.spec.name: layer for layer in found}

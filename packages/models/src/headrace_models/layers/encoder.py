@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, WeightRule
+    from headrace_core.model import AttentionLayer, BuildContext, Pooler, WeightRule
     from headrace_models.layers.encoder_attention import EncoderAttention
     from headrace_models.layers.mlp import MLPLayer
     from headrace_models.pooling.classifier import Classifier
@@ -29,8 +29,9 @@ class EncoderBlock(Layer, ABC):
     """One layer of the stack."""
 
     @abstractmethod
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> the same shape."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, H] -> the same shape, or with rows [R] int64 only those of it: what comes behind the
+        attention is by row, so the others need not be computed."""
 
 
 class PostNormBlock(EncoderBlock):
@@ -39,13 +40,15 @@ class PostNormBlock(EncoderBlock):
     def __init__(
         self, attention: EncoderAttention, attention_norm: Norm, mlp: MLPLayer, mlp_norm: Norm
     ) -> None:
+        self.ops = attention.ops
         self.attention = attention
         self.attention_norm = attention_norm
         self.mlp = mlp
         self.mlp_norm = mlp_norm
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        attended = self.attention(x, batch, rows)
+        x, _ = self.attention_norm.add(attended, x if rows is None else self.ops.embedding(rows, x))
         x, _ = self.mlp_norm.add(self.mlp(x), x)
         return x
 
@@ -66,7 +69,7 @@ class Encoder(Layer, ABC):
         self.embed = self.make_embeddings(context, prefix)
         self.prepare(context, prefix)
         self.make_layers(context, prefix)
-        self.pooler = make_pooler(context, self.make_classifier(context, prefix))
+        self.pooler: Pooler = self.make_pooler(context, prefix)
 
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
@@ -84,6 +87,10 @@ class Encoder(Layer, ABC):
     @abstractmethod
     def make_layers(self, context: BuildContext, prefix: str) -> None:
         """Make the stack."""
+
+    def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
+        """What pools: by the config of pooling alone, but for a few classes."""
+        return make_pooler(context, self.make_classifier(context, prefix))
 
     def make_classifier(self, context: BuildContext, prefix: str) -> Classifier | None:
         """What makes logits of hidden states; None: the model embeds."""
@@ -128,9 +135,9 @@ class PostNormEncoder(Encoder):
         """The stack's layer ``index``."""
 
     def run_layers(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, batch)
-        return self.chosen(x, batch)
+        return self.layers[-1](x, batch, batch.logits_rows)
 
 
 class PreNormEncoder(Encoder):

@@ -55,8 +55,8 @@ class EncoderAttention(SelfAttention):
             )
         )
 
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, hidden_size] -> the same shape."""
+    def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
+        """x [T, hidden_size] -> the same shape, or with rows [R] int64 only those of it."""
         query, key, value = self.project(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -72,4 +72,5 @@ class EncoderAttention(SelfAttention):
             batch.max_seqlen_q,
             distance_bias=self.shared_bias[0].bias if self.shared_bias else None,
         )
-        return self.out(out.flatten(1))
+        out = out.flatten(1)
+        return self.out(out if rows is None else self.ops.embedding(rows, out))

@@ -116,6 +116,11 @@ class Linear(WeightLayer):
         out = self.method.apply(self.state, x, self.bias)
         return self.communicator.all_reduce(out) if self.reduce else out
 
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """``act`` of the layer: x [T, in_features] -> [T, out_features]."""
+        assert not self.reduce, self.name
+        return self.method.apply_activated(self.ops, self.state, x, activation, self.bias)
+
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """``act(gate(x)) * up(x)`` of a layer whose two parts are gate and up, of equal size:
         x [T, in_features] -> [T, out_features / 2]."""

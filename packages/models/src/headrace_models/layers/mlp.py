@@ -26,7 +26,9 @@ class GatedMLP(MLPLayer):
     """``down(act(gate(x)) * up(x))``, gate and up in one product.
 
     Args:
+        bias: of both products; down_bias: of the second if it differs.
         stored_fused: the checkpoint holds gate and up in one module (Phi-3).
+        fused_name, down_name: the checkpoint's module names below ``name``.
     """
 
     def __init__(
@@ -38,19 +40,26 @@ class GatedMLP(MLPLayer):
         activation: str,
         *,
         bias: bool = False,
+        down_bias: bool | None = None,
         stored_fused: bool = False,
+        fused_name: str = "gate_up_proj",
+        down_name: str = "down_proj",
     ) -> None:
         self.activation = activation
         self.gate_up = column_parallel(
             context,
-            f"{name}.gate_up_proj",
+            f"{name}.{fused_name}",
             hidden_size,
             (intermediate_size, intermediate_size),
             bias=bias,
             part_names=() if stored_fused else (f"{name}.gate_proj", f"{name}.up_proj"),
         )
         self.down = row_parallel(
-            context, f"{name}.down_proj", intermediate_size, hidden_size, bias=bias
+            context,
+            f"{name}.{down_name}",
+            intermediate_size,
+            hidden_size,
+            bias=bias if down_bias is None else down_bias,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -71,10 +80,9 @@ class MLP(MLPLayer):
         *,
         bias: bool = True,
     ) -> None:
-        self.ops = context.ops
         self.activation = activation
         self.up = column_parallel(context, up_name, hidden_size, (intermediate_size,), bias=bias)
         self.down = row_parallel(context, down_name, intermediate_size, hidden_size, bias=bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.activation(self.up(x), self.activation))
+        return self.down(self.up.activated(x, self.activation))

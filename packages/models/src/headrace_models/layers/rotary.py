@@ -85,6 +85,17 @@ def _dynamic(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Ten
     return _plain(theta, dim), 1.0
 
 
+def _ntk(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
+    """GTE's: a base times the factor, all frequencies less by the factor to the 2/dim. The same at
+    every length: its models were trained so."""
+    if rope.scaling.get("mixed_b") is not None:
+        raise UnsupportedModel(
+            f"config.json: mixed_b = {rope.scaling['mixed_b']!r}: must be left out"
+        )
+    factor = rope.number("factor")
+    return _plain(rope.theta * factor, dim) / factor ** (2 / dim), 1.0
+
+
 def _llama3(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -165,4 +176,5 @@ _KINDS: Mapping[str, Callable[[RopeSettings, int, int, int], tuple[Tensor, float
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "ntk": _ntk,
 }

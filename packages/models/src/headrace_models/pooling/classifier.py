@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from headrace_core.model import BuildContext
     from headrace_core.ops import PackedLinear
+    from headrace_models.pooling.head_norm import HeadNorm
 
 OUT_RULE = WeightRule("classifier", "pooler.head.classifier.out")
 """Of :func:`token_classifier`."""
@@ -31,6 +32,7 @@ class HeadLinear(WeightLayer):
 
     Args:
         name: as the checkpoint spells it.
+        bias: None: if the checkpoint has one.
     """
 
     def __init__(
@@ -40,7 +42,7 @@ class HeadLinear(WeightLayer):
         in_features: int,
         out_features: int,
         *,
-        bias: bool = True,
+        bias: bool | None = True,
     ) -> None:
         assert context.pooling is not None
         self.name = name
@@ -53,13 +55,14 @@ class HeadLinear(WeightLayer):
 
     def slots(self) -> Mapping[str, Slot]:
         slots = {"weight": Slot(self.shape, dtype=self.dtype, any_float=True)}
-        if self.has_bias:
-            slots["bias"] = Slot(self.shape[:1], dtype=self.dtype, any_float=True)
+        if self.has_bias is not False:
+            needed = self.has_bias is True
+            slots["bias"] = Slot(self.shape[:1], self.dtype, any_float=True, required=needed)
         return slots
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed = self.ops.linear.pack(tensors["weight"])
-        self.bias = tensors["bias"].clone() if self.has_bias else None
+        self.bias = tensors["bias"].clone() if "bias" in tensors else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in_features] float32 -> [n, out_features] float32."""
@@ -68,7 +71,7 @@ class HeadLinear(WeightLayer):
 
 
 class Classifier(Layer):
-    """``out(activation(dense(x)))``, or ``out(x)`` without a dense layer.
+    """``out(norm(activation(dense(x))))``, without a norm, or without dense layer and activation.
 
     Args:
         activation: elementwise.
@@ -79,15 +82,19 @@ class Classifier(Layer):
         out: HeadLinear,
         dense: HeadLinear | None = None,
         activation: Callable[[Tensor], Tensor] = torch.tanh,
+        norm: HeadNorm | None = None,
     ) -> None:
         self.dense = dense
         self.activation = activation
+        self.norm = norm
         self.out = out
 
     def __call__(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """x [n, H] float32, so many rows of each prompt -> logits [n, L] float32."""
         if self.dense is not None:
             x = apart(self.activation, self.dense(x), lengths)
+        if self.norm is not None:
+            x = self.norm(x)
         return self.out(x)
 
 

@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
-from headrace_core.pooling import DenseModule, PoolerConfig, PoolingInfo, PoolingTraits
+from headrace_core.pooling import (
+    DenseModule,
+    LateInteraction,
+    PoolerConfig,
+    PoolingInfo,
+    PoolingTraits,
+)
 from headrace_models.pooling.labels import classification_activation, label_names, num_labels
 from headrace_models.pooling.sentence_transformers import SentenceModules
 from headrace_models.settings import Settings
 
-CONVERTED: Mapping[str, PoolingTraits] = {
-    "embed": PoolingTraits("embed", "LAST", ("LAST", "ALL", "CLS", "MEAN"), causal=True),
-    "classify": PoolingTraits("classify", "LAST", causal=True),
-}
-"""How a generating class pools once it is converted."""
 _SIZE_KEYS = ("hidden_size", "dim", "n_embd", "d_model")
 
 
@@ -30,6 +31,7 @@ def pooling_info(
     *,
     dtype: str,
     max_model_len: int,
+    late: LateInteraction | None = None,
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
 
@@ -37,6 +39,7 @@ def pooling_info(
         config: the text part of ``config.json``.
         traits: of the class, or of its conversion.
         dtype, max_model_len: resolved.
+        late: of a multi-vector model.
 
     Raises:
         ConfigError: the user asks for what the class cannot do; names the field.
@@ -44,9 +47,9 @@ def pooling_info(
     """
     kind = _pooling_type(user, sentence, traits)
     embeds = traits.purpose == "embed"
-    labels = 0 if embeds else num_labels(config)
+    labels = 0 if embeds else traits.num_labels or num_labels(config)
     tasks = _tasks(traits, kind, labels)
-    size = _embedding_size(config, sentence.dense) if embeds else 0
+    size = _embedding_size(config, sentence.dense, traits) if embeds else 0
     matryoshka = _matryoshka(config) if embeds else None
     _check_dimensions(user, matryoshka, size)
     types = Settings(config).integer("type_vocab_size", 1, minimum=0) if traits.token_types else 0
@@ -55,24 +58,31 @@ def pooling_info(
         pooling_type=kind,
         causal=traits.causal,
         embedding_size=size,
-        normalize=_first(user.normalize, sentence.normalize if sentence.pools else None, True),
+        normalize=_first(
+            user.normalize, sentence.normalize if sentence.pools else None, traits.normalize
+        ),
         use_activation=_first(user.use_activation, True),
         dimensions=user.dimensions,
         matryoshka=matryoshka,
         num_labels=labels,
-        labels=() if embeds else label_names(config),
-        activation="identity" if embeds else classification_activation(config, sentence.activation),
+        labels=() if embeds or traits.num_labels else label_names(config),
+        activation=traits.activation
+        or ("identity" if embeds else classification_activation(config, sentence.activation)),
         head_dtype=_head_dtype(config, dtype),
         logit_bias=user.logit_bias,
-        step_tag_id=user.step_tag_id,
+        step_tag_id=user.step_tag_id if kind != "STEP" else _step_tag(user, traits),
         returned_token_ids=user.returned_token_ids,
         dense=sentence.dense if embeds else (),
         enable_chunked_processing=bool(user.enable_chunked_processing) and embeds,
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
-        scoring="cross" if "score" in tasks else "cosine" if "embed" in tasks else "",
+        scoring=_scoring(tasks, late),
         prompts=sentence.prompts,
         lower_case=sentence.lower_case,
+        sparse=traits.sparse,
+        sparse_sum=sentence.sparse_sum,
+        sparse_log_twice=sentence.sparse_log_twice,
+        late_interaction=late,
         token_types=types > 1,
         max_token_types=max(types, 1),
     )
@@ -103,8 +113,22 @@ def _pooling_type(user: PoolerConfig, sentence: SentenceModules, traits: Pooling
     return kind
 
 
+def _scoring(tasks: tuple[str, ...], late: LateInteraction | None) -> str:
+    if "score" in tasks:
+        return "cross"
+    if late is not None:
+        return "late_interaction"
+    return "cosine" if "embed" in tasks else ""
+
+
+def _step_tag(user: PoolerConfig, traits: PoolingTraits) -> int | None:
+    return traits.step_tag_id if user.step_tag_id is None else user.step_tag_id
+
+
 def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
     """Rows of tokens are to be had of every model; one row for the prompt needs a way to it."""
+    if traits.tasks:
+        return traits.tasks
     whole = kind not in ("ALL", "STEP")
     if traits.purpose == "embed":
         return ("embed", "token_embed") if whole else ("token_embed",)
@@ -113,7 +137,11 @@ def _tasks(traits: PoolingTraits, kind: str, labels: int) -> tuple[str, ...]:
     return ("classify", *(("score",) if labels == 1 else ()), "token_classify")
 
 
-def _embedding_size(config: Mapping[str, Any], dense: tuple[DenseModule, ...]) -> int:
+def _embedding_size(
+    config: Mapping[str, Any], dense: tuple[DenseModule, ...], traits: PoolingTraits
+) -> int:
+    if traits.sparse:
+        return Settings(config).integer("vocab_size")
     name = next((key for key in _SIZE_KEYS if config.get(key) is not None), _SIZE_KEYS[0])
     size = Settings(config).integer(name)
     for module in dense:

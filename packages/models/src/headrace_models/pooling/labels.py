@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
+from headrace_models.reranker import token_classifier
 from headrace_models.settings import Settings
 
 TORCH_ACTIVATIONS = (
@@ -17,18 +18,26 @@ _MAX_LABELS = 1 << 20
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
-    """``num_labels``, else as many as ``id2label`` names, else Hugging Face's default of 2.
+    """``num_labels``, else as many as ``id2label`` names, else Hugging Face's default of 2. Labels
+    made of tokens are as many as these come to.
 
     Raises:
         UnsupportedModel: it is no number of labels.
+        ConfigError: see :func:`headrace_models.reranker.token_classifier`.
     """
+    by_token = token_classifier(config)
+    if by_token is not None:
+        return by_token.num_labels
     names = config.get("id2label")
     default = len(names) if isinstance(names, Mapping) and names else 2
     return Settings(config).integer("num_labels", default, maximum=_MAX_LABELS)
 
 
 def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """``id2label`` by index; () unless it names every label."""
+    """``id2label`` by index; () unless it names every label. Labels made of tokens are named so."""
+    by_token = token_classifier(config)
+    if by_token is not None:
+        return () if by_token.difference else by_token.tokens
     names = config.get("id2label")
     if not isinstance(names, Mapping):
         return ()

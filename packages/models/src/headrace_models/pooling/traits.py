@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from headrace_core import plugins
-from headrace_core.errors import PluginError
+from headrace_core.errors import PluginError, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
+from headrace_models.pooling.sentence_transformers import SentenceModules
 
 _ENCODER = PoolingTraits("embed", "CLS", pooling_types=("CLS", "MEAN", "LAST", "ALL"))
 _BERT = dataclasses.replace(_ENCODER, token_types=True)
@@ -17,7 +19,9 @@ _MPNET = dataclasses.replace(_ENCODER, positions_follow_padding=True)
 
 def _classifier(encoder: PoolingTraits) -> PoolingTraits:
     """Their heads were trained on the first token."""
-    return dataclasses.replace(encoder, purpose="classify", pooling_types=("CLS",))
+    return dataclasses.replace(
+        encoder, purpose="classify", pooling_type="CLS", pooling_types=("CLS",)
+    )
 
 
 def _token_classifier(encoder: PoolingTraits) -> PoolingTraits:
@@ -34,6 +38,35 @@ def _line(prefix: str, encoder: PoolingTraits) -> dict[str, PoolingTraits]:
     }
 
 
+_MEAN = dataclasses.replace(_BERT, pooling_type="MEAN")
+_MODERN_CLASSIFIER = dataclasses.replace(_classifier(_ENCODER), pooling_types=("CLS", "MEAN"))
+_SPLADE = dataclasses.replace(
+    _BERT,
+    pooling_type="ALL",
+    pooling_types=("ALL",),
+    tasks=("embed",),
+    normalize=False,
+    sparse=True,
+)
+_REWARD = PoolingTraits(
+    "classify",
+    "ALL",
+    ("ALL", "LAST", "STEP"),
+    causal=True,
+    num_labels=1,
+    activation="identity",
+)
+_PROCESS_REWARD = PoolingTraits(
+    "token_classify",
+    "STEP",
+    ("STEP", "ALL"),
+    causal=True,
+    num_labels=2,
+    activation="softmax",
+    step_tag_id=151_651,
+)
+"""Qwen2.5-Math-PRM ends a step with ``<extra_0>``."""
+
 TRAITS: Mapping[str, PoolingTraits] = {
     **_line("Bert", _BERT),
     **_line("Camembert", _ROBERTA),
@@ -42,9 +75,71 @@ TRAITS: Mapping[str, PoolingTraits] = {
     **_line("MPNet", _MPNET),
     **_line("Roberta", _ROBERTA),
     **_line("XLMRoberta", _ROBERTA),
+    **_line("Gte", _BERT),
+    **_line("GteNew", _BERT),
+    **_line("JinaEmbeddingsV3", _MEAN),
+    **_line("ModernBert", _ENCODER),
+    "BertForMaskedLM": _SPLADE,
+    "BertSpladeSparseEmbeddingModel": _SPLADE,
+    "BgeM3EmbeddingModel": dataclasses.replace(
+        _ROBERTA, tasks=("embed", "token_embed", "token_classify")
+    ),
+    "HF_ColBERT": _BERT,
+    "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
+    "NomicBertModel": _MEAN,
+    "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
+    "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
 }
 """Architecture -> traits, of headrace's own classes."""
+
+
+_CONFIGURED: Mapping[str, str] = {"avg": "MEAN", "mean": "MEAN", "cls": "CLS", "last": "LAST"}
+_CONFIG_KEYS = ("classifier_pooling", "pooling")
+"""Of ModernBERT's classifiers, and of NVIDIA's bidirectional Llamas."""
+
+
+def configured(traits: PoolingTraits, config: Mapping[str, Any]) -> PoolingTraits:
+    """The traits with the pooling type that ``config.json`` names, if it names one.
+
+    Raises:
+        UnsupportedModel: the class cannot do it.
+    """
+    for key in _CONFIG_KEYS:
+        stated = config.get(key)
+        if stated is None or (key == "classifier_pooling" and traits.purpose != "classify"):
+            continue
+        kind = _CONFIGURED.get(str(stated))
+        if kind not in traits.pooling_types:
+            accepted = [name for name, k in _CONFIGURED.items() if k in traits.pooling_types]
+            raise UnsupportedModel(
+                f"config.json: {key} = {stated!r}: must be one of {', '.join(accepted)}"
+            )
+        return dataclasses.replace(traits, pooling_type=kind)
+    return traits
+
+
+def said_by_files(
+    architecture: str, traits: PoolingTraits, sentence: SentenceModules
+) -> PoolingTraits:
+    """The traits as Sentence Transformers' modules change them.
+
+    Raises:
+        UnsupportedModel: a head that guesses words would be pooled without their saying so.
+    """
+    if traits.sparse and architecture.endswith("ForMaskedLM") and not sentence.sparse:
+        raise UnsupportedModel(
+            f"{architecture} pools only as SPLADE, and no SpladePooling in modules.json says that it was "
+            'trained so. If it was: hf_overrides {"architectures": ["BertSpladeSparseEmbeddingModel"]}; '
+            'if the encoder alone is wanted: {"architectures": ["BertModel"]}'
+        )
+    if sentence.sparse and not traits.sparse:
+        raise UnsupportedModel(f"SpladePooling of {architecture}: must be BertForMaskedLM's")
+    if not sentence.multi_vector:
+        return traits
+    return dataclasses.replace(
+        traits, pooling_type="ALL", pooling_types=("ALL",), tasks=("token_embed",)
+    )
 
 
 def pooling_traits(architecture: str) -> PoolingTraits | None:

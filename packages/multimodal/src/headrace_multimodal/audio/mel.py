@@ -61,7 +61,7 @@ def log_mel(samples: Float, settings: MelSettings) -> Float:
     power = _power(samples.astype(np.float32, copy=False), settings)
     mel = np.log10(np.maximum(power @ mel_filters(settings).T, np.float32(_FLOOR)))
     mel = np.maximum(mel, mel.max() - np.float32(_RANGE))
-    return (mel + np.float32(4.0)) / np.float32(4.0)
+    return np.asarray((mel + 4.0) / 4.0, dtype=np.float32)
 
 
 def _power(samples: Float, settings: MelSettings) -> Float:

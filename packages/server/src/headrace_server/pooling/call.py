@@ -87,7 +87,8 @@ class PoolingCall:
         convert.check_priority(body.priority, self.model)
         self.id = convert.answer_id(prefix, body.request_id, request)
         self.created = int(time.time())
-        self.params = PoolingParams(**{name: getattr(body, name, None) for name in _PARAMS})
+        asked: dict[str, Any] = {name: getattr(body, name, None) for name in _PARAMS}
+        self.params = PoolingParams(**asked)
         self._priority = body.priority
         self._with_ids = bool(body.return_token_ids)
 
@@ -96,9 +97,7 @@ class PoolingCall:
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """The results of all prompts, in order."""
 
-        def encode(
-            position: int, prompt: Prompt
-        ) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
+        def encode(position: int, prompt: Prompt) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
             name = convert.engine_id(self.id, position)
             log_request(self.state.settings, name, self.params, prompt)
             return self.state.engine.encode(

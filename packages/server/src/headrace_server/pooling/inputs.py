@@ -10,6 +10,7 @@ from headrace_core.request import Prompt, TextPrompt, TokensPrompt
 from headrace_core.scoring import ScoreInput
 from headrace_server.conversation import need_template, special_tokens, spelled
 from headrace_server.convert import chat_prompt, text_part
+from headrace_server.protocol.base import check_size
 from headrace_server.protocol.pooling import ChatInput, ContentObject, PoolingBody, TextInput
 from headrace_server.state import ServerState
 
@@ -33,8 +34,7 @@ def inputs_of(body: PoolingBody, state: ServerState) -> Inputs:
         need_template(state.engine.model, state.settings, body.chat_template)
         chat = chat_prompt(body, state)
         prompt = spelled(chat, state)
-        special = body.add_special_tokens if prompt is chat else special_tokens(prompt)
-        return Inputs([prompt], special, "messages")
+        return Inputs([prompt], special_tokens(prompt), "messages")
     assert isinstance(body, TextInput)
     given = body.input
     is_one = isinstance(given, str) or isinstance(given[0], int)
@@ -78,6 +78,7 @@ def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None
     Raises:
         RequestError: it has none of them, or one that is no text.
     """
+    check_size(f"documents[{index}]", given)
     names = fields or ["text"]
     found = [(name, given[name]) for name in names if name in given]
     for name, value in found:

@@ -39,6 +39,8 @@ class ModelCard(BaseModel):
     root: str
     parent: str | None = None
     max_model_len: int | None
+    supported_tasks: list[str]
+    """``generate``, ``transcription``, ``embed``, ``classify``, ``score``, ..."""
     permission: list[ModelPermission]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from headrace_server.protocol.base import (
     FreeObject,
@@ -24,10 +24,6 @@ MAX_INPUTS = 8192
 MAX_FIELDS = 256
 
 
-def _several(items: Any) -> Any:
-    return Annotated[list[items], Field(min_length=1, max_length=MAX_INPUTS)]
-
-
 def _input_form(value: Any) -> str:
     """Decide by the first item: texts and token ids are not mixed."""
     if not isinstance(value, list):
@@ -38,11 +34,12 @@ def _input_form(value: Any) -> str:
     return "<texts>" if isinstance(first, str) else "<ids>"
 
 
+_SEVERAL = Field(min_length=1, max_length=MAX_INPUTS)
 InputField = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[_several(Text), Tag("<texts>")]
+    | Annotated[list[Text], _SEVERAL, Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[_several(TokenIds), Tag("<several ids>")],
+    | Annotated[list[TokenIds], _SEVERAL, Tag("<several ids>")],
     Discriminator(_input_form),
 ]
 Encoding = Literal["float", "base64", "bytes", "bytes_only"]
@@ -112,7 +109,8 @@ class EmbedFields(WireFields):
     """What makes a vector."""
 
     dimensions: Annotated[int, Field(lt=2**31)] | None = Field(
-        None, description="Cut vectors to so many numbers; only for models that were trained for it."
+        None,
+        description="Cut vectors to so many numbers; only for models that were trained for it.",
     )
     normalize: bool | None = Field(None, description="Null: as the model is configured.")
     sparse: bool = Field(
@@ -164,14 +162,24 @@ class PoolingChatRequest(TaskField, ActivationFields, EmbedFields, ChatInput):
     """Whatever the model makes of a conversation."""
 
 
-class PluginRequest(WireFields, RequestBody):
+_PLUGIN_WIRE = "an IO processor's answer is JSON of its own making; leave it out"
+
+
+class PluginRequest(RequestBody):
     """Data for the IO processor that the server was started with."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "encoding_format": Refusal(_PLUGIN_WIRE, "float"),
+        "embed_dtype": Refusal(_PLUGIN_WIRE, "float32"),
+        "endianness": Refusal(_PLUGIN_WIRE, "native"),
+    }
 
     data: Any = Field(description="Anything; what it may be is up to the plug-in.")
     task: Literal["plugin"] | None = None
     model: Annotated[str, Field(max_length=1024)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: ShortText | None = None
+    user: ShortText | None = Field(None, description="Has no effect.")
 
 
 def _input_or_chat(value: Any) -> str:
@@ -205,7 +213,7 @@ PoolingRequest = Annotated[
 class ContentObject(BaseModel):
     """A text in parts, as in a chat message."""
 
-    content: Annotated[list[FreeObject], Field(min_length=1, max_length=MAX_INPUTS)]
+    content: Annotated[list[FreeObject], _SEVERAL]
 
 
 def _side_form(value: Any) -> str:
@@ -253,7 +261,7 @@ class RerankRequest(ActivationFields, PoolingBody):
         Discriminator(_query_form),
     ]
     documents: Annotated[
-        Annotated[list[Document], Field(min_length=1, max_length=MAX_INPUTS), Tag("<several>")]
+        Annotated[list[Document], _SEVERAL, Tag("<several>")]
         | Annotated[ContentObject, Tag("<content>")],
         Discriminator(_documents_form),
     ] = Field(
@@ -341,9 +349,11 @@ class PoolingResponse(ListAnswer):
 
 
 class PluginResponse(BaseModel):
-    """Answer of ``POST /pooling`` by an IO processor."""
+    """Answer of ``POST /pooling`` by an IO processor, which may add fields."""
 
-    request_id: str | None
+    model_config = ConfigDict(extra="allow")
+
+    request_id: str
     created_at: int
     data: Any
 

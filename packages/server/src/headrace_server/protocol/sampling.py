@@ -16,6 +16,7 @@ from headrace_server.protocol.base import (
     StopText,
     Text,
     TokenId,
+    without_nulls,
 )
 from headrace_server.protocol.structured import ResponseFormat, StructuredOutputs
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import RequestError
 from headrace_server.routing import ERROR_RESPONSES, JsonRoute
 
 SHAPES = (
@@ -17,9 +17,14 @@ SHAPES = (
     ("/v1/completions", ("prompt",)),
     ("/v1/embeddings", ("input",)),
     ("/classify", ("input",)),
-    ("/score", ("text_1", "text_2")),
-    ("/rerank", ("query", "documents")),
     ("/pooling", ("input",)),
+    ("/v1/embeddings", ("messages",)),
+    ("/classify", ("messages",)),
+    ("/pooling", ("messages",)),
+    ("/pooling", ("data",)),
+    ("/score", ("text_1", "text_2")),
+    ("/score", ("queries", "documents")),
+    ("/rerank", ("query", "documents")),
 )
 """Route, and fields that its body must have; the first one that is served takes the request."""
 
@@ -43,20 +48,16 @@ def build(served: Callable[[], set[str]], app: ASGIApp) -> APIRouter:
 
 
 def path_for(body: Any, served: set[str]) -> str:
-    """The route that takes a body of this shape.
+    """The route that takes a body of this shape; if none is served, one that says why not.
 
     Raises:
         RequestError: not an object, or of no shape that is known.
-        UnsupportedFeature: the model does not serve it.
     """
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     fitting = [path for path, fields in SHAPES if all(field in body for field in fields)]
-    for path in fitting:
-        if path in served:
-            return path
     if fitting:
-        raise UnsupportedFeature(f"the model, as served here, does not support {fitting[0]}")
+        return next((path for path in fitting if path in served), fitting[0])
     known = "; ".join(f"{' and '.join(fields)} ({path})" for path, fields in SHAPES)
     raise RequestError(f"the body has the shape of no request; known are bodies with {known}")
 

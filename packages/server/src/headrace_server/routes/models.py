@@ -43,6 +43,7 @@ def _card(name: str, model: ServedModel, created: int) -> ModelCard:
         created=created,
         root=model.root,
         max_model_len=model.max_model_len,
+        supported_tasks=sorted(model.tasks),
         permission=[ModelPermission(created=created)],
     )
 

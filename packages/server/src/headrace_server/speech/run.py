@@ -406,7 +406,7 @@ class _Started(AsyncIterator[RequestOutput]):
         self.clip = clip
         self._outputs = outputs
         self._first: asyncio.Future[RequestOutput | None] | None = asyncio.ensure_future(
-            anext(outputs, None)  # type: ignore[arg-type]  # a coroutine
+            anext(outputs, None)
         )
 
     async def __anext__(self) -> RequestOutput:

@@ -7,12 +7,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
+from headrace_core.ops import ACTIVATIONS
+from headrace_core.testing.ops.inputs import bits_equal
 from headrace_core.testing.ops.suite import LINEAR_SHAPES, OpSuite
 
 
 class LinearConformance(OpSuite):
-    """``linear``: packing, products, rows, the gated form."""
+    """``linear``: packing, products, rows, the forms with an activation."""
 
     @pytest.mark.parametrize(("features", "inputs"), LINEAR_SHAPES)
     @pytest.mark.parametrize("biased", [False, True])
@@ -78,6 +81,31 @@ class LinearConformance(OpSuite):
         packed = linear.pack(self.rand(features, inputs, dtype=dtype))
         x, bias = self.rand(110, inputs, dtype=dtype), self.rand(features, dtype=dtype)
         self.check_rows(x, lambda rows: linear(rows, packed, bias), "linear")
+
+    def check_activated(self, op: Callable[[str], Any], packed: Any, x: Tensor) -> None:
+        """``activated`` is its two steps, bit for bit, with every activation, with and without bias."""
+        linear, second_step = op("linear"), op("activation")
+        bias = self.rand(packed.out_features, dtype=packed.dtype)
+        for kind, added in [*((kind, None) for kind in ACTIVATIONS), ("gelu", bias)]:
+            expected = second_step(linear(x, packed, added), kind)
+            assert bits_equal(linear.activated(x, packed, kind, added), expected), (kind, x.shape)
+
+    @pytest.mark.parametrize(("features", "inputs"), LINEAR_SHAPES)
+    def test_activated_linear(
+        self, op: Callable[[str], Any], dtype: str, features: int, inputs: int
+    ) -> None:
+        packed = op("linear").pack(self.rand(features, inputs, dtype=dtype) * inputs**-0.5)
+        for rows in (0, 1, 7, 200):
+            self.check_activated(op, packed, self.rand(rows, inputs, dtype=dtype))
+        self.check_activated(op, packed, self.rand(9, inputs + 8, dtype=dtype)[::2, 8:])
+
+    def test_activated_linear_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        linear = invariant_op("linear")
+        packed = linear.pack(self.rand(257, 1000, dtype=dtype))
+        x, bias = self.rand(110, 1000, dtype=dtype), self.rand(257, dtype=dtype)
+        self.check_rows(x, lambda rows: linear.activated(rows, packed, "gelu", bias), "activated")
 
     GATED_SHAPES: ClassVar = [(2, 1), (64, 33), (130, 64), (128, 64), (384, 1100)]
     """(N, K): gates that end inside whatever an implementation cuts outputs into, and at its ends."""

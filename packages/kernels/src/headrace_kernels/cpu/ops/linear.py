@@ -33,6 +33,7 @@ class Linear:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._kernel, self._gated_kernel = library.linear, library.linear_gated
+        self._activated_kernel = library.linear_activated
 
     def pack(self, weight: Tensor) -> PackedLinear:
         weight, out_features, stride = matrix(weight)
@@ -52,6 +53,19 @@ class Linear:
         self._kernel(
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows,
             out_features, packed.in_features, stride, CODES[dtype],
+        )  # fmt: skip
+        return out
+
+    def activated(
+        self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
+    ) -> Tensor:
+        x, rows, stride = rows_for("linear", x, packed)
+        dtype, out_features = x.dtype, packed.out_features
+        bias, bias_pointer = bias_for("linear", bias, packed)
+        out = torch.empty(rows, out_features, dtype=dtype)
+        self._activated_kernel(
+            out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows,
+            out_features, packed.in_features, stride, activation_code(kind), CODES[dtype],
         )  # fmt: skip
         return out
 

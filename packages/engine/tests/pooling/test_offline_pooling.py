@@ -1,0 +1,374 @@
+"""A pooling model behind the synchronous engine: what is fed, what comes back, and who fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pooling_stub import HIDDEN, Made, Tokens, make
+from torch import Tensor
+
+from headrace_core.errors import (
+    GenerateError,
+    PromptTooLong,
+    RequestError,
+    UnsupportedFeature,
+)
+from headrace_core.output import PoolingOutput, PoolingRequestOutput
+from headrace_core.pooling import PoolingParams
+from headrace_core.sampling import SamplingParams
+from headrace_engine.offline import OfflineEngine
+from headrace_engine.pooling.jobs import as_array
+
+LENGTHS = (3, 50, 20, 1, 60, 7, 33)
+TEXTS = ["".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(n)) for i, n in enumerate(LENGTHS)]
+
+
+@contextmanager
+def engine(made: Made) -> Iterator[OfflineEngine]:
+    with made.offline() as engine:
+        yield engine
+
+
+def tensor(output: PoolingRequestOutput[PoolingOutput]) -> Tensor:
+    return torch.from_numpy(as_array(output.outputs.data).copy())
+
+
+def ids(text: str) -> list[int]:
+    return Tokens().encode(text)
+
+
+@pytest.mark.spec("POOL-VARLEN")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("task", ["embed", "token_embed", "classify", "score", "token_classify"])
+def test_a_batch_is_what_each_prompt_is_alone(causal: bool, task: str) -> None:
+    made = make(causal=causal)
+    with engine(made) as llm:
+        outputs = llm.encode(TEXTS, PoolingParams(), task=task)
+    for text, output in zip(TEXTS, outputs, strict=True):
+        assert output.prompt_token_ids == ids(text)
+        torch.testing.assert_close(tensor(output), made.model.dense(ids(text), task=task))
+        rows = len(ids(text)) if task.startswith("token_") else None
+        assert tensor(output).shape[:-1] == (() if rows is None else (rows,))
+
+
+@pytest.mark.spec("POOL-VARLEN")
+def test_no_row_is_padding(caplog: pytest.LogCaptureFixture) -> None:
+    made = make(causal=False, max_num_batched_tokens=300, max_model_len=250)
+    with engine(made) as llm:
+        llm.encode([[5] * 3, [6] * 50, [7] * 200], PoolingParams(), task="embed")
+    assert sum(made.model.steps) == 253
+
+
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_a_prompt_in_chunks_is_what_it_is_whole(task: str) -> None:
+    made = make(causal=True, max_num_batched_tokens=16, max_num_seqs=4)
+    with engine(made) as llm:
+        outputs = llm.encode(TEXTS, PoolingParams(), task=task)
+    assert max(made.model.steps) <= 16
+    assert sum(made.model.pooler.batches) == len(TEXTS)  # once for each, when it is complete
+    for text, output in zip(TEXTS, outputs, strict=True):
+        torch.testing.assert_close(tensor(output), made.model.dense(ids(text), task=task))
+
+
+@pytest.mark.parametrize("pooling_type", ["CLS", "MEAN", "LAST"])
+def test_rows_of_earlier_chunks_are_kept(pooling_type: str) -> None:
+    made = make(
+        causal=True, max_num_batched_tokens=8, max_num_seqs=4, info={"pooling_type": pooling_type}
+    )
+    with engine(made) as llm:
+        outputs = llm.encode(TEXTS, PoolingParams(), task="embed")
+    for text, output in zip(TEXTS, outputs, strict=True):
+        if pooling_type != "CLS":
+            torch.testing.assert_close(tensor(output), made.model.dense(ids(text)))
+        else:
+            first = made.model.dense(ids(text), task="token_embed")[0]
+            torch.testing.assert_close(tensor(output), first)
+
+
+@pytest.mark.spec("POOL-PREFIXCACHE")
+def test_a_cached_beginning_gives_the_cold_result() -> None:
+    made = make(causal=True)
+    prefix = list(range(20, 52))
+    with engine(made) as llm:
+        (cold,) = llm.encode([[*prefix, 90, 91]], PoolingParams(), task="embed")
+        (warm,) = llm.encode([[*prefix, 92, 93]], PoolingParams(), task="embed")
+        (rows,) = llm.encode([[*prefix, 94]], PoolingParams(), task="token_embed")
+        (again,) = llm.encode([[*prefix, 94]], PoolingParams(), task="embed")
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, 32)
+    torch.testing.assert_close(tensor(warm), made.model.dense([*prefix, 92, 93]))
+    assert (rows.num_cached_tokens, len(tensor(rows))) == (0, 33)
+    assert again.num_cached_tokens == 32
+
+
+def test_results_of_all_tokens_read_no_cached_beginning() -> None:
+    made = make(causal=True, info={"pooling_type": "MEAN"})
+    prompt = list(range(20, 52))
+    with engine(made) as llm:
+        for _ in range(2):
+            (output,) = llm.encode(
+                [prompt], PoolingParams(skip_reading_prefix_cache=False), task="embed"
+            )
+            assert output.num_cached_tokens == 0
+            torch.testing.assert_close(tensor(output), made.model.dense(prompt))
+
+
+def test_a_preempted_prompt_is_pooled_once_and_right() -> None:
+    """Two prompts of seven blocks each share eight blocks, in chunks of one."""
+    made = make(
+        causal=True,
+        num_blocks=8,
+        max_num_batched_tokens=16,
+        max_num_seqs=2,
+        prefix_caching=False,
+        scheduler={"max_num_partial_prefills": 2, "max_long_partial_prefills": 2,
+                   "long_prefill_token_threshold": 8},
+    )  # fmt: skip
+    prompts = [[20 + i for i in range(56)], [80 - i for i in range(56)]]
+    with engine(made) as llm:
+        outputs = llm.encode(prompts, PoolingParams(), task="token_embed")
+        assert llm.stats().num_preemptions > 0
+    assert made.model.pooler.batches == [1, 1]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        torch.testing.assert_close(tensor(output), made.model.dense(prompt, task="token_embed"))
+
+
+def test_segments_reach_the_model() -> None:
+    made = make(info={"token_types": True})
+    prompt: Any = {"prompt_token_ids": [1, 40, 2, 50, 51, 2], "token_type_ids": [0, 0, 0, 1, 1, 1]}
+    with engine(made) as llm:
+        outputs = llm.encode(["plain", prompt, "text"], PoolingParams(), task="embed")
+    dense = made.model.dense
+    torch.testing.assert_close(tensor(outputs[0]), dense(ids("plain")))
+    want = dense(prompt["prompt_token_ids"], prompt["token_type_ids"])
+    torch.testing.assert_close(tensor(outputs[1]), want)
+    torch.testing.assert_close(tensor(outputs[2]), dense(ids("text")))
+
+
+def test_one_prompt_that_fails_fails_alone() -> None:
+    made = make(poison=77)
+    with engine(made) as llm:
+        with pytest.raises(GenerateError, match="not finite"):
+            llm.encode(["good", [5, 77, 6]], PoolingParams(), task="embed")
+        assert not llm.has_unfinished_requests()
+        (good,) = llm.encode(["good"], PoolingParams(), task="embed")
+        torch.testing.assert_close(tensor(good), made.model.dense(ids("good")))
+        for request_id, prompt in (("a", "good"), ("b", [5, 77, 6]), ("c", "well")):
+            llm.add_request(request_id, prompt, PoolingParams(task="embed"))
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+    assert sorted(output.request_id for output in outputs) == ["a", "c"]
+
+
+def test_a_pooler_that_raises_for_one_prompt_fails_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = make()
+    one = made.model.pooler.one
+
+    def strict(rows: Tensor, params: PoolingParams, token_ids: list[int]) -> Tensor:
+        assert 77 not in token_ids, "a poisoned prompt"
+        return one(rows, params, token_ids)
+
+    with engine(made) as llm:
+        monkeypatch.setattr(made.model.pooler, "one", strict)
+        for request_id, prompt in (("a", "good"), ("b", [5, 77, 6]), ("c", "well")):
+            llm.add_request(request_id, prompt, PoolingParams(task="embed"))
+        outputs = []
+        while llm.has_unfinished_requests():
+            outputs += llm.step()
+    assert sorted(output.request_id for output in outputs) == ["a", "c"]
+
+
+@pytest.mark.spec("POOL-PARAMS")
+def test_parameters_are_the_prompts_own() -> None:
+    made = make()
+    params = [PoolingParams(dimensions=3), PoolingParams(normalize=False), PoolingParams()]
+    with engine(made) as llm:
+        outputs = llm.encode(["one", "two", "three"], params, task="embed")
+        with pytest.raises(RequestError, match="2 values for 3 prompts"):
+            llm.encode(["one", "two", "three"], params[:2], task="embed")
+        with pytest.raises(RequestError, match=r"use_activation.*must be left out"):
+            llm.encode(["one"], PoolingParams(use_activation=True), task="embed")
+        with pytest.raises(RequestError, match=f"at most {HIDDEN}"):
+            llm.encode(["one"], PoolingParams(dimensions=HIDDEN + 1), task="embed")
+    assert params[0] == PoolingParams(dimensions=3)  # not changed
+    assert [len(tensor(output)) for output in outputs] == [3, HIDDEN, HIDDEN]
+    torch.testing.assert_close(tensor(outputs[1]), made.model.dense(ids("two"), normalize=False))
+
+
+@pytest.mark.spec("POOL-PARAMS")
+def test_truncation_keeps_the_end_and_what_stands_around_the_text() -> None:
+    made = make(max_model_len=10)
+    with engine(made) as llm:
+        keep = PoolingParams(truncate_prompt_tokens=5)
+        text, tokens = llm.encode(["abcdefghijkl", list(range(30, 50))], keep, task="embed")
+        assert text.prompt_token_ids == [1, *map(ord, "jkl"), 2]
+        assert tokens.prompt_token_ids == [45, 46, 47, 48, 49]
+        whole = PoolingParams(truncate_prompt_tokens=-1)
+        (most,) = llm.encode(["abcdefghijkl"], whole, task="embed")
+        assert most.prompt_token_ids == [1, *map(ord, "efghijkl"), 2]
+        with pytest.raises(PromptTooLong, match="14 tokens; must be at most 10"):
+            llm.encode(["abcdefghijkl"], PoolingParams(), task="embed")
+        (exact,) = llm.encode(["abcdefgh"], PoolingParams(), task="embed")
+        assert len(exact.prompt_token_ids) == 10
+        with pytest.raises(RequestError, match="at most max_model_len = 10"):
+            llm.encode(["a"], PoolingParams(truncate_prompt_tokens=11), task="embed")
+        with pytest.raises(RequestError, match="at least one token"):
+            llm.encode([[]], PoolingParams(), task="embed")
+
+
+@pytest.mark.spec("MODEL-RUNNER")
+def test_what_a_pooling_model_cannot_do_is_said() -> None:
+    made = make(info={"tasks": ("embed",)}, served={"unmet": {"score": ("it has 2 labels",)}})
+    with engine(made) as llm:
+        with pytest.raises(UnsupportedFeature, match=r"runner pooling.*--runner generate") as error:
+            llm.run(["text"], SamplingParams())
+        assert isinstance(error.value, ValueError)
+        with pytest.raises(UnsupportedFeature, match=r"its tasks are embed.*--convert classify"):
+            llm.encode(["text"], PoolingParams(), task="classify")
+        with pytest.raises(UnsupportedFeature, match="it has 2 labels"):
+            llm.encode(["text"], PoolingParams(), task="score")
+        with pytest.raises(RequestError, match=r"task = 'classify'.*'embed'"):
+            llm.encode(["text"], PoolingParams(task="classify"), task="embed")
+
+
+LONG = {"enable_chunked_processing": True, "native_len": 16, "max_embed_len": 1000}
+
+
+@pytest.mark.spec("POOL-LONGTEXT")
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_long_text_is_the_weighted_mean_of_its_windows(
+    normalize: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    made = make(max_model_len=16, info=LONG)
+    long = [20 + i % 90 for i in range(75)]
+    params = PoolingParams(normalize=normalize)
+    with engine(made) as llm:
+        short, output, other = llm.encode([[5, 6], long, [7]], params, task="embed")
+    windows = [long[i : i + 16] for i in range(0, 75, 16)]
+    raw = [made.model.dense(window, normalize=False).double() * len(window) for window in windows]
+    want = torch.stack(raw).sum(0) / 75
+    if normalize:
+        want = want / want.norm()
+    torch.testing.assert_close(tensor(output), want.float())
+    assert output.prompt_token_ids == long
+    for given, found in (([5, 6], short), ([7], other)):
+        torch.testing.assert_close(tensor(found), made.model.dense(given, normalize=normalize))
+    assert "a text of 75 tokens exceeds the model's 16" in caplog.text
+    assert "5 windows of at most 16 tokens" in caplog.text
+
+
+@pytest.mark.spec("POOL-LONGTEXT")
+def test_which_lengths_are_windows() -> None:
+    made = make(max_model_len=16, info=LONG)
+    with engine(made) as llm:
+        (exact,) = llm.encode([[30] * 16], PoolingParams(), task="embed")
+        torch.testing.assert_close(tensor(exact), made.model.dense([30] * 16))
+        assert made.model.steps == [16]
+        with pytest.raises(PromptTooLong, match="maximum embedding input length is 1000"):
+            llm.encode([[30] * 1001], PoolingParams(), task="embed")
+        with pytest.raises(PromptTooLong, match="must be at most 16"):
+            llm.encode([[30] * 17], PoolingParams(), task="token_embed")
+
+
+def test_many_prompts_are_fed_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_engine.offline.FED_AT_ONCE", 3)
+    made = make()
+    seen: list[int] = []
+    prompts = [[20 + i] for i in range(20)]
+    with engine(made) as llm:
+        outputs = llm.encode(
+            prompts, PoolingParams(), task="embed", on_output=lambda index, _: seen.append(index)
+        )
+    assert max(made.model.steps) <= 3
+    assert sorted(seen) == list(range(20))
+    assert [output.prompt_token_ids for output in outputs] == prompts
+
+
+@pytest.mark.spec("POOL-EMBED")
+def test_pairs_by_cosine() -> None:
+    made = make()
+    with engine(made) as llm:
+        scores = llm.score(["abc"], ["abc", "xyz", {"prompt_token_ids": [5, 6]}], PoolingParams())
+    vectors = [made.model.dense(p) for p in (ids("abc"), ids("xyz"), [5, 6])]
+    want = [float(torch.dot(vectors[0], v)) for v in vectors]
+    np.testing.assert_allclose([s.outputs.score for s in scores], want, rtol=1e-5)
+    assert sum(made.model.pooler.batches) == 3  # "abc" was embedded once
+    assert scores[1].prompt_token_ids == ids("abc") + ids("xyz")
+
+
+@pytest.mark.spec("POOL-EMBED")
+def test_pairs_in_one_prompt() -> None:
+    made = make(info={"scoring": "cross", "token_types": True})
+    with engine(made) as llm:
+        scores = llm.score(["ab", "cd"], ["xy", "z"], PoolingParams())
+        (raw,) = llm.score(["ab"], ["xy"], PoolingParams(use_activation=False))
+        with pytest.raises(RequestError, match="must be text"):
+            llm.score([{"prompt_token_ids": [5]}], ["xy"], PoolingParams())
+    for (a, b), score in zip((("ab", "xy"), ("cd", "z")), scores, strict=True):
+        pair = Tokens().encode_pair(a, b)
+        want = made.model.dense(pair.token_ids, pair.token_type_ids, task="score")
+        np.testing.assert_allclose(score.outputs.score, float(want), rtol=1e-5)
+        assert score.prompt_token_ids == pair.token_ids
+    np.testing.assert_allclose(scores[0].outputs.score, 1 / (1 + np.exp(-raw.outputs.score)), 1e-5)
+
+
+@pytest.mark.spec("POOL-SCORE-TEMPLATE")
+def test_pairs_by_a_template() -> None:
+    template = "Q:{{ messages[0].content }} D:{{ messages[1]['content'] }}{{ messages[1].role }}"
+    made = make(causal=True, info={"scoring": "cross", "score_template": template})
+    with engine(made) as llm:
+        (own,) = llm.score(["ab"], ["xy"], PoolingParams())
+        (given,) = llm.score(
+            ["ab"], ["xy"], PoolingParams(), chat_template="{{ messages[1].content }}"
+        )
+        refusing = "{{ raise_exception('no query today') }}"
+        with pytest.raises(RequestError, match="no query today"):
+            llm.score(["a"], ["b"], PoolingParams(), chat_template=refusing)
+    assert own.prompt_token_ids == ids("Q:ab D:xydocument")
+    assert given.prompt_token_ids == ids("xy")
+
+
+@pytest.mark.req("SEC-23")
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }} {{ messages[1].content }}"])
+def test_a_salt_keeps_the_blocks_of_pairs_apart(template: str | None) -> None:
+    made = make(causal=True, info={"scoring": "cross", "score_template": template})
+
+    def cached(salt: str | None) -> int:
+        query: Any = "q" * 40 if salt is None else {"prompt": "q" * 40, "cache_salt": salt}
+        (score,) = llm.score([query], ["d"], PoolingParams())
+        return score.num_cached_tokens
+
+    with engine(made) as llm:
+        assert [cached("one"), cached("two"), cached(None)] == [0, 0, 0]
+        assert cached("one") == cached("two") == cached(None) > 0
+
+
+def test_pairs_by_their_tokens() -> None:
+    from headrace_core.pooling import LateInteraction
+
+    marks = LateInteraction(query_marker="Q", document_marker="D", query_length=8,
+                            document_length=6, skip_words=(".",), attend_to_expansion=True)  # fmt: skip
+    made = make(info={"scoring": "late_interaction", "late_interaction": marks})
+    with engine(made) as llm:
+        (score,) = llm.score(["ab"], ["x.yzuvw"], PoolingParams())
+    query = [1, ord("Q"), *map(ord, "ab"), 2, 3, 3, 3]
+    document = [1, ord("D"), *map(ord, "x.y"), 2]
+    assert score.prompt_token_ids == query + document
+    rows = made.model.dense(document, task="token_embed")[[0, 1, 2, 4, 5]]
+    want = (made.model.dense(query, task="token_embed") @ rows.T).max(1).values.sum()
+    np.testing.assert_allclose(score.outputs.score, float(want), rtol=1e-5)
+
+
+def test_a_model_that_cannot_compare_says_so() -> None:
+    made = make(info={"scoring": "", "tasks": ("classify",)})
+    with engine(made) as llm, pytest.raises(UnsupportedFeature, match="'score'; its tasks"):
+        llm.score(["a"], ["b"], PoolingParams())

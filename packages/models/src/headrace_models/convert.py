@@ -1,0 +1,150 @@
+"""Decoders that pool: the class of a family that generates, with a pooler in place of its head.
+
+A family declares nothing for it. Names of its checkpoints load with and without the base model's
+prefix (``model.``), a stored head of the language model is passed over, and where the model pools in
+both directions its attention does without a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core import plugins
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.architectures import generates, served_by
+from headrace_models.layers.decoder import Decoder
+from headrace_models.layers.embedding import Embedding
+from headrace_models.pooling.classifier import Classifier, HeadLinear
+from headrace_models.pooling.head_rows import HeadRows
+from headrace_models.pooling.pooler import make_pooler
+from headrace_models.reranker import TokenClassifier, token_classifier
+from headrace_models.vocabulary import token_ids
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext, ModelInfo, Pooler
+
+OUT = "pooler.head.classifier.out"
+"""Target of the rules of a classifier's last layer."""
+
+
+def model_class(info: ModelInfo) -> type[Any]:
+    """What is built for a checkpoint: the class of its architecture, or what that becomes to pool.
+
+    Raises:
+        UnsupportedModel: it cannot be made to pool.
+    """
+    known = plugins.installed("headrace.models")
+    own: type[Any] = plugins.load(
+        "headrace.models", served_by(info.architecture, known) or info.architecture
+    )
+    if info.convert == "none":
+        return own
+    assert info.pooling is not None
+    if info.pooling.pooling_type == "STEP" and generates(info.architecture):
+        return pooling_class(own, StepDecoder)
+    return pooling_class(own)
+
+
+class PoolingDecoder(Decoder):
+    """What a pooling class has in place of its family's head. Comes before the family in the MRO."""
+
+    pooler: Pooler
+    head_rules: ClassVar[Sequence[WeightRule]] = (
+        WeightRule("score", OUT),
+        WeightRule("classifier", OUT),
+        WeightRule("lm_head.weight", f"{OUT}.table"),
+    )
+    """The last is for classifiers made of the language model's head."""
+    ignored_weights: ClassVar[Mapping[str, str]] = {
+        r"(.*\.)?lm_head\..*": "the head of a language model; this one pools"
+    }
+
+    def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
+        vocab = self.settings.integer("vocab_size")
+        return Embedding(context, f"{prefix}{self.embedding_name}", vocab, self.hidden_size())
+
+    def make_head(self, context: BuildContext, prefix: str) -> None:
+        assert context.pooling is not None
+        classifier = self.make_classifier(context, prefix) if context.pooling.num_labels else None
+        self.pooler = make_pooler(context, classifier)
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier:
+        """A linear layer, of the checkpoint's own or of the language model's rows."""
+        assert context.pooling is not None
+        by_token = token_classifier(context.config)
+        if by_token is not None:
+            return Classifier(self.make_token_rows(context, prefix, by_token))
+        size, labels = self.hidden_size(), context.pooling.num_labels
+        return Classifier(HeadLinear(context, f"{prefix}score", size, labels, bias=None))
+
+    def make_token_rows(
+        self, context: BuildContext, prefix: str, wanted: TokenClassifier
+    ) -> HeadRows:
+        if context.path is None:
+            raise UnsupportedModel("classifier_from_token: the checkpoint's folder is not known")
+        ids = token_ids(context.path, wanted.tokens, setting="classifier_from_token")
+        return self.make_rows(context, prefix, ids, difference=wanted.difference)
+
+    def make_rows(
+        self,
+        context: BuildContext,
+        prefix: str,
+        ids: Sequence[int] | None,
+        *,
+        difference: bool = False,
+    ) -> HeadRows:
+        table = self.embed
+        assert isinstance(table, Embedding)
+        return HeadRows(
+            context,
+            f"{prefix}lm_head",
+            self.hidden_size(),
+            self.settings.integer("vocab_size"),
+            ids,
+            difference=difference,
+            tied=(lambda: table.weight) if self.is_tied() else None,
+        )
+
+
+class StepDecoder(PoolingDecoder):
+    """Judges steps of reasoning by the language model's own logits, of a few tokens, where a step ends
+    (Wang et al. 2023, "Math-Shepherd", arXiv:2312.08935)."""
+
+    def make_classifier(self, context: BuildContext, prefix: str) -> Classifier:
+        return Classifier(self.make_rows(context, prefix, None))
+
+
+def pooling_class(
+    generating: type[Any], adapter: type[PoolingDecoder] = PoolingDecoder
+) -> type[PoolingDecoder]:
+    """The class that pools as ``generating`` would generate.
+
+    Raises:
+        UnsupportedModel: it is no :class:`Decoder`.
+    """
+    if not issubclass(generating, Decoder):
+        raise UnsupportedModel(
+            f"{generating.__module__}.{generating.__qualname__} cannot be made to pool: it must derive "
+            "from headrace_models.layers.decoder.Decoder, or have a pooler and pooling_traits of its "
+            "own"
+        )
+    name = generating.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    members = {
+        "weight_rules": (*pooling_rules(generating), *adapter.head_rules),
+        "__module__": generating.__module__,
+        "__doc__": f"{generating.__name__}, made to pool.",
+    }
+    return type(f"{name}{adapter.__name__}", (adapter, generating), members)
+
+
+def pooling_rules(generating: type[Decoder]) -> list[WeightRule]:
+    """The family's rules without the head's, each also without the base model's prefix."""
+    base = generating.embedding_name.partition(".")[0] + "."
+    rules = {rule.source: rule for rule in generating.weight_rules if rule.target != "head"}
+    for source, rule in list(rules.items()):
+        bare = source.removeprefix(base)
+        rules.setdefault(bare, dataclasses.replace(rule, source=bare))
+    return list(rules.values())

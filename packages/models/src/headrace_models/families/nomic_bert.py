@@ -1,0 +1,120 @@
+"""NomicBert: rotary BERT with gated MLPs and few biases (nomic-embed-text v1 and v1.5,
+arctic-embed-m-long).
+
+Nussbaum et al. 2024, arXiv:2402.01613. The config is spelled as GPT-2's (``n_embd``) or as BERT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.families.rotary_bert import (
+    SPLIT_NAMES,
+    LayerNames,
+    RotaryBert,
+    encoder_rules,
+)
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.rotary import rotary_table
+from headrace_models.rope import rope_settings
+from headrace_models.settings import ACTIVATIONS, MAX_LAYERS
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+_PREFIXES = ("nomic_bert.", "bert.", "")
+_OWN_NAMES = LayerNames("encoder.layers.{}", "attn.Wqkv", "attn.out_proj", "norm1", "norm2")
+_OWN_MLP = (
+    WeightRule("mlp.fc12", "mlp.gate_up", part=0),
+    WeightRule("mlp.fc11", "mlp.gate_up", part=1),
+    WeightRule("mlp.fc2", "mlp.down"),
+)
+_SPLIT_MLP = (
+    WeightRule("mlp.gate_proj", "mlp.gate_up", part=0),
+    WeightRule("mlp.up_proj", "mlp.gate_up", part=1),
+    WeightRule("mlp.down_proj", "mlp.down"),
+)
+_GATED = {"swiglu": "silu", "geglu": "gelu"}
+_FIXED: dict[str, Any] = {
+    "prenorm": False, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None, "use_rms_norm": False, "parallel_block": False, "num_experts": 0,
+    "causal": False,
+}  # fmt: skip
+"""Keys of variants that no checkpoint served here has."""
+
+
+class NomicBertModel(RotaryBert):
+    """Embeds by the mean. Its mixture-of-experts variant (v2) is not served: experts are not gated."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *encoder_rules(_PREFIXES, _OWN_NAMES, _OWN_MLP, norm="emb_ln"),
+        *encoder_rules(_PREFIXES, SPLIT_NAMES, _SPLIT_MLP, norm="embeddings.LayerNorm"),
+    )
+    base_name: ClassVar[str] = ""
+    theta: ClassVar[float] = 1000.0
+    num_segments: ClassVar[int] = 2
+
+    def __init__(self, context: BuildContext, prefix: str = "") -> None:
+        for name, served in _FIXED.items():
+            value = context.config.get(name, served)
+            if value != served and value is not None:
+                raise UnsupportedModel(f"config.json: {name} = {value!r}: must be {served!r}")
+        super().__init__(context, prefix)
+
+    def either(self, own: str, other: str) -> str:
+        """The name under which the config has a value."""
+        return own if self.context.config.get(own) is not None else other
+
+    def hidden_size(self) -> int:
+        return self.settings.integer(self.either("n_embd", "hidden_size"))
+
+    def num_layers(self) -> int:
+        name = self.either("n_layer", "num_hidden_layers")
+        return self.settings.integer(name, maximum=MAX_LAYERS)
+
+    def num_heads(self) -> int:
+        return self.settings.integer(self.either("n_head", "num_attention_heads"))
+
+    def head_dim(self) -> int:
+        hidden, heads = self.hidden_size(), self.num_heads()
+        if hidden % heads:
+            raise UnsupportedModel(f"config.json: n_embd = {hidden}: must be a multiple of {heads}")
+        return hidden // heads
+
+    def eps(self) -> float:
+        return self.settings.number(self.either("layer_norm_epsilon", "layer_norm_eps"), 1e-12)
+
+    def attention_bias(self) -> bool:
+        return self.settings.flag("qkv_proj_bias", False)
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        theta = self.settings.positive("rotary_emb_base", self.theta)
+        limit = self.settings.integer(self.either("n_positions", "max_position_embeddings"))
+        rope = rope_settings(context.config, theta=theta, max_positions=limit)
+        self.rotary = rotary_table(context, rope, self.head_dim(), max_positions=limit)
+
+    def make_mlp(self, context: BuildContext, name: str) -> MLPLayer:
+        hidden = self.hidden_size()
+        inner = self.either("n_inner", "intermediate_size")
+        return GatedMLP(
+            context,
+            name,
+            hidden,
+            self.settings.integer(inner, 4 * hidden),
+            self.gate(),
+            bias=self.settings.flag("mlp_fc1_bias", False),
+            down_bias=self.settings.flag("mlp_fc2_bias", False),
+        )
+
+    def gate(self) -> str:
+        """The op's name of what gates."""
+        stated = self.context.config.get(self.either("activation_function", "hidden_act"))
+        gated = {**_GATED, **{name: ACTIVATIONS[name] for name in ("silu", "gelu")}}
+        if stated not in gated:
+            raise UnsupportedModel(
+                f"config.json: activation_function = {stated!r}: must be one of {', '.join(gated)}"
+            )
+        return gated[str(stated)]

@@ -1,0 +1,57 @@
+"""How a class that generates pools once it is converted. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace_core.errors import ConfigError
+from headrace_core.pooling import PoolerConfig, PoolingTraits
+from headrace_models.architectures import generates, is_bidirectional
+from headrace_models.reranker import token_classifier
+from headrace_models.settings import Settings
+
+_WHOLE = ("LAST", "MEAN", "CLS", "ALL")
+
+
+def converted_traits(
+    architecture: str, config: Mapping[str, Any], convert: str, user: PoolerConfig
+) -> PoolingTraits:
+    """What a decoder pools as.
+
+    Args:
+        config: the text part of ``config.json``.
+        convert: ``embed`` or ``classify``.
+
+    Raises:
+        ConfigError: the conversion does not fit; names the field.
+    """
+    causal = not is_bidirectional(architecture, config)
+    if user.pooling_type == "STEP" and generates(architecture):
+        vocab = Settings(config).integer("vocab_size")
+        return PoolingTraits(
+            "token_classify",
+            "STEP",
+            ("STEP",),
+            causal=causal,
+            num_labels=vocab,
+            activation="softmax",
+        )
+    if convert == "embed":
+        return PoolingTraits("embed", "LAST", _WHOLE, causal=causal)
+    if convert != "classify":
+        raise ConfigError(
+            f"model.convert = {convert!r}: {architecture} pools only if it is converted: must be "
+            "auto, embed or classify",
+            field="model.convert",
+        )
+    if architecture.endswith("ForTokenClassification"):
+        return PoolingTraits("token_classify", "ALL", ("ALL", "STEP"), causal=causal)
+    if generates(architecture) and token_classifier(config) is None:
+        raise ConfigError(
+            f"model.convert = 'classify': {architecture} has no classifier. hf_overrides can make one "
+            'of rows of its head: {"classifier_from_token": ["no", "yes"], "method": '
+            '"from_2_way_softmax"}',
+            field="model.convert",
+        )
+    return PoolingTraits("classify", "LAST", (*_WHOLE, "STEP"), causal=causal)

@@ -1,0 +1,67 @@
+"""Language models that rerank: a classifier made of the rows of their head for a few tokens. No torch.
+
+Such a model was trained to say one token (``Yes``) or one of two (``no``, ``yes``). Its score needs
+those rows of the head alone: for two tokens, a softmax over both logits is the sigmoid of their
+difference, so one row, ``row(true) - row(false)``, is the whole classifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace_core.errors import ConfigError
+
+METHODS = ("no_post_processing", "from_2_way_softmax")
+_ORIGINAL_QWEN3 = ("no", "yes")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClassifier:
+    """What the overrides ask for."""
+
+    tokens: tuple[str, ...]
+    """With two classes: false, true."""
+    difference: bool
+    """One label: the difference of both rows. Else one label for each token."""
+
+    @property
+    def num_labels(self) -> int:
+        return 1 if self.difference else len(self.tokens)
+
+
+def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
+    """What ``classifier_from_token``, ``method`` and ``is_original_qwen3_reranker`` come to; None
+    without them.
+
+    Raises:
+        ConfigError: they contradict each other; names the key.
+    """
+    original = config.get("is_original_qwen3_reranker", False)
+    if not isinstance(original, bool):
+        raise _wrong("is_original_qwen3_reranker", original, "true or false")
+    tokens = config.get("classifier_from_token")
+    if tokens is None:
+        if not original:
+            return None
+        tokens = list(_ORIGINAL_QWEN3)
+    texts = isinstance(tokens, list | tuple) and all(isinstance(token, str) for token in tokens)
+    if not texts or not tokens:
+        raise _wrong("classifier_from_token", tokens, "a list of tokens")
+    default = METHODS[1] if original else METHODS[0]
+    method = config.get("method") or default
+    if method not in METHODS:
+        raise _wrong("method", method, f"one of {', '.join(METHODS)}")
+    if original and method != METHODS[1]:
+        raise _wrong("method", method, f"{METHODS[1]} with is_original_qwen3_reranker")
+    difference = method == METHODS[1]
+    if difference and len(tokens) != 2:
+        raise _wrong("classifier_from_token", tokens, f"two tokens, false and true, for {method}")
+    return TokenClassifier(tuple(tokens), difference)
+
+
+def _wrong(name: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(
+        f"{name} = {value!r}: must be {accepted}", field=f"model.hf_overrides.{name}"
+    )

@@ -1,0 +1,151 @@
+"""Decoders as embedders, against transformers on tiny configs; windows and rotary scaling matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import test_families as families
+from pooling_decoders import PoolingDecoderConformance
+
+from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.testing.model import Checkpoint
+
+pytestmark = pytest.mark.spec("POOL-CONVERT")
+
+
+class TestQwen3Model(PoolingDecoderConformance):
+    reference = "Qwen3Model"
+
+    def test_a_language_model_embeds(self, tmp_path: Path) -> None:
+        """Its head is passed over, tied or not."""
+        import transformers
+
+        for tied in (False, True):
+            folder = tmp_path / str(tied)
+            self.reference = "Qwen3ForCausalLM"
+            whole = self.make_checkpoint(folder, tie_word_embeddings=tied)
+            info = self.resolve(folder, runner="pooling")
+            assert (info.runner, info.convert, info.architecture) == (
+                "pooling", "embed", "Qwen3ForCausalLM"
+            )  # fmt: skip
+            base = Checkpoint(whole.reference.model, folder)
+            assert isinstance(base.reference, transformers.Qwen3Model)
+            prompts = self.prompts()
+            for states, prompt in zip(self.hidden(self.open(folder), prompts), prompts):
+                self.assert_close(states, self.expected(base, prompt))
+
+    def test_by_itself_a_language_model_generates(self, tmp_path: Path) -> None:
+        self.reference = "Qwen3ForCausalLM"
+        self.make_checkpoint(tmp_path)
+        assert self.resolve(tmp_path).runner == "generate"
+
+    def test_it_must_be_converted(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(ConfigError, match="auto, embed or classify"):
+            self.resolve(checkpoint.path, convert="none")
+
+
+class TestQwen2Model(PoolingDecoderConformance):
+    reference = "Qwen2Model"
+    generating = families.TestQwen2
+
+
+class TestLlamaModel(PoolingDecoderConformance):
+    reference = "LlamaModel"
+    generating = families.TestLlama
+
+
+class TestMistralModel(PoolingDecoderConformance):
+    reference = "MistralModel"
+    generating = families.TestMistral
+
+
+class TestGemmaModel(PoolingDecoderConformance):
+    reference = "GemmaModel"
+    generating = families.TestGemma
+
+
+class TestGemma2Model(PoolingDecoderConformance):
+    reference = "Gemma2Model"
+    generating = families.TestGemma2
+
+
+class TestGemma3TextModel(PoolingDecoderConformance):
+    reference = "Gemma3TextModel"
+    generating = families.TestGemma3
+
+
+class TestPhi3Model(PoolingDecoderConformance):
+    reference = "Phi3Model"
+    generating = families.TestPhi3
+
+
+class TestGPT2Model(PoolingDecoderConformance):
+    reference = "GPT2Model"
+    generating = families.TestGPT2
+    prefix = "transformer."
+
+
+class TestMixtralModel(PoolingDecoderConformance):
+    reference = "MixtralModel"
+    generating = families.TestMixtral
+    a_matrix = ".1.self_attn"
+
+
+class _Bidirectional(PoolingDecoderConformance):
+    causal: ClassVar[bool] = False
+
+    def hf_config(self, **overrides: Any) -> Any:
+        return super().hf_config(**{"is_causal": False, **overrides})
+
+
+class TestBidirectionalLlama(_Bidirectional):
+    """NVIDIA's retrievers: the name says it, and the config which rows are pooled."""
+
+    reference = "LlamaModel"
+    generating = families.TestLlama
+    default_pooling = "MEAN"
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        own = {"architectures": ["LlamaBidirectionalModel"], "pooling": "avg"}
+        found = super().make_checkpoint(folder, seed, **overrides)
+        found.reference.config.update(own)
+        found.reference.config.save_pretrained(folder)
+        rename_architecture(folder, "LlamaBidirectionalModel")
+        return found
+
+
+class TestBidirectionalQwen2(_Bidirectional):
+    """gte-Qwen2: the config says it."""
+
+    reference = "Qwen2Model"
+    generating = families.TestQwen2
+
+
+class TestBidirectionalGemma3(_Bidirectional):
+    """embeddinggemma. Windows reach to both sides."""
+
+    reference = "Gemma3TextModel"
+    generating = families.TestGemma3
+
+    def hf_config(self, **overrides: Any) -> Any:
+        own = {"use_bidirectional_attention": True, "sliding_window": 8}
+        return PoolingDecoderConformance.hf_config(self, **{**own, **overrides})
+
+
+def test_a_bidirectional_decoder_generates_nothing(tmp_path: Path) -> None:
+    suite = TestBidirectionalQwen2()
+    suite.reference = "Qwen2ForCausalLM"
+    suite.make_checkpoint(tmp_path)
+    with pytest.raises(UnsupportedModel, match="--runner pooling"):
+        suite.open(tmp_path, runner="generate")
+
+
+def rename_architecture(folder: Path, name: str) -> None:
+    """Have ``config.json`` name another class."""
+    import json
+
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "architectures": [name]}))
