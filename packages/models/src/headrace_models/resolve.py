@@ -89,7 +89,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         max_model_len=length,
         vocab_size=Settings(text).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
-        tasks=generating.tasks(generation) if pooling is None else pooling.tasks,
+        tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
         source=_source(architecture),
         runner=run.runner,
