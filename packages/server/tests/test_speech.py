@@ -7,7 +7,9 @@ import math
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from headrace_core.errors import RequestError
 from headrace_core.output import Logprob
 from headrace_core.sampling import SamplingParams
 from headrace_core.speech import SpeechToTextConfig
@@ -15,7 +17,9 @@ from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_core.testing.fake_speech import NO_SPEECH, FakeSpeech, time_mark, wav_file
 from headrace_core.testing.router import RouterConformance
 from headrace_server import ServerSettings
+from headrace_server.errors import ClientGone
 from headrace_server.routes.speech import ROUTER
+from headrace_server.speech.upload import read_upload
 
 TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 RATE = 100
@@ -316,6 +320,28 @@ async def test_a_body_that_is_too_long_is_not_read_to_its_end(connect: Any) -> N
     answer = await client.post(TRANSCRIBE, content=body(), headers=kind)
     assert answer.status_code == 400
     assert "1 MiB" in answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_file() -> None:
+    pieces = iter([
+        {"type": "http.request", "more_body": True,
+         "body": b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF'},
+        {"type": "http.disconnect"},
+    ])  # fmt: skip
+
+    async def receive() -> Any:
+        return next(pieces)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    with pytest.raises(ClientGone):
+        await read_upload(request, 1000)
+
+
+async def test_the_engines_names_of_fields_are_the_clients(connect: Any) -> None:
+    fake = engine(reject=RequestError("max_tokens: too many", param="max_tokens"))
+    error = await told(connect(fake), language="en", max_completion_tokens="9")
+    assert error["param"] == "max_completion_tokens"
 
 
 # ---- attempts

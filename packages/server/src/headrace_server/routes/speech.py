@@ -71,13 +71,13 @@ class SpeechRouter:
 
 async def _answer(kind: type[SpeechRequest], task: SpeechTask, request: Request) -> Response:
     state = state_of(request)
-    call = await _call(kind, task, request, state)
     try:
+        call = await _call(kind, task, request, state)
         if call.body.stream:
             return await start_stream(call.events(), request, state, call.id)
         result = await wait_watching(call.whole(), request, state.lifecycle, call.id)
     except RequestError as error:
-        error.param = call.spelling.get(error.param or "", error.param)
+        error.param = SpeechCall.spelling.get(error.param or "", error.param)
         raise
     if isinstance(result, BaseModel):
         return JsonAnswer(encode_answer(result))
