@@ -102,8 +102,9 @@ def expected_weights(oracle, folder, tokens, seed):
             features(folder, sound(seed, LENGTHS[seed])), decoder_input_ids=torch.tensor([tokens]),
             output_attentions=True,
         ).cross_attentions  # fmt: skip
-    heads = AlignmentHeads(oracle.generation_config.alignment_heads, 5)
-    weights = {layer: found[0] for layer, found in enumerate(attention)}
+    pairs = [tuple(pair) for pair in oracle.generation_config.alignment_heads]
+    heads = AlignmentHeads(pairs, 5)
+    weights = {(layer, head): attention[layer][0, head] for layer, head in pairs}
     return heads.matrix(weights, len(PREFIX), round(LENGTHS[seed] * 50))
 
 

@@ -218,3 +218,13 @@ def test_wav_files_of_writers_that_cannot_know_the_length(decoder):
     place = data.index(b"data") + 4
     data[place : place + 4] = struct.pack("<I", 0xFFFFFFFF)
     assert abs(decode(decoder, bytes(data)).seconds - SECONDS) < 0.01
+
+
+def test_a_thread_may_wait_for_its_file(decoder, monkeypatch):
+    clip = decoder.decode_now(wav(tone()), name="speech.x", sample_rate=RATE)
+    assert clip.seconds == SECONDS
+    with pytest.raises(RequestError, match=r"speech\.x.*no audio file"):
+        decoder.decode_now(b"text", name="speech.x", sample_rate=RATE)
+    monkeypatch.setattr(decoding, "WAIT_SECONDS", 0.0)
+    with pytest.raises(QueueFull):
+        decoder.decode_now(wav(tone(seconds=20)), name="speech.x", sample_rate=RATE)

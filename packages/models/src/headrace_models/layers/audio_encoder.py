@@ -132,8 +132,8 @@ class AudioEncoder(Layer):
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [L, H]: what the first block gets."""
-        x = self.ops.activation(self.conv1(clip.to(self.dtype)), _STEM_ACTIVATION)
-        x = self.ops.activation(self.conv2(x), _STEM_ACTIVATION)
+        x = self.conv1.activated(clip.to(self.dtype), _STEM_ACTIVATION)
+        x = self.conv2.activated(x, _STEM_ACTIVATION)
         return self.ops.add(x, self.positions.weight[: x.shape[0]])
 
 
