@@ -256,4 +256,5 @@ def _single(output: PooledOutput, _: PooledOutput) -> float:
 def _cosine(first: PooledOutput, second: PooledOutput) -> float:
     a, b = (as_array(o.outputs.data).astype(np.float64) for o in (first, second))
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norms if norms else 0.0
+    # Rounding must not make it more than the cosine of equal directions.
+    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else 0.0
