@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,45 @@ def test_progress_is_shown(embedder: LLM) -> None:
 
     embedder.embed(TEXTS, use_tqdm=Bar)
     assert shown == [1] * len(TEXTS) + [-len(TEXTS)]
+
+
+@pytest.mark.spec("POOL-INPUT-IDS")
+def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedder: LLM) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(encoder[0], truncation_side="left")
+    ours: Any = embedder.get_tokenizer()
+    cases = itertools.product(
+        (None, text(4, 1), text(30, 2)), (text(3, 3), text(25, 4)), (8, 21, 99)
+    )
+    for second, first, length in cases:
+        want = theirs(first, second, truncation=True, max_length=length, return_token_type_ids=True)
+        found = ours.encode_pair(first, second, max_length=length)
+        assert found.token_ids == want["input_ids"]
+        assert found.token_type_ids == want["token_type_ids"]
+    keep = embedder.embed(TEXTS[1], truncate_prompt_tokens=9, use_tqdm=False)
+    assert keep[0].prompt_token_ids == theirs(TEXTS[1], truncation=True, max_length=9)["input_ids"]
+
+
+def test_several_http_processes_share_one_engine(encoder: Any, embedder: LLM) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+    from urllib.request import Request, urlopen
+
+    from servers import serving
+
+    flags = ("--dtype", "float32", "--num-threads", "1", "--api-server-count", "2")
+    with serving("--model", str(encoder[0]), *flags) as server:
+
+        def post(one: str) -> list[float]:
+            body = json.dumps({"model": str(encoder[0]), "input": one}).encode()
+            request = Request(
+                server.api + "/embeddings", body, {"content-type": "application/json"}
+            )
+            with urlopen(request, timeout=60) as response:
+                found: list[float] = json.load(response)["data"][0]["embedding"]
+            return found
+
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(post, TEXTS * 4))
+    want = vectors(embedder.embed(TEXTS * 4, use_tqdm=False))
+    torch.testing.assert_close(torch.tensor(found), want, atol=1e-6, rtol=1e-6)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace_core.config import SchedulerConfig
 from headrace_core.errors import PromptTooLong
@@ -165,3 +167,56 @@ def test_priorities_hold() -> None:
     world.add("a", 8, priority=1)
     world.add("b", 8, priority=0)
     assert [world.step()[0] for _ in range(2)] == [{"b": 8}, {"a": 8}]
+
+
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=LENGTHS,
+    cached=st.booleans(),
+    budget=st.integers(20, 40),
+    seqs=st.integers(1, 5),
+    abort=st.sets(st.integers(0, 11)),
+    fail=st.sets(st.integers(0, 6)),
+)
+def test_every_request_ends_once_whatever_happens(
+    lengths: list[int], cached: bool, budget: int, seqs: int, abort: set[int], fail: set[int]
+) -> None:
+    """Arrivals between steps, two steps in flight, aborts, and steps that raise."""
+    world = World(cached=cached, budget=budget, seqs=seqs)
+    ends: dict[str, list[str | None]] = {}
+    in_flight: list[ScheduledStep] = []
+    arrivals = list(enumerate(lengths))
+    for turn in range(200):
+        if arrivals:
+            index, length = arrivals.pop(0)
+            world.add(f"r{index}", length)
+            if index in abort:
+                keep(ends, world.scheduler.abort([f"r{index}"]))
+        while (step := world.schedule()) is not None:
+            assert len(step.num_scheduled_tokens) <= seqs
+            assert step.num_tokens <= budget
+            in_flight.append(step)
+        if in_flight and turn in fail:
+            failed, later = in_flight[0], in_flight[1:]
+            keep(ends, world.scheduler.fail(failed, "it raised"))
+            for step in later:  # their requests begin again: what they yield is dropped
+                keep(ends, world.scheduler.update(step, StepResult(step.step_id, {})))
+            in_flight = []
+        elif in_flight:
+            step = in_flight.pop(0)
+            keep(ends, world.scheduler.update(step, world.result(step)))
+        elif not arrivals and not world.scheduler.has_unfinished:
+            break
+    assert not world.scheduler.has_unfinished
+    assert sorted(ends) == sorted(f"r{i}" for i in range(len(lengths)))
+    assert all(len(reasons) == 1 for reasons in ends.values())
+    allowed = {"stop", "abort"} | ({"error"} if fail else set())
+    assert {reasons[0] for reasons in ends.values()} <= allowed
+
+
+def keep(ends: dict[str, list[str | None]], outputs: list[CoreOutput]) -> None:
+    for output in outputs:
+        ends.setdefault(output.request_id, []).append(output.finish_reason)

@@ -12,10 +12,14 @@ namespace paged {
 // All partitions of a unit, and the result.
 template <class Unit> inline void run_all(Unit& unit) {
   const Tile& t = unit.t;
-  for (int64_t r = 0; r < unit.rows; ++r) begin_row(unit.g, unit.total, r, unit.head_of(r));
-  for (int64_t partition = t.begin; partition < t.end; ++partition) {
-    unit.visit(partition, unit.part);
-    for (int64_t r = 0; r < unit.rows; ++r) merge_row(unit.g, unit.total, unit.part, r);
+  if (t.end - t.begin == 1 && unit.g.sinks == nullptr) {  // nothing to merge: most encoders' sequences
+    unit.visit(t.begin, unit.total);
+  } else {
+    for (int64_t r = 0; r < unit.rows; ++r) begin_row(unit.g, unit.total, r, unit.head_of(r));
+    for (int64_t partition = t.begin; partition < t.end; ++partition) {
+      unit.visit(partition, unit.part);
+      for (int64_t r = 0; r < unit.rows; ++r) merge_row(unit.g, unit.total, unit.part, r);
+    }
   }
   for (int64_t r = 0; r < unit.rows; ++r) {
     finish_row<typename Unit::TQ>(unit.g, t, unit.total, r, unit.kv_head);

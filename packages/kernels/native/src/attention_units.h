@@ -373,11 +373,17 @@ inline void finish_row(const Attention& g, const Tile& t, const State& state, in
   const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.dim);
   const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
   TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.dim;
+  if (state.best[r] == -__builtin_inff()) {  // it saw nothing, and nobody wrote its output
+    __builtin_memset(to, 0, size_t(g.dim) * sizeof(TQ));
+    return;
+  }
   const float sum = state.sum[r];
   const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
   const vf scale = vset(scale_of(g.values, kv_head));
   for (int64_t d = 0; d < g.dim; d += W) {
-    st_upto(to + d, vmul(vdiv(ld(state.acc + r * lanes + d), divisor), scale), g.dim - d);
+    // Plus zero: products of pairs may end in -0, which merging would have made 0.
+    const vf acc = vadd(ld(state.acc + r * lanes + d), vzero());
+    st_upto(to + d, vmul(vdiv(acc, divisor), scale), g.dim - d);
   }
 }
 

@@ -241,11 +241,15 @@ inline void hsum4(vf a, vf b, vf c, vf d, float* out) {
   for (int i = 0; i < 4; ++i) out[i] = (all[i][0] + all[i][2]) + (all[i][1] + all[i][3]);
 }
 #endif
+// Of one vector, by the same tree.
+#if defined(HR_AVX512) || defined(HR_AVX2)
 inline float hsum(vf a) {
-  float out[4];
-  hsum4(a, a, a, a, out);
-  return out[0];
+  const __m128 x = fold(a), y = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
+#else
+inline float hsum(vf a) { return (a[0] + a[2]) + (a[1] + a[3]); }
+#endif
 inline float hmax(vf a) {
   float lanes[W];
   st(lanes, a);

@@ -10,8 +10,9 @@ import torch
 from headrace_core.errors import ConfigError
 from headrace_core.ops import HeadNorm, KernelNeed, QuantizedWeight, Rounding, bind_ops
 from headrace_core.reference.quantized import dequantized, quantize_rows
-from headrace_core.testing.ops import bits_equal, paged_case, rand
+from headrace_core.testing.ops import bits_equal, paged_case, rand, varlen_case
 from headrace_kernels.cpu import library
+from headrace_kernels.cpu.ops import native_ops
 from headrace_kernels.cpu.provider import PROVIDER
 
 if library.path() is None:
@@ -80,6 +81,36 @@ def test_rows_past_the_last_request_are_zero(ops):
     assert (out[1] == 0).all()
 
 
+@pytest.mark.parametrize("starts", [[0, 5, 3], [0, 3, 99], [-2, 3, 5]])
+def test_sequences_that_do_not_exist(ops, starts):
+    case = varlen_case([3, 2], dtype="float32")
+    bad = dataclasses.replace(case, cu_seqlens=torch.tensor(starts, dtype=torch.int32))
+    with pytest.raises(ConfigError, match=r"does not rise within the 5 rows of query"):
+        bad.run(ops["varlen_attention"])
+
+
+def test_keys_of_another_dtype_are_refused(ops):
+    case = varlen_case([3, 2], dtype="float32")
+    with pytest.raises(ConfigError, match="of one dtype"):
+        dataclasses.replace(case, key=case.key.bfloat16()).run(ops["varlen_attention"])
+    options = {**case.options, "distance_bias": torch.zeros(4, 5, dtype=torch.float64)}
+    with pytest.raises(ConfigError, match="distance_bias is float64"):
+        dataclasses.replace(case, options=options).run(ops["varlen_attention"])
+
+
+@pytest.mark.parametrize("level", library.levels())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_sum_with_its_layer_norm_is_the_two_steps(level, dtype):
+    """Bit for bit, so that a model may take either; other rows' places too."""
+    ops = native_ops(library.load(level))
+    x, residual = rand(11, 100, dtype=dtype), rand(11, 100, dtype=dtype, seed=1)
+    weight, bias = rand(100, dtype=dtype, seed=2), rand(100, dtype=dtype, seed=3)
+    total = ops["add"](x, residual)
+    out, kept = ops["add_layer_norm"](x.clone(), residual.clone(), weight, bias, 1e-5)
+    assert bits_equal(kept, total)
+    assert bits_equal(out, ops["layer_norm"](total, weight, bias, 1e-5))
+
+
 def test_moe_adds_experts_in_the_order_of_topk_ids(ops):
     """Bit for bit: the parts as computed alone, added in float32 from the left."""
     packed = ops["moe"].pack(rand(8, 48, 40), rand(8, 40, 24, seed=1))
@@ -125,8 +156,6 @@ def quantized(features: int, inputs: int, **options) -> QuantizedWeight:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_int8_products_are_the_same_on_every_instruction_set(dtype):
     """Integer sums are exact, so nothing is left that could differ."""
-    from headrace_kernels.cpu.ops import native_ops
-
     x, bias, weight = rand(9, 700, dtype=dtype), rand(70, dtype=dtype), quantized(70, 700)
     results = []
     for level in library.levels():
@@ -141,8 +170,6 @@ def test_activations_are_divided_exactly(level, size):
     """Codes of activations are those of a division, also where they lie between two integers."""
     if level not in library.levels():
         pytest.skip(f"this machine has no {level}")
-    from headrace_kernels.cpu.ops import native_ops
-
     linear = native_ops(library.load(level))["quant_linear"]
     halves = torch.randint(-254, 255, (500, 70), generator=torch.Generator().manual_seed(3))
     x = halves.float() * (rand(500, 1).abs() * size / 100)
@@ -176,8 +203,6 @@ def test_rows_that_are_cut_in_pieces_stay_the_same(level, options, activations):
     """A lone tile reads a panel in one go, several cut it: 12,000 inputs are over a piece."""
     if level not in library.levels():
         pytest.skip(f"this machine has no {level}")
-    from headrace_kernels.cpu.ops import native_ops
-
     linear, inputs = native_ops(library.load(level))["quant_linear"], 12_000
     generator = torch.Generator().manual_seed(2)
     values = torch.randint(-8, 8, (70, inputs), generator=generator).to(torch.int8)
@@ -228,8 +253,6 @@ def test_fused_rotary_cache_write_is_its_parts(level, dtype):
     """Bit for bit: head norm, rotation and write one after the other."""
     if level not in library.levels():
         pytest.skip(f"this machine has no {level}")
-    from headrace_kernels.cpu.ops import native_ops
-
     ops = native_ops(library.load(level))
     query, key, value = rand(7, 4, 40, dtype=dtype), *rand(2, 7, 2, 40, dtype=dtype)
     weights, cos_sin = rand(2, 40, dtype=dtype), rand(20, 24)

@@ -71,8 +71,10 @@ def varlen_case(
     tokens, heads = sum(lengths), num_heads + 2 * num_kv_heads
     fused = rand(tokens, heads * head_dim, dtype=dtype, device=device)
     fused = torch.cat([fused, fused.new_full((padding, fused.shape[1]), torch.nan)])
-    query, key, value = torch.unflatten(fused, 1, (heads, head_dim)).split(
-        [num_heads, num_kv_heads, num_kv_heads], dim=1
+    query, key, value = torch.split(
+        torch.unflatten(fused, 1, (heads, head_dim)),
+        [num_heads, num_kv_heads, num_kv_heads],
+        dim=1,
     )
     starts = torch.tensor([0, *lengths]).cumsum(0)
     return VarlenCase(

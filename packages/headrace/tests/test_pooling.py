@@ -1,0 +1,48 @@
+"""What the offline pooling calls make of their arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace import PoolingParams
+from headrace.pooling import as_tensor, chosen_task, score_inputs, truncated
+from headrace_core.errors import RequestError
+from headrace_core.packed import PackedArray
+
+
+@pytest.mark.spec("POOL-ENCODE")
+def test_a_call_without_a_task_lists_the_methods() -> None:
+    with pytest.raises(RequestError, match=r"token_embed.*LLM\.embed \(embed\).*LLM\.reward"):
+        chosen_task(None, None)
+    with pytest.raises(RequestError, match="pooling_task = 'dance': must be one of embed"):
+        chosen_task(None, "dance")
+    assert chosen_task(PoolingParams(task="classify"), None) == "classify"
+    assert chosen_task(PoolingParams(task="classify"), "embed") == "embed"  # verified later
+
+
+def test_truncation_is_an_argument_of_its_own() -> None:
+    given = PoolingParams(normalize=False)
+    assert truncated(given, None) is given
+    assert truncated(given, 3) == PoolingParams(3, normalize=False)
+    assert truncated(None, -1) == PoolingParams(-1)
+    assert truncated([given, PoolingParams()], 2) == [
+        PoolingParams(2, normalize=False), PoolingParams(2),
+    ]  # fmt: skip
+    assert given.truncate_prompt_tokens is None
+    with pytest.raises(RequestError, match="truncate_prompt_tokens = 0"):
+        truncated(given, 0)
+
+
+def test_one_side_of_pairs() -> None:
+    assert score_inputs("a") == ["a"]
+    assert score_inputs({"prompt": "a"}) == [{"prompt": "a"}]
+    assert score_inputs(("a", "b")) == ["a", "b"]
+
+
+def test_tensors_are_copies() -> None:
+    data = PackedArray("float32", (2, 1), bytes(8))
+    tensor = as_tensor(data)
+    tensor += 1
+    assert tensor.tolist() == [[1.0], [1.0]]
+    assert data.tolist() == [[0.0], [0.0]]
+    assert as_tensor(PackedArray("float32", (0, 4), b"")).shape == (0, 4)
