@@ -39,6 +39,12 @@ DISTILBERT: dict[str, Any] = {
     "vocab_size": 131, "dim": 40, "hidden_dim": 68, "n_layers": 3, "n_heads": 4,
     "max_position_embeddings": 100,
 }  # fmt: skip
+DECODER: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertModel": SIZES,
     "BertForSequenceClassification": SIZES,
@@ -49,6 +55,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "DistilBertForSequenceClassification": DISTILBERT,
     "MPNetModel": SIZES,
     "ElectraForSequenceClassification": {**SIZES, "embedding_size": 24},
+    "GteModel": SIZES,
+    "NomicBertModel": SIZES,
+    "JinaEmbeddingsV3Model": SIZES,
+    "ModernBertModel": {**SIZES, "local_attention": 16},
+    "ModernBertForSequenceClassification": {**SIZES, "local_attention": 16},
+    "Qwen2Model": {**DECODER, "is_causal": False},
+    "Gemma3TextModel": {**DECODER, "use_bidirectional_attention": True, "sliding_window": 14},
 }
 LENGTHS = (3, 61, 1, 17, 2, 33, 64, 5)
 VARIANTS = list(itertools.product(FAMILIES, ("float32", "bfloat16")))

@@ -187,7 +187,8 @@ class DenseModule:
     """A linear layer between pooling and normalisation (Sentence Transformers' ``Dense``)."""
 
     path: str
-    """Folder of its weights below the checkpoint's: ``linear.weight`` [out, in], ``linear.bias``."""
+    """Folder of its weights below the checkpoint's: ``linear.weight`` [out, in], ``linear.bias``; "":
+    they are among the model's own tensors."""
     in_features: int
     out_features: int
     bias: bool
@@ -202,6 +203,9 @@ class LateInteraction:
     query_marker: str = ""
     """Token put behind the first special token of a query (``[Q]``); "": none."""
     document_marker: str = ""
+    query_marker_id: int | None = None
+    """Where the marker is one token of the vocabulary: a tokenizer may cut its text to pieces."""
+    document_marker_id: int | None = None
     query_length: int = 32
     """Tokens of a query, with its special ones; shorter ones are filled up if ``expand_queries``."""
     document_length: int = 180
@@ -211,6 +215,8 @@ class LateInteraction:
     """Whether the filled-up tokens are attended to."""
     skip_words: tuple[str, ...] = ()
     """Tokens of documents whose vectors are left out (punctuation)."""
+    skip_ids: tuple[int, ...] = ()
+    """Their ids; words that are no token are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,10 @@ class PoolingInfo:
     """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
     sparse: bool = False
     """Embeddings have an entry for each token of the vocabulary, nearly all of them 0."""
+    sparse_sum: bool = False
+    """A word's weight is the sum over the text's tokens, not the maximum."""
+    sparse_log_twice: bool = False
+    """The logarithm is taken twice."""
     late_interaction: LateInteraction | None = None
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Named texts to put before inputs, as the checkpoint lists them; nothing is put by itself."""

@@ -8,7 +8,6 @@ both directions its attention does without a cache.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,7 +117,6 @@ class StepDecoder(PoolingDecoder):
         return Classifier(self.make_rows(context, prefix, None))
 
 
-@functools.cache
 def pooling_class(
     generating: type[Any], adapter: type[PoolingDecoder] = PoolingDecoder
 ) -> type[PoolingDecoder]:

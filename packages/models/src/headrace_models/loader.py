@@ -118,7 +118,7 @@ def _dense_rules(info: ModelInfo) -> list[WeightRule]:
     """Where the tensors of Dense modules go, which are in folders of their own."""
     modules = info.pooling.dense if info.pooling is not None else ()
     return [
-        WeightRule(f"{module.path}.linear", f"pooler.head.dense.{index}")
+        WeightRule(f"{module.path}.linear".lstrip("."), f"pooler.head.dense.{index}")
         for index, module in enumerate(modules)
     ]
 
@@ -127,6 +127,8 @@ def _dense_tensors(
     info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
 ) -> Iterable[tuple[str, Tensor, Path]]:
     for module in info.pooling.dense if info.pooling is not None else ():
+        if not module.path:  # it is among the model's own
+            continue
         folder = info.path / module.path
         for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
             yield f"{module.path}.{name}", tensor, file
@@ -319,7 +321,8 @@ class _Filling:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        return name == "lm_head.weight" and "head" in self.leaves and not self.weights.slots["head"]
+        heads = ("lm_head.weight", "proj_out.weight")
+        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
 
 
 def _check_tensor(

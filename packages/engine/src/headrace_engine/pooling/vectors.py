@@ -25,7 +25,8 @@ def cosine(first: PackedArray, second: PackedArray) -> float:
     """Of two vectors; 0 if one has no length."""
     a, b = (as_array(data).astype(np.float64) for data in (first, second))
     norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float(a @ b) / norms if norms else 0.0
+    # Rounding must not make it more than the cosine of equal directions.
+    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else 0.0
 
 
 def max_sim(query: PackedArray, document: PackedArray, skipped: list[int]) -> float:

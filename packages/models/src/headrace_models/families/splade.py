@@ -36,14 +36,16 @@ class BertSpladeModel(BertModel):
         WeightRule(f"{_HEAD}.transform.LayerNorm.beta", f"{_SCORES}.norm.bias"),
         WeightRule(f"{_HEAD}.decoder.weight", f"{_SCORES}.out.table"),
         WeightRule(f"{_HEAD}.bias", f"{_SCORES}.out.bias"),
+        WeightRule(f"{_HEAD}.decoder.bias", f"{_SCORES}.out.own_bias"),
     )
     ignored_weights: ClassVar[Mapping[str, str]] = {
         r"(.*\.)?pooler\..*": "made for guessing the next sentence",
         r"cls\.seq_relationship\..*": "made for guessing the next sentence",
-        r"cls\.predictions\.decoder\.(weight|bias)": "the table of words and the head's bias again",
+        r"cls\.predictions\.decoder\.weight": "the table of words, again",
     }
 
     def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
+        assert context.pooling is not None
         size, vocab = self.hidden_size(), self.settings.integer("vocab_size")
         embeddings = self.embed
         assert isinstance(embeddings, TextEmbeddings)
@@ -65,6 +67,6 @@ class BertSpladeModel(BertModel):
         )
         return SparsePooler(
             scores,
-            total=self.settings.config.get("splade_pooling") == "sum",
-            twice=self.settings.config.get("splade_activation") == "log1p_relu",
+            total=context.pooling.sparse_sum,
+            twice=context.pooling.sparse_log_twice,
         )

@@ -51,17 +51,20 @@ class HeadRows(HeadLinear):
     def slots(self) -> Mapping[str, Slot]:
         slots = {} if self.tied is not None else {"table": Slot(self.table_shape)}
         if self.has_bias:
-            # What waits for another leaf must wait to the end, which optional tensors do.
-            slots["bias"] = Slot(self.table_shape[:1], required=self.tied is None)
+            # Stored by itself, in the layer, or in both places. What waits for another leaf must wait
+            # to the end, which optional tensors do.
+            bias = Slot(self.table_shape[:1], required=False)
+            slots |= {"bias": bias, "own_bias": bias}
         return slots
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         table = tensors["table"] if self.tied is None else self.tied()
         own = {"weight": self._chosen(table)}
         if self.has_bias:
-            if "bias" not in tensors:
+            bias = tensors.get("own_bias", tensors.get("bias"))
+            if bias is None:
                 raise WeightsError(f"tensor {self.name + '.bias'!r} is missing from the checkpoint")
-            own["bias"] = self._chosen(tensors["bias"])
+            own["bias"] = self._chosen(bias)
         super().load(own)
 
     def _chosen(self, table: Tensor) -> Tensor:

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
-from headrace_core.pooling import DenseModule, PoolerConfig, PoolingInfo, PoolingTraits
+from headrace_core.pooling import (
+    DenseModule,
+    LateInteraction,
+    PoolerConfig,
+    PoolingInfo,
+    PoolingTraits,
+)
 from headrace_models.pooling.labels import classification_activation, label_names, num_labels
 from headrace_models.pooling.sentence_transformers import SentenceModules
 from headrace_models.settings import Settings
@@ -25,6 +31,7 @@ def pooling_info(
     *,
     dtype: str,
     max_model_len: int,
+    late: LateInteraction | None = None,
 ) -> PoolingInfo:
     """Everything that is to be known of how a checkpoint pools.
 
@@ -32,6 +39,7 @@ def pooling_info(
         config: the text part of ``config.json``.
         traits: of the class, or of its conversion.
         dtype, max_model_len: resolved.
+        late: of a multi-vector model.
 
     Raises:
         ConfigError: the user asks for what the class cannot do; names the field.
@@ -68,10 +76,13 @@ def pooling_info(
         enable_chunked_processing=bool(user.enable_chunked_processing) and embeds,
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
-        scoring="cross" if "score" in tasks else "cosine" if "embed" in tasks else "",
+        scoring=_scoring(tasks, late),
         prompts=sentence.prompts,
         lower_case=sentence.lower_case,
         sparse=traits.sparse,
+        sparse_sum=sentence.sparse_sum,
+        sparse_log_twice=sentence.sparse_log_twice,
+        late_interaction=late,
         token_types=types > 1,
         max_token_types=max(types, 1),
     )
@@ -100,6 +111,14 @@ def _pooling_type(user: PoolerConfig, sentence: SentenceModules, traits: Pooling
                 field=f"pooler_config.{name}",
             )
     return kind
+
+
+def _scoring(tasks: tuple[str, ...], late: LateInteraction | None) -> str:
+    if "score" in tasks:
+        return "cross"
+    if late is not None:
+        return "late_interaction"
+    return "cosine" if "embed" in tasks else ""
 
 
 def _step_tag(user: PoolerConfig, traits: PoolingTraits) -> int | None:

@@ -36,6 +36,13 @@ _SETTINGS = tuple(
 )
 
 
+_MARKERS = (
+    "query_prefix", "document_prefix", "query_length", "document_length", "query_expansion",
+    "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words",
+)  # fmt: skip
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+
+
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
     """What the files say; without any, nothing."""
@@ -51,6 +58,19 @@ class SentenceModules:
     prompts: Mapping[str, str] = field(default_factory=dict)
     activation: str | None = None
     """A cross-encoder's, as the files name it."""
+    multi_vector: bool = False
+    """Dense modules apply to each token, and nothing is pooled (ColBERT)."""
+    sparse: bool = False
+    """A head that guesses words is pooled (SPLADE)."""
+    sparse_sum: bool = False
+    sparse_log_twice: bool = False
+    markers: Mapping[str, Any] = field(default_factory=dict)
+    """What the files say of late interaction, in no one spelling."""
+
+    @property
+    def says_pooling(self) -> bool:
+        """Whether the files make a pooling model of the checkpoint."""
+        return self.pools or self.multi_vector or self.sparse
 
 
 def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModules:
@@ -70,6 +90,7 @@ def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModul
     found = SentenceModules(
         prompts={str(k): v for k, v in named.items() if isinstance(v, str)},
         activation=own.get("activation_fn"),
+        markers=_markers(folder, own),
         **_settings(folder),
     )
     for module in _modules(folder):
@@ -85,6 +106,17 @@ def _settings(folder: Path) -> dict[str, Any]:
     return {
         "max_seq_length": settings.optional_integer("max_seq_length"),
         "lower_case": settings.flag("do_lower_case", False),
+    }
+
+
+def _markers(folder: Path, own: Mapping[str, Any]) -> dict[str, Any]:
+    """PyLate keeps them among the repository's settings, Sentence Transformers among the first
+    module's."""
+    return {
+        name: source[name]
+        for source in (read_object(folder / _SETTINGS[0], required=False), own)
+        for name in _MARKERS
+        if name in source
     }
 
 
@@ -109,12 +141,12 @@ def _follow(
 ) -> SentenceModules:
     kind, place = module
     name = kind.rpartition(".")[2]
-    if not kind.startswith("sentence_transformers."):
+    if not kind.startswith("sentence_transformers.") and kind != _PYLATE_DENSE:
         raise ConfigError(
             f"modules.json: type = {kind!r}: is code of the repository's own, which is never run",
             field="model.model",
         )
-    if name == "Transformer":
+    if name in ("Transformer", "MLMTransformer"):
         if place:
             raise ConfigError(
                 f"modules.json: the model is in the folder {place!r}: give that folder as the model",
@@ -125,15 +157,53 @@ def _follow(
         return found
     if name == "Pooling":
         return _pooling(folder / place, found, pooling_type)
-    if name == "Dense" and found.pools and not found.normalize:
-        return replace(found, dense=(*found.dense, _dense(folder / place, place)))
-    if name == "Normalize" and found.pools:
+    if name == "SpladePooling" and not found.says_pooling:
+        return _splade(folder / place, found)
+    if name == "Dense" and not found.normalize and not found.sparse:
+        what = "sentence_embedding" if found.pools else "token_embeddings"
+        dense = _dense(folder / place, place, None if kind == _PYLATE_DENSE else what)
+        return replace(found, dense=(*found.dense, dense), multi_vector=not found.pools)
+    if name == "MultiVectorMask" and not found.pools:
+        return _mask(folder / place, found)
+    if name == "Normalize" and (found.pools or found.multi_vector):
         return replace(found, normalize=True)
     raise ConfigError(
         f"modules.json: type = {kind!r}: must be one of Transformer, Pooling, Dense, Normalize, in "
-        "this order",
+        "this order; or Transformer, Dense, MultiVectorMask, Normalize; or Transformer, SpladePooling",
         field="model.model",
     )
+
+
+def _splade(path: Path, found: SentenceModules) -> SentenceModules:
+    """Sentence Transformers' ``SpladePooling``."""
+    config = read_object(path / "config.json", required=True)
+    known = {"pooling_strategy": ("max", "sum"), "activation_function": ("relu", "log1p_relu")}
+    for name, accepted in known.items():
+        if config.get(name, accepted[0]) not in accepted:
+            raise UnsupportedModel(
+                f"{path / 'config.json'}: {name} = {config[name]!r}: must be one of "
+                f"{', '.join(accepted)}"
+            )
+    return replace(
+        found,
+        sparse=True,
+        sparse_sum=config.get("pooling_strategy") == "sum",
+        sparse_log_twice=config.get("activation_function") == "log1p_relu",
+    )
+
+
+def _mask(path: Path, found: SentenceModules) -> SentenceModules:
+    """Which tokens have vectors: Sentence Transformers' ``MultiVectorMask``."""
+    config = read_object(path / "config.json", required=False)
+    if config.get("keep_only_token_ids") or config.get("skiplist_tasks") not in (
+        None,
+        ["document"],
+    ):
+        raise UnsupportedModel(
+            f"{path / 'config.json'}: only words of documents can be skipped (skiplist_words)"
+        )
+    words = {"skiplist_words": config.get("skiplist_words") or []}
+    return replace(found, multi_vector=True, markers={**found.markers, **words})
 
 
 def _pooling(path: Path, found: SentenceModules, wanted: str | None) -> SentenceModules:
@@ -165,17 +235,17 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
 
 
-def _dense(path: Path, place: str) -> DenseModule:
+def _dense(path: Path, place: str, what: str | None) -> DenseModule:
+    """``what``: it applies to; None: its config does not say."""
     config = read_object(path / "config.json", required=True)
     settings = Settings(config)
     where = path / "config.json"
     if settings.flag("use_residual", False):
         raise UnsupportedModel(f"{where}: use_residual = True: must be false")
     for name in ("module_input_name", "module_output_name"):
-        if config.get(name) not in (None, "sentence_embedding"):
-            raise UnsupportedModel(
-                f"{where}: {name} = {config[name]!r}: must be sentence_embedding"
-            )
+        stated = config.get(name) or ("sentence_embedding" if name.endswith("input_name") else what)
+        if what is not None and stated != what:
+            raise UnsupportedModel(f"{where}: {name} = {stated!r}: must be {what}")
     return DenseModule(
         path=place,
         in_features=settings.integer("in_features"),

@@ -65,12 +65,12 @@ class SparsePooler(Layer):
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.Pooler`; each [V]."""
-        texts = batch.hidden.split(batch.cu_rows.diff().tolist())
+        texts = torch.split(batch.hidden, batch.cu_rows.diff().tolist())
         return [self._one(x.float(), params) for x, params in zip(texts, batch.params)]
 
     def _one(self, x: Tensor, params: PoolingParams) -> Tensor:
         """x [n, H] -> [V]; a text by itself, so that no other changes a bit of it."""
-        pieces = [self._weights(piece) for piece in x.split(_ROWS)]
+        pieces = [self._weights(piece) for piece in torch.split(x, _ROWS)]
         pooled = torch.stack(pieces).sum(0) if self.total else torch.stack(pieces).amax(0)
         return torch.nn.functional.normalize(pooled, dim=0) if params.normalize else pooled
 

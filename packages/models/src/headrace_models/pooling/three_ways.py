@@ -50,7 +50,7 @@ class ThreeWayPooler(Layer):
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
         """See :class:`headrace_core.model.Pooler`; weights are [n, 1]."""
-        texts = batch.hidden.split(batch.cu_rows.diff().tolist())
+        texts = torch.split(batch.hidden, batch.cu_rows.diff().tolist())
         results: list[Tensor] = list(texts)
         dense = [i for i, params in enumerate(batch.params) if params.task == "embed"]
         if dense:

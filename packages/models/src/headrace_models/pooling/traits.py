@@ -9,6 +9,7 @@ from typing import Any
 from headrace_core import plugins
 from headrace_core.errors import PluginError, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
+from headrace_models.pooling.sentence_transformers import SentenceModules
 
 _ENCODER = PoolingTraits("embed", "CLS", pooling_types=("CLS", "MEAN", "LAST", "ALL"))
 _BERT = dataclasses.replace(_ENCODER, token_types=True)
@@ -78,10 +79,12 @@ TRAITS: Mapping[str, PoolingTraits] = {
     **_line("GteNew", _BERT),
     **_line("JinaEmbeddingsV3", _MEAN),
     **_line("ModernBert", _ENCODER),
+    "BertForMaskedLM": _SPLADE,
     "BertSpladeSparseEmbeddingModel": _SPLADE,
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
+    "HF_ColBERT": _BERT,
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
     "NomicBertModel": _MEAN,
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
@@ -114,6 +117,29 @@ def configured(traits: PoolingTraits, config: Mapping[str, Any]) -> PoolingTrait
             )
         return dataclasses.replace(traits, pooling_type=kind)
     return traits
+
+
+def said_by_files(
+    architecture: str, traits: PoolingTraits, sentence: SentenceModules
+) -> PoolingTraits:
+    """The traits as Sentence Transformers' modules change them.
+
+    Raises:
+        UnsupportedModel: a head that guesses words would be pooled without their saying so.
+    """
+    if traits.sparse and architecture.endswith("ForMaskedLM") and not sentence.sparse:
+        raise UnsupportedModel(
+            f"{architecture} pools only as SPLADE, and no SpladePooling in modules.json says that it was "
+            'trained so. If it was: hf_overrides {"architectures": ["BertSpladeSparseEmbeddingModel"]}; '
+            'if the encoder alone is wanted: {"architectures": ["BertModel"]}'
+        )
+    if sentence.sparse and not traits.sparse:
+        raise UnsupportedModel(f"SpladePooling of {architecture}: must be BertForMaskedLM's")
+    if not sentence.multi_vector:
+        return traits
+    return dataclasses.replace(
+        traits, pooling_type="ALL", pooling_types=("ALL",), tasks=("token_embed",)
+    )
 
 
 def pooling_traits(architecture: str) -> PoolingTraits | None:
