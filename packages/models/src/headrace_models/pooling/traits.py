@@ -85,6 +85,7 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
+    "GritLM": PoolingTraits("embed", "MEAN", ("MEAN",), tasks=("embed",)),
     "HF_ColBERT": _BERT,
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
     "NomicBertModel": _MEAN,
