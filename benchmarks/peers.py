@@ -38,6 +38,8 @@ CHECKPOINTS: Mapping[str, Mapping[str, str]] = {
 """Engine -> precision -> path below the models' folder. OpenVINO computes fp16 weights in bf16 by itself."""
 
 ENGINES = (*CHECKPOINTS, "llama-bench")
+HOMES = (*CHECKPOINTS, "sentence-transformers")
+"""Engines that may have a home; the last one is compared in embeddings only."""
 
 
 class Absent(Exception):
@@ -84,8 +86,8 @@ class Peers:
                          "kv_cache_ahead_bytes": -1} | _quantized(precision)  # fmt: skip
         if engine == "openvino":
             settings["cache_gib"] = CACHE_GIB
-        words = [self._python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
-        return Launch(words, self._environment(engine), _unset(engine))
+        words = [self.python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
+        return Launch(words, self.environment(engine), unset(engine))
 
     def client_worker(self, url: str, version: str) -> Launch:
         """``worker.py`` in front of a server that runs already."""
@@ -110,7 +112,7 @@ class Peers:
                 words += ["--kv-cache-ahead-bytes", "-1"]
         if engine == "llamacpp":
             words += ["-c", str(self._cache_tokens(model))]
-        return Launch(words, self._environment(engine), _unset(engine))
+        return Launch(words, self.environment(engine), unset(engine))
 
     def _cache_tokens(self, model: str) -> int:
         """Tokens that :data:`CACHE_GIB` of cache hold, in whole thousands; 65,536 at most."""
@@ -151,10 +153,11 @@ class Peers:
             raise Absent(f"{engine} is not installed (--peer {engine}=FOLDER or ${variable})")
         return self.homes[engine]
 
-    def _python(self, engine: str) -> str:
+    def python(self, engine: str) -> str:
+        """The interpreter that has it."""
         return sys.executable if engine == "headrace" else self.program(engine, "python")
 
-    def _environment(self, engine: str) -> dict[str, str]:
+    def environment(self, engine: str) -> dict[str, str]:
         """What each engine is best with, found by trying."""
         common = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         if engine == "vllm":
@@ -225,13 +228,11 @@ def homes(words: list[str]) -> dict[str, Path]:
     Raises:
         ValueError: a name that is no engine's, or a folder that is not there.
     """
-    found = {
-        e: Path(os.environ[variable_of(e)]) for e in CHECKPOINTS if variable_of(e) in os.environ
-    }
+    found = {e: Path(os.environ[variable_of(e)]) for e in HOMES if variable_of(e) in os.environ}
     for word in words:
         name, _, folder = word.partition("=")
-        if name not in CHECKPOINTS or name == "headrace" or not folder:
-            known = ", ".join(e for e in CHECKPOINTS if e != "headrace")
+        if name not in HOMES or name == "headrace" or not folder:
+            known = ", ".join(e for e in HOMES if e != "headrace")
             raise ValueError(f"--peer {word!r}: must be NAME=FOLDER with a name of {known}")
         found[name] = Path(folder)
     for name, path in found.items():
@@ -249,6 +250,6 @@ def _quantized(precision: str) -> dict[str, str]:
     return {} if precision == "bf16" else {"quantization": precision}
 
 
-def _unset(engine: str) -> tuple[str, ...]:
+def unset(engine: str) -> tuple[str, ...]:
     """Peers must see neither our sources nor our thread setting."""
     return () if engine == "headrace" else ("PYTHONPATH", "OMP_NUM_THREADS")

@@ -95,12 +95,13 @@ def tables(lines: Sequence[Line], models: Path | None = None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, marks: tuple[str, str] = (BEGIN, END)) -> None:
     """Put the tables between the marks of a Markdown file, or at its end."""
+    begin, end = marks
     content = path.read_text(encoding="utf-8") if path.is_file() else ""
-    block = f"{BEGIN}\n{text}{END}"
-    if BEGIN in content and END in content:
-        before, after = content.split(BEGIN, 1)[0], content.split(END, 1)[1]
+    block = f"{begin}\n{text}{end}"
+    if begin in content and end in content:
+        before, after = content.split(begin, 1)[0], content.split(end, 1)[1]
         content = before + block + after
     else:
         content = content.rstrip() + ("\n\n" if content.strip() else "") + block + "\n"

@@ -14,13 +14,15 @@ import numpy as np
 import openai
 import pytest
 import torch
-from encoders import HIDDEN, MAX_LENGTH, save_encoder, sentence
 from malformed import Client, bodies
+from pooling_checkpoints import bert, text
 from servers import serving
 
-TEXTS = [sentence(seed, 1 + seed % 20) for seed in range(24)]
-QUERY = sentence(500, 5)
-DOCUMENTS = [sentence(600 + seed, 3 + seed % 9) for seed in range(12)]
+TEXTS = [text(1 + seed % 20, seed) for seed in range(24)]
+QUERY = text(5, 500)
+DOCUMENTS = [text(3 + seed % 9, 600 + seed) for seed in range(12)]
+HIDDEN, MAX_LENGTH = 32, 128
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
 DTYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
     "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
@@ -49,21 +51,21 @@ class Served:
             return error.code, error.headers, error.read()
 
     def post(self, path, **body):
-        status, _, text = self.ask(path, **body)
-        assert status == 200, text
-        return json.loads(text)
+        status, _, said = self.ask(path, **body)
+        assert status == 200, said
+        return json.loads(said)
 
     def refused(self, path, status=400, **body):
-        got, _, text = self.ask(path, **body)
-        assert got == status, text
-        return json.loads(text)["error"]
+        got, _, said = self.ask(path, **body)
+        assert got == status, said
+        return json.loads(said)["error"]
 
     def embed(self, texts):
         """Normalised means [len(texts), HIDDEN], each text by itself."""
         with torch.no_grad():
             means = [
-                self.model(**self.tokenizer(text, return_tensors="pt", **CUT)).last_hidden_state[0]
-                for text in texts
+                self.model(**self.tokenizer(one, return_tensors="pt", **CUT)).last_hidden_state[0]
+                for one in texts
             ]
         return torch.nn.functional.normalize(torch.stack([m.mean(0) for m in means])).numpy()
 
@@ -76,13 +78,20 @@ class Served:
         return torch.stack(logits).sigmoid().numpy()
 
 
+def _add(path, **fields):
+    """Put fields into a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
 CUT = {"truncation": True, "max_length": MAX_LENGTH, "return_token_type_ids": True}
 
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("embedder")
-    model = save_encoder(folder)
+    model = bert(folder)
+    _add(folder / "config.json", is_matryoshka=True)
+    _add(folder / "tokenizer_config.json", chat_template=CHAT_TEMPLATE)
     words = (str(folder), "--dtype", "float32", "--served-model-name", "emb")
     with serving(*words) as server:
         yield Served(server, model, folder)
@@ -92,7 +101,7 @@ def embedder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reranker(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reranker")
-    model = save_encoder(folder, labels=1)
+    model = bert(folder, labels=1)
     words = (str(folder), "--dtype", "float32", "--served-model-name", "rank")
     with serving(*words) as server:
         yield Served(server, model, folder)
@@ -110,7 +119,7 @@ def test_openai(embedder):
     short = client.embeddings.create(model="emb", input=TEXTS[0], dimensions=8)
     cut = got[0, :8] / np.linalg.norm(got[0, :8])
     np.testing.assert_allclose(short.data[0].embedding, cut, atol=1e-5)
-    ids = [len(embedder.tokenizer(text).input_ids) for text in TEXTS]
+    ids = [len(embedder.tokenizer(one).input_ids) for one in TEXTS]
     assert plain.usage.prompt_tokens == plain.usage.total_tokens == sum(ids)
     with pytest.raises(openai.BadRequestError, match="at most 32"):
         client.embeddings.create(model="emb", input="x", dimensions=HIDDEN + 1)
@@ -133,8 +142,8 @@ def test_wire(embedder, dtype, endianness):
         data = data[:, ::-1] if endianness == "big" else data
         return torch.from_numpy(data.copy()).view(DTYPES[dtype]).float().flatten()
 
-    text = embedder.post("/v1/embeddings", input=TEXTS[:3], encoding_format="base64", **wire)
-    for item, row in zip(text["data"], exact):
+    packed = embedder.post("/v1/embeddings", input=TEXTS[:3], encoding_format="base64", **wire)
+    for item, row in zip(packed["data"], exact):
         data = base64.b64decode(item["embedding"])
         assert torch.equal(decoded(data), row.to(DTYPES[dtype]).float())
     _, headers, data = embedder.ask(
@@ -154,28 +163,28 @@ def test_token_ids(embedder, reranker):
     def ids(path, **body):
         return embedder.post(path, return_token_ids=True, **body)["data"][0]["prompt_token_ids"]
 
-    text, chat = TEXTS[7], [{"role": "user", "content": TEXTS[8]}]
-    expected = embedder.tokenizer(text).input_ids
-    assert ids("/v1/embeddings", input=text) == expected
-    assert ids("/pooling", input=text) == expected
-    plain = embedder.tokenizer(text, add_special_tokens=False).input_ids
-    assert ids("/v1/embeddings", input=text, add_special_tokens=False) == plain
+    given, chat = TEXTS[7], [{"role": "user", "content": TEXTS[8]}]
+    expected = embedder.tokenizer(given).input_ids
+    assert ids("/v1/embeddings", input=given) == expected
+    assert ids("/pooling", input=given) == expected
+    plain = embedder.tokenizer(given, add_special_tokens=False).input_ids
+    assert ids("/v1/embeddings", input=given, add_special_tokens=False) == plain
     assert ids("/v1/embeddings", input=plain) == plain
-    assert len(ids("/v1/embeddings", input=text, truncate_prompt_tokens=3)) == 3
+    assert len(ids("/v1/embeddings", input=given, truncate_prompt_tokens=3)) == 3
     rendered = embedder.tokenizer.apply_chat_template(chat, tokenize=False)
     expected = embedder.tokenizer(rendered, add_special_tokens=False).input_ids
     assert ids("/v1/embeddings", messages=chat) == expected
-    pair = reranker.post("/score", text_1=text, text_2=TEXTS[9], return_token_ids=True)
-    expected = reranker.tokenizer(text, TEXTS[9]).input_ids
+    pair = reranker.post("/score", text_1=given, text_2=TEXTS[9], return_token_ids=True)
+    expected = reranker.tokenizer(given, TEXTS[9]).input_ids
     assert pair["data"][0]["prompt_token_ids"] == expected
 
 
 @pytest.mark.spec("HTTP-POOLING")
 def test_pooling(embedder):
     answer = embedder.post("/pooling", input=TEXTS[:4])
-    for item, text in zip(answer["data"], TEXTS):
+    for item, given in zip(answer["data"], TEXTS):
         shape = np.array(item["data"]).shape
-        assert shape == (len(embedder.tokenizer(text).input_ids), HIDDEN)
+        assert shape == (len(embedder.tokenizer(given).input_ids), HIDDEN)
     whole = embedder.post("/pooling", input=TEXTS[:4], task="embed")
     got = np.array([item["data"] for item in whole["data"]])
     np.testing.assert_allclose(got, embedder.embed(TEXTS[:4]), atol=1e-4)
@@ -288,7 +297,7 @@ def test_refusals(embedder, reranker):
         ("/v1/embeddings", {"input": "x", "dimensions": 33}, "dimensions"),
         ("/v1/embeddings", {"input": "x", "priority": 1}, "priority"),
         ("/v1/embeddings", {"input": "x", "sparse": True}, "sparse"),
-        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens"),
         ("/v1/embeddings",
          {"messages": chat, "add_generation_prompt": True, "continue_final_message": True},
          "continue_final_message"),

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from encoders import save_encoder
+from pooling_checkpoints import bert
 from servers import serving
 
 PAGES = Path(__file__).parent.parent / "docs" / "serving"
@@ -56,7 +56,7 @@ def encoders(tmp_path_factory):
     @functools.cache
     def folder(name):
         made = tmp_path_factory.mktemp("encoder")
-        save_encoder(made, labels=ENCODERS[name])
+        bert(made, ENCODERS[name])
         return str(made)
 
     return folder

@@ -54,6 +54,12 @@ INFO = ModelInfo(
         (lambda: ModelConfig(dtype="int8"), "model.dtype"),
         (lambda: ModelConfig(max_model_len=0), "model.max_model_len"),
         (lambda: ModelConfig(max_logprobs=-2), "model.max_logprobs"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": -1}), "model.limit_mm_per_prompt.audio"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": {"count": "2"}}),
+         "model.limit_mm_per_prompt.audio"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"audio": {"length": 2}}),
+         "model.limit_mm_per_prompt.audio.length"),
+        (lambda: ModelConfig(limit_mm_per_prompt={"smell": 2}), "model.limit_mm_per_prompt.smell"),
         (lambda: ParallelConfig(tensor_parallel_size=2), "parallel.tensor_parallel_size"),
         (lambda: DeviceConfig(num_threads=-1), "device.num_threads"),
         (lambda: LoadConfig(safetensors_load_strategy="fast"), "load.safetensors_load_strategy"),
@@ -215,3 +221,21 @@ def test_windows_of_what_is_no_mean_are_a_warning(caplog):
 def test_steps_of_pooling_models_are_not_kept_small(caplog):
     assert resolved(INFO, caplog).scheduler.max_num_shared_tokens == 512
     assert resolved(pooling(), caplog).scheduler.max_num_shared_tokens == 2048
+
+
+@pytest.mark.spec("FEAT-MATRIX")
+def test_encoder_decoders_share_no_prefixes_and_compute_prompts_whole(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    info = dataclasses.replace(INFO, is_encoder_decoder=True)
+    with caplog.at_level("INFO"):
+        made = resolve(EngineConfig(), info, CpuPlatform())
+    assert made.cache.enable_prefix_caching is False
+    assert made.scheduler.enable_chunked_prefill is False
+    assert "prefix caching is off for LlamaForCausalLM: its states depend on what the encoder" in (
+        caplog.text
+    )
+    assert "chunked prefill is off" in caplog.text
+    scales = CacheConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
+    with pytest.raises(ConfigError, match="must be False for encoder-decoder models"):
+        resolve(EngineConfig(cache=scales), info, CpuPlatform())

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.spec("ENGINE-SAMPLING")
         ("min_tokens", -1), ("min_tokens", 17), ("logprobs", -2), ("prompt_logprobs", -2),
         ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2),
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("logit_bias", {-1: 1.0}),
+        ("logprob_token_ids", [-1]), ("logprob_token_ids", list(range(17))),
         ("logit_bias", {1: float("nan")}), ("bad_words", [""]), ("seed", 2**63), ("seed", 0.5),
     ],
 )  # fmt: skip

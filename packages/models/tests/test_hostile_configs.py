@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_families as families
+import test_qwen2_audio
+import test_whisper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.testing.model import build_context
+from headrace_models.loader import load_model
 
 pytestmark = pytest.mark.req("SEC-22")
+
+
+class _Whisper:
+    """A family that is not compared by the suite of the others."""
+
+    def make_checkpoint(self, folder: Path) -> Any:
+        test_whisper.make(folder)
+        return SimpleNamespace(path=folder)
+
+    def resolve(self, path: Path) -> Any:
+        return test_whisper.resolved(path)
+
+    def load(self, info: Any, context: Any) -> Any:
+        return load_model(info, context)
+
 
 SUITES: dict[str, Any] = {
     name: suite()
     for name, suite in vars(families).items()
     if name in ("TestLlama", "TestQwen2", "TestGemma3", "TestPhi3", "TestGPT2", "TestMixtral")
 }
+SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)
     | st.sampled_from([10**12, 2**63, -(10**400), 10**400, "silu", "yarn", "longrope", "linear"]),

@@ -12,6 +12,9 @@ from headrace_multimodal import processor_for, supported_architectures
 
 
 class _Processor:
+    def __init__(self, config, path):
+        self.made_from = config, path
+
     def modalities(self):
         return ["image"]
 
@@ -31,12 +34,14 @@ def installed(monkeypatch):
     plugins.forget()
 
 
-def test_a_processor_is_found_by_architecture(installed):
+def test_a_processor_is_found_by_architecture(installed, tmp_path):
     assert supported_architectures() == ("SomeModel",)
-    assert isinstance(processor_for("SomeModel"), _Processor)
+    processor = processor_for("SomeModel", {"a": 1}, tmp_path)
+    assert isinstance(processor, _Processor)
+    assert processor.made_from == ({"a": 1}, tmp_path)
 
 
-def test_a_model_without_one_is_refused_by_name(installed):
+def test_a_model_without_one_is_refused_by_name(installed, tmp_path):
     with pytest.raises(UnsupportedFeature, match=r"'LlamaForCausalLM'.*SomeModel") as caught:
-        processor_for("LlamaForCausalLM")
+        processor_for("LlamaForCausalLM", {}, tmp_path)
     assert caught.value.param == "messages"

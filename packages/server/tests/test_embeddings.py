@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import math
+import threading
 from array import array
 from typing import Any
 
@@ -18,8 +19,10 @@ from headrace_core.io_processor import IOProcessor, IOProcessorResponse
 from headrace_core.pooling import PoolingParams
 from headrace_core.testing.engine import BOS, FakeEngine
 from headrace_core.testing.pooling import fake_pooling_model
+from headrace_server.pooling import embeddings
 from headrace_server.pooling.call import PARALLEL
 from headrace_server.pooling.embeddings import MAX_METADATA
+from headrace_server.pooling.vectors import as_json
 
 URL = "/v1/embeddings"
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -453,3 +456,28 @@ async def test_an_io_processor_that_raises(connect: Any) -> None:
     ours = await client.post("/pooling", json={"data": {"text": "\0"}})
     assert (ours.status_code, "secret" in ours.text) == (500, False)
     await post(client, "/pooling", data={"text": "a"})
+
+
+@pytest.mark.parametrize(("count", "thread"), [(1, "MainThread"), (64, "headrace-offload")])
+async def test_large_answers_are_made_off_the_loop(
+    connect: Any, monkeypatch: pytest.MonkeyPatch, count: int, thread: str
+) -> None:
+    names = []
+
+    def noted(values: Any) -> Any:
+        names.append(threading.current_thread().name.partition("_")[0])
+        return as_json(values)
+
+    monkeypatch.setattr(embeddings, "as_json", noted)
+    client = connect(fake(model={"embedding_size": 768}))
+    answer = await post(client, input=["a"] * count)
+    assert len(answer["data"]) == count
+    assert set(names) == {thread}
+
+
+async def test_tokenize(connect: Any) -> None:
+    client = connect(fake())
+    assert (await post(client, "/tokenize", prompt="ab"))["count"] == 3
+    chat = await post(client, "/tokenize", messages=CHAT, add_generation_prompt=False)
+    pooled = await post(client, messages=CHAT, return_token_ids=True)
+    assert chat["tokens"] == pooled["data"][0]["prompt_token_ids"]

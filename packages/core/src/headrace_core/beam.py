@@ -23,7 +23,7 @@ from typing import NamedTuple
 from headrace_core.engine import EngineClient, ServedModel
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import Logprob, PositionLogprobs, RequestOutput
-from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
+from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
@@ -258,11 +258,16 @@ def check_length(num_prompt_tokens: int, params: BeamSearchParams, model: Served
 
 
 def refuse_embeds(prompt: Prompt) -> None:
-    """Beams are told apart by their tokens.
+    """Beams are told apart by their tokens, and each is a prompt of tokens alone.
 
     Raises:
-        UnsupportedFeature: the prompt is embeddings.
+        UnsupportedFeature: the prompt is embeddings, or brings media.
     """
+    if brings_media(prompt):
+        raise UnsupportedFeature(
+            "multi_modal_data: beam search needs a prompt of text or tokens",
+            param="multi_modal_data",
+        )
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
         raise UnsupportedFeature(
             "prompt_embeds: beam search needs a prompt of text or tokens", param="prompt_embeds"

@@ -19,6 +19,7 @@ from headrace_core.cores import parse_cores
 from headrace_core.errors import ConfigError
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES
+from headrace_core.modality import MEDIA_LIMIT, MODALITIES
 from headrace_core.pooling import PoolerConfig
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,10 @@ class ModelConfig:
         cost="steps with such a prompt run eagerly; trust in clients: what an embedding makes a "
         "model say cannot be filtered as text can",
     )  # fmt: skip
+    limit_mm_per_prompt: Mapping[str, Any] = option(
+        {}, "JSON: most items of a modality in one prompt, as {\"audio\": 2} or "
+        "{\"audio\": {\"count\": 2}}; 0: none are taken. Default: 999 each.",
+    )  # fmt: skip
     generation_config: str = option(
         "auto", "Defaults for sampling: auto (the checkpoint's generation_config.json), headrace "
         "(neutral ones), or a folder.",
@@ -179,6 +184,8 @@ class ModelConfig:
             logger.warning("model.convert: reward is an old name of embed")
             object.__setattr__(self, "convert", "embed")
         _ = self.pooler  # checked before anything is loaded
+        for modality, limit in self.limit_mm_per_prompt.items():
+            _check_media_limit(modality, limit)
 
     @property
     def pooler(self) -> PoolerConfig:
@@ -188,6 +195,19 @@ class ModelConfig:
             ConfigError: a field is unknown or its value wrong.
         """
         return PoolerConfig.from_mapping(self.pooler_config)
+
+
+def _check_media_limit(modality: str, limit: object) -> None:
+    name = f"model.limit_mm_per_prompt.{modality}"
+    _check(modality in MODALITIES, name, limit,
+           f"left out: modalities are {', '.join(MODALITIES)}")  # fmt: skip
+    if isinstance(limit, Mapping):
+        for key in limit:
+            _check(
+                key == "count", f"{name}.{key}", limit[key], "left out: the only option is count"
+            )
+        limit = limit.get("count", MEDIA_LIMIT)
+    _check(type(limit) is int and limit >= 0, name, limit, "a whole number of at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -602,6 +622,34 @@ class SimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeechConfig:
+    """Speech to text: what uploaded audio may cost before a model hears it."""
+
+    audio_decoders: int = option(
+        1, "Processes that decode uploaded audio, if the model transcribes.",
+        cost="some 100 MB each, and the decoded audio",
+    )  # fmt: skip
+    max_audio_file_bytes: int | None = option(
+        None, "Longest audio file. Default: HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB, else 25 MiB.",
+        human_int=True,
+    )  # fmt: skip
+    max_audio_seconds: float | None = option(
+        None, "Longest audio, whatever its file's size. Default: 7200; hardened: 3600.",
+        cost="64 KB a second while it is transcribed",
+    )  # fmt: skip
+    audio_decode_seconds: float = option(
+        60.0, "Seconds that decoding one file may take; then its process is killed."
+    )
+
+    def __post_init__(self) -> None:
+        _check(1 <= self.audio_decoders <= 64, "speech.audio_decoders", self.audio_decoders,
+               "in 1..64")  # fmt: skip
+        for name in ("max_audio_file_bytes", "max_audio_seconds", "audio_decode_seconds"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"speech.{name}", value, "above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of one engine."""
 
@@ -616,6 +664,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     sim: SimConfig = field(default_factory=SimConfig)
+    speech: SpeechConfig = field(default_factory=SpeechConfig)
     engine_process: bool = option(
         False, "Run the engine in a process of its own, behind ZeroMQ.",
         cost="one copy and a wake-up per step; isolates the server from the model",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from headrace_core.io_processor import IOProcessor
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
+from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
@@ -215,6 +216,23 @@ class EngineClient(Protocol):
     @property
     def speech(self) -> SpeechModel | None:
         """Speech to text, if the model has the task ``transcription``."""
+        ...
+
+    async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
+        """Which part of its media each token of a sequence comes from: for the times of words.
+
+        Args:
+            prompt: the whole sequence, output included, with its media, for a model with the task
+                ``align``. Cancelling the call aborts it.
+
+        Returns:
+            [tokens, encoder states] float32; see
+            :meth:`headrace_core.model.SupportsAlignment.align`.
+
+        Raises:
+            UnsupportedFeature: the model does not have the task.
+            RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
+        """
         ...
 
     @property

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from headrace_core.modality import MediaInput
     from headrace_core.request import PromptEmbeds
 
 NULL_BLOCK = 0
@@ -81,6 +82,9 @@ class SlidingWindowSpec(KVCacheSpec):
 class CrossAttentionSpec(KVCacheSpec):
     """Keys and values of an encoder's states: ``ceil(num_encoder_tokens / block_size)`` blocks per
     request, taken with its first tokens, never shared."""
+
+    max_encoder_tokens: int = 0
+    """Most states of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,16 @@ class CachedSequence(Protocol):
         """The prompt's embeddings if it came so: its ids mean nothing, its rows' digests do."""
         ...
 
+    @property
+    def media(self) -> Sequence[MediaInput]:
+        """What the prompt's placeholders stand for: their ids mean nothing, contents do."""
+        ...
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Encoder states of the request, for groups of cross-attention layers."""
+        ...
+
 
 class PrefixMatch(NamedTuple):
     """Longest cached prefix of a request. Holds no references; valid until the next allocation."""
@@ -212,7 +226,7 @@ class KVCacheManager(ABC):
         """Drop the request's references, last block first. Unknown ids are ignored."""
 
     @abstractmethod
-    def fits(self, num_tokens: int) -> bool:
+    def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         """Whether a request of that length could run alone in an empty pool."""
 
     @abstractmethod

@@ -256,8 +256,12 @@ def load_processors(wanted: Sequence[Any]) -> tuple[type[LogitsProcessor], ...]:
         PluginConflict, PluginLoadError: from an installed plug-in.
     """
     found = [_checked(plugin.target, plugin.load()) for plugin in plugins.installed(GROUP).values()]
-    found += [_checked(one, _import(one) if isinstance(one, str) else one) for one in wanted]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *named_processors(wanted)]))
+
+
+def named_processors(wanted: Sequence[Any]) -> list[type[LogitsProcessor]]:
+    """Those classes, by themselves or by their names; raises as :func:`load_processors`."""
+    return [_checked(one, _import(one) if isinstance(one, str) else one) for one in wanted]
 
 
 def processor_name(processor: Any) -> str:

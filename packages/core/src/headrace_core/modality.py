@@ -12,13 +12,29 @@ Modality = Literal["image", "audio", "video"]
 MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 
+MEDIA_LIMIT = 999
+"""Items of a modality that a prompt may bring, unless the operator says otherwise."""
+
+
+def media_limit(limits: Mapping[str, Any], modality: str) -> int:
+    """Most items of a modality in one prompt.
+
+    Args:
+        limits: ``model.limit_mm_per_prompt``, checked: modality -> count, or an object with ``count``.
+    """
+    given = limits.get(modality, MEDIA_LIMIT)
+    count = given.get("count", MEDIA_LIMIT) if isinstance(given, Mapping) else given
+    return int(count)
+
+
 @dataclass(frozen=True, slots=True)
 class MediaItem:
     """One decoded item."""
 
     modality: Modality
     data: Any
-    """image: [height, width, 3] uint8; audio: [samples] float32 and its rate in ``metadata``;
+    """image: [height, width, 3] uint8; audio: [samples] float32, one channel, with its
+    ``sample_rate`` in ``metadata`` (absent: the model's own);
     video: [frames, height, width, 3] uint8."""
     content_hash: str
     """256-bit hex over the decoded content, its shape and its options."""
@@ -72,6 +88,16 @@ class MediaProcessor(Protocol):
         self, items: Sequence[MediaItem], options: Mapping[str, Any]
     ) -> list[ProcessedMedia]:
         """Raises RequestError naming the option or the item."""
+        ...
+
+    def largest(self, modality: Modality) -> ProcessedMedia:
+        """An item that takes as many tokens and as much memory as any: for measuring, whatever its
+        content."""
+        ...
+
+    def placeholder(self, modality: Modality, index: int) -> str:
+        """What stands for the conversation's item ``index`` (from 0) in the text of a message, where
+        the chat template itself writes none; "" for an encoder's."""
         ...
 
     def place(self, token_ids: Sequence[int], media: Sequence[ProcessedMedia]) -> MediaPlacement:

@@ -60,7 +60,7 @@ class ModelInfo:
     """Width of the logits."""
     eos_token_ids: tuple[int, ...]
     tasks: tuple[str, ...] = ("generate",)
-    """Of ``generate``, ``transcription``, ``embed``, ``classify``, ``score``, ..."""
+    """Of ``generate``, ``transcription``, ``align``, ``embed``, ``classify``, ``score``, ..."""
     weight_bytes: int = 0
     """Size of the checkpoint's tensors on disk."""
     source: str = "native"
@@ -101,6 +101,10 @@ class BuildContext:
     """See :attr:`ModelInfo.pooling`."""
     path: Path | None = None
     """The checkpoint's folder, for what is in further files of it (Dense modules)."""
+    whole_config: Mapping[str, Any] = field(default_factory=dict)
+    """See :attr:`ModelInfo.whole_config`."""
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    """See :attr:`ModelInfo.generation_config`."""
 
 
 class AttentionLayer(Protocol):
@@ -318,6 +322,28 @@ class SupportsEncoderDecoder(Protocol):
         Returns:
             [E, H]: their encoder states, one after the other, each as long as its
             ``num_encoder_tokens``; the runner gives them to ``forward`` as ``batch.encoder_states``.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsAlignment(Protocol):
+    """A :class:`SupportsEncoderDecoder` that tells which part of its media each token comes from.
+
+    Where the checkpoint can, :attr:`ModelInfo.tasks` holds ``align``.
+    """
+
+    def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+        """How strongly each token attends to each encoder state: a ``forward`` that keeps weights.
+
+        Args:
+            batch: one request's whole sequence, its ``encoder_states`` included; never captured.
+            inputs: the request's media as ``encode`` got it (which says how much of it is padding).
+
+        Returns:
+            [T, F] float32; row t belongs to token t of the sequence, column f to encoder state f. The
+            mean over the heads that align, ready for dynamic time warping; states of padding may be
+            left out.
         """
         ...
 

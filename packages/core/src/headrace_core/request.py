@@ -59,6 +59,22 @@ class EmbedsPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
+MEDIA_PARTS = ("input_audio", "audio_url")
+"""Types of a chat message's parts that bring media."""
+
+
+def brings_media(prompt: Prompt) -> bool:
+    """Whether a prompt has more than text or tokens for the model; its form is not checked."""
+    if isinstance(prompt, ChatPrompt):
+        contents = (message.get("content") for message in prompt.messages
+                    if isinstance(message, Mapping))  # fmt: skip
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(isinstance(p, Mapping) and p.get("type") in MEDIA_PARTS for p in parts)
+    if not isinstance(prompt, Mapping):
+        return False
+    return prompt.get("multi_modal_data") is not None or "encoder_prompt" in prompt
+
+
 EMBEDS_DTYPES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 ROW_DIGEST_BYTES = 32

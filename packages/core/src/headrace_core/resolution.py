@@ -25,6 +25,12 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
     Raises:
         ConfigError: two settings, or a setting and the model, contradict each other.
     """
+    if info.is_encoder_decoder and config.cache.calculate_kv_scales:
+        raise ConfigError(
+            "cache.calculate_kv_scales = True: must be False for encoder-decoder models: scales are "
+            "measured on text alone",
+            field="cache.calculate_kv_scales",
+        )
     chosen: dict[str, object] = {}
     _warn_of_windows(info)
     scheduler = _scheduler(config.scheduler, info, platform, chosen)
@@ -64,14 +70,9 @@ def _warn_of_windows(info: ModelInfo) -> None:
 
 def _prefix_caching(wanted: bool | None, info: ModelInfo) -> bool:
     """Whether beginnings of prompts are kept for others; logs why not, where the model decides."""
-    pooling = info.pooling
-    if pooling is None or pooling.reuses_prefixes:
+    reason = _no_prefixes(info)
+    if not reason:
         return wanted is not False
-    reason = (
-        f"pooling type {pooling.pooling_type} needs the states of all tokens of a prompt"
-        if pooling.causal
-        else "its attention looks both ways, so a prompt's beginning depends on its end"
-    )
     if wanted:
         logger.warning("enable_prefix_caching = True has no effect on %s: %s", info.architecture,
                        reason)  # fmt: skip
@@ -80,9 +81,26 @@ def _prefix_caching(wanted: bool | None, info: ModelInfo) -> bool:
     return False
 
 
+def _no_prefixes(info: ModelInfo) -> str:
+    """Why cached beginnings are of no use to a model; "": they are."""
+    pooling = info.pooling
+    if info.is_encoder_decoder:
+        return "its states depend on what the encoder read, whatever the tokens"
+    if pooling is None or pooling.reuses_prefixes:
+        return ""
+    if pooling.causal:
+        return f"pooling type {pooling.pooling_type} needs the states of all tokens of a prompt"
+    return "its attention looks both ways, so a prompt's beginning depends on its end"
+
+
 def _whole_prompts(given: SchedulerConfig, info: ModelInfo) -> SchedulerConfig:
-    """For a model whose prompts cannot be cut: no chunks, and steps that hold the longest one."""
-    logger.info("chunked prefill is off for %s: its attention looks both ways", info.architecture)
+    """For a model whose prompts are not cut: no chunks, and steps that hold the longest one."""
+    reason = (
+        "its prompts are short, what its encoder reads is not"
+        if info.is_encoder_decoder
+        else "its attention looks both ways"
+    )
+    logger.info("chunked prefill is off for %s: %s", info.architecture, reason)
     tokens = given.max_num_batched_tokens
     if tokens is not None and tokens < info.max_model_len:
         logger.info(
@@ -99,7 +117,7 @@ def _scheduler(
 ) -> SchedulerConfig:
     """The scheduler's part; what was chosen is noted in ``chosen``."""
     pooling = info.pooling
-    if pooling is not None and not pooling.chunks:
+    if info.is_encoder_decoder or (pooling is not None and not pooling.chunks):
         given = _whole_prompts(given, info)
 
     def pick(name: str, default: Any) -> Any:

@@ -23,6 +23,7 @@ GREEDY_BELOW = 1e-5
 LEAST_TEMPERATURE = 1e-2
 """Non-greedy temperatures below this are raised to it: dividing by less overflows."""
 MAX_N = 16384
+MAX_LOGPROB_TOKEN_IDS = 16
 
 
 class RequestOutputKind(enum.Enum):
@@ -171,6 +172,9 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
     """For plug-ins; nothing built in reads it. Text, numbers, True and False, None, or lists and
     mappings of those by text: what crosses a process border."""
+    logprob_token_ids: list[int] | None = None
+    """At most :data:`MAX_LOGPROB_TOKEN_IDS` tokens whose log-probabilities are reported with every
+    output token, besides those that ``logprobs`` asks for."""
     logits_processors: list[Callable[..., Any]] | None = None
     """Refused: per-request processors are not served; see ``ModelConfig`` for batch ones."""
     skip_clone: bool = False
@@ -202,6 +206,11 @@ class SamplingParams:
     @property
     def stop_strings(self) -> Sequence[str]:
         return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether output tokens come with log-probabilities."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     def all_stop_token_ids(self, eos_token_ids: Sequence[int]) -> frozenset[int]:
         """The caller's stop ids, and the model's unless ``ignore_eos``."""
@@ -252,6 +261,11 @@ class SamplingParams:
             _whole("stop_token_ids", token, 0, None)
         for token in self.allowed_token_ids or ():
             _whole("allowed_token_ids", token, 0, None)
+        for token in self.logprob_token_ids or ():
+            _whole("logprob_token_ids", token, 0, None)
+        if len(self.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+            _fail("logprob_token_ids", self.logprob_token_ids,
+                  f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")  # fmt: skip
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, None)
             _real("logit_bias", bias, -math.inf, math.inf)

@@ -1,13 +1,14 @@
 """Speech to text: what a model's class says, and what a server sees of it. Imports no torch.
 
 A class says what it can by being a :class:`SupportsTranscription`; whoever composes an engine makes a
-:class:`SpeechModel` of it and of a decoder for uploads, and the routes need nothing else.
+:class:`SpeechModel` of it and of a decoder for uploads, and the routes need nothing else. What a class
+that should transcribe lacks is told by :mod:`headrace_core.speech_diagnosis`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -15,10 +16,13 @@ from headrace_core.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
+    from headrace_core.packed import PackedArray
     from headrace_core.request import Prompt
 
 SpeechTask = Literal["transcribe", "translate"]
 SPEECH_TASKS: tuple[SpeechTask, ...] = ("transcribe", "translate")
+ALIGN_TASK = "align"
+"""Among a model's tasks: it tells which part of its audio each token comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,12 @@ class LanguageProbe(NamedTuple):
     """Token id -> language code; the likeliest of these tokens is the answer."""
 
 
-class SupportsTranscription(ABC):
+class SupportsTranscription:
     """A model class that turns speech into text. Inheriting it is all that is needed to be served.
 
-    ``supported_languages`` is checked when a class is defined.
+    ``supported_languages`` is checked when a class is defined. The abstract methods are required. This
+    is no ABC all the same: a class that lacks one can be built and serves its other tasks, and the
+    diagnosis says what is missing, where an ABC would only keep the engine from starting.
     """
 
     supports_transcription: ClassVar[bool] = True
@@ -180,8 +186,8 @@ def _is_code(code: object) -> bool:
     )
 
 
-class SpeechModel(Protocol):
-    """Speech to text as an engine offers it, next to ``generate``. Torch-free to use."""
+class SpeechMembers(Protocol):
+    """What a class says of a checkpoint (:class:`~headrace_core.declared_speech.DeclaredSpeech`)."""
 
     @property
     def languages(self) -> Mapping[str, str]:
@@ -222,11 +228,55 @@ class SpeechModel(Protocol):
     @property
     def no_speech_token_id(self) -> int | None: ...
 
+
+class SpeechModel(SpeechMembers, Protocol):
+    """Speech to text as an engine offers it, next to ``generate``. Torch-free to use."""
+
+    @property
+    def word_timestamps(self) -> bool:
+        """Whether :meth:`EngineClient.align` tells when words were spoken."""
+        ...
+
+    def continued(self, prompt: Prompt, output: Sequence[int]) -> Prompt:
+        """What :meth:`EngineClient.align` takes: a prompt of :meth:`prompt` and what came after it."""
+        ...
+
+    def token_times(self, weights: PackedArray, num_tokens: int, seconds: float) -> list[float]:
+        """When each of the last ``num_tokens`` tokens of an aligned sequence begins.
+
+        Args:
+            weights: of :meth:`EngineClient.align`.
+            seconds: length of the clip.
+
+        Returns:
+            Seconds from the clip's beginning, never decreasing.
+        """
+        ...
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Longest upload that :meth:`decode` takes; a longer one need not be read."""
+        ...
+
     async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """An uploaded file as one channel of that rate. Decoded in a process that can be killed.
 
         Raises:
             RequestError: it is no audio, is damaged, or is longer than allowed; says which.
+            QueueFull: too many files wait to be decoded.
             MissingDependency: the libraries for it are not installed.
         """
+        ...
+
+    def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
+        """Clips that the model takes, in order; together they are the whole audio, and no sample is in
+        two of them.
+
+        Raises:
+            RequestError: it is too long and may not be cut.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the processes that decode. Idempotent."""
         ...

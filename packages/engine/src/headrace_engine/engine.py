@@ -22,6 +22,7 @@ from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.io_processor import IOProcessor
 from headrace_core.output import RequestOutput
 from headrace_core.owner import OWNER
+from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
@@ -260,6 +261,19 @@ class Engine:
         finally:
             self._close_stream(state, news)
 
+    async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
+        """See :meth:`headrace_core.engine.EngineClient.align`."""
+        self._check_open()
+        with self._limits.arriving(1):
+            intake = self._intake.alignment
+            request = await self._threads.run(
+                prompt, lambda: intake.prepare(prompt, request_id, priority=priority)
+            )
+            await self._gate.passed()
+            opened = self._open_pooled(request)
+        weights: PackedArray = (await self._result(*opened)).outputs.data
+        return weights
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See :meth:`headrace_core.engine.EngineClient.abort`."""
         if self.model.runner == "pooling":
@@ -366,6 +380,8 @@ class Engine:
         finally:
             self._threads.close()
             self._intake.close()
+            if self.speech is not None:
+                self.speech.close()
 
     # OutputSink: called from a thread of the client's.
 

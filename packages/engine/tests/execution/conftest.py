@@ -13,12 +13,14 @@ from torch import Tensor
 from headrace_core.attention import AttentionBackend, AttentionLayerSpec
 from headrace_core.batch import ForwardBatch
 from headrace_core.kv import (
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from headrace_core.modality import MediaInput
 from headrace_core.model import WeightRule
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.reference.attention import attend
@@ -203,6 +205,7 @@ class Harness:
         self.next_block = 1
         self.num_steps = 0
         self.num_blocks: dict[str, int] = {}
+        self.encoder_tokens: dict[str, int] = {}
         self.computed: dict[str, int] = {}
 
     @staticmethod
@@ -218,9 +221,12 @@ class Harness:
         need = max(0, -(-num_tokens // BLOCK_SIZE) - have)
         self.num_blocks[request_id] = have + need
         gained = []
-        for _ in self.config.groups:
-            ids = list(range(self.next_block, self.next_block + need))
-            self.next_block += need
+        for group in self.config.groups:
+            count = need
+            if isinstance(group.spec, CrossAttentionSpec):
+                count = 0 if have else -(-self.encoder_tokens.get(request_id, 0) // BLOCK_SIZE)
+            ids = list(range(self.next_block, self.next_block + count))
+            self.next_block += count
             gained.append(ids[1::2] + ids[::2])
         return tuple(gained)
 
@@ -234,10 +240,14 @@ class Harness:
         stop_token_ids: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
         first: int | None = None,
+        media: Sequence[MediaInput] = (),
     ) -> NewRequest:
-        """A request whose first step has ``first`` tokens (default: all)."""
+        """A request whose first step has ``first`` tokens (default: all); media without a place in
+        the prompt are for an encoder."""
         tokens = [*prompt, *output]
         self.num_blocks.pop(request_id, None)
+        states = sum(item.num_tokens for item in media if item.offset < 0)
+        self.encoder_tokens[request_id] = states
         self.computed[request_id] = 0
         return NewRequest(
             request_id,
@@ -248,6 +258,8 @@ class Harness:
             [list(word) for word in bad_words],
             self.blocks(request_id, len(tokens) if first is None else first),
             0,
+            media=list(media),
+            num_encoder_tokens=states,
         )
 
     def step(
@@ -290,6 +302,7 @@ def tiny() -> SimpleNamespace:
     return SimpleNamespace(
         LM=TinyLM,
         Harness=Harness,
+        Layer=TinyLayer,
         PagedBackend=PagedBackend,
         BlocksFirst=BlocksFirst,
         VOCAB=VOCAB,

@@ -134,7 +134,7 @@ def test_steps_with_vectors_do_not_fit_a_captured_step(make: Any) -> None:
     new = embedded(h, "a", PROMPT)
     runner = h.worker._runner
     runner.requests.add(new)
-    runner.inputs.embedded.set(runner.requests.row_of["a"], new.prompt_embeds)
+    runner.inputs.given.set(runner.requests.row_of["a"], new.prompt_embeds)
     batch = runner.inputs.build({"a": 11}).batch
     assert batch.extra, "graphs refuse batches with extra inputs"
 

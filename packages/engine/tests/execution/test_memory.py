@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from headrace_core.config import CacheConfig
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
+from headrace_core.kv import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    SlidingWindowSpec,
+)
 from headrace_engine.execution.memory import (
     CPU_CACHE_BYTES,
     blocks_for,
@@ -148,3 +153,15 @@ def test_the_plan_is_described() -> None:
     assert re.search(r"activations +512.00 MiB", text)
     assert "199 blocks of 16 tokens in 1 group, by kv_cache_memory_bytes" in text
     assert "3 requests of 1000 tokens" in text
+
+
+@pytest.mark.spec("ENCDEC-PROMPT")
+def test_a_longest_request_comes_with_its_encoder_states() -> None:
+    cross = CrossAttentionSpec(16, 2, 32, "float32", max_encoder_tokens=1500)
+    groups = (*GROUPS, KVCacheGroup(("c", "d"), cross))
+    assert blocks_for(groups, 448) == 28 + 94
+    got = plan(CacheConfig(num_gpu_blocks_override=250), groups=groups, max_model_len=448)
+    assert (got.blocks_per_request, got.largest_batch) == (122, 2)
+    assert "2 requests of 448 tokens and 1500 encoder states" in got.describe()
+    with pytest.raises(CapacityError, match="max_model_len of at most 96 would fit"):
+        plan(CacheConfig(num_gpu_blocks_override=100), groups=groups, max_model_len=448)

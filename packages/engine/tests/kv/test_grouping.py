@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec
+from headrace_core.kv import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from headrace_engine.kv.grouping import plan_groups
 
 FULL = FullAttentionSpec(16, 2, 8, "float32")
@@ -75,3 +81,12 @@ def test_pages_must_agree(other: KVCacheSpec, message: str) -> None:
 def test_no_layers() -> None:
     with pytest.raises(ConfigError, match="no attention layers"):
         plan_groups({})
+
+
+def test_cross_attention_comes_last() -> None:
+    cross = CrossAttentionSpec(16, 2, 8, "float32", max_encoder_tokens=50)
+    specs: dict[str, KVCacheSpec] = {}
+    for index in range(2):
+        specs |= {f"cross{index}": cross, f"self{index}": FULL}
+    groups = plan_groups(specs)
+    assert [group.layer_names for group in groups] == [("self0", "self1"), ("cross0", "cross1")]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_core.modality import MediaInput
 from headrace_core.request import PromptEmbeds
 from headrace_engine.kv.hashing import MAX_TOKEN_ID, BlockHashes, block_digest, root_digest
 
@@ -116,3 +117,51 @@ def test_a_block_of_embeddings_and_tokens_depends_on_both() -> None:
     assert stepwise.extend([0, 0, 0, 7, 8, 9]) == whole
     without = BlockHashes(2, None).extend([7, 8])[0]
     assert without not in whole
+
+
+def heard(content: str, offset: int, count: int) -> MediaInput:
+    return MediaInput("audio", {}, content, count, offset)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[list[int], list[MediaInput]]:
+    """Texts of one token and placeholders of another, so that ids alone hardly tell them apart."""
+    ids: list[int] = []
+    media: list[MediaInput] = []
+    for _ in range(draw(st.integers(0, 4))):
+        ids += [1] * draw(st.integers(0, 3))
+        count = draw(st.integers(1, 6))
+        media.append(heard(draw(st.sampled_from("ab")), len(ids), count))
+        ids += [0] * count
+    return ids + [1] * draw(st.integers(0, 6)), media
+
+
+def contents(ids: list[int], media: list[MediaInput]) -> list[object]:
+    """What a prompt says, token by token."""
+    found: list[object] = list(ids)
+    for item in media:
+        for index in range(item.num_tokens):
+            found[item.offset + index] = (item.content_hash, index)
+    return found
+
+
+@pytest.mark.spec("APC", "MM-PROCESSOR")
+@given(prompts(), prompts(), st.integers(1, 5))
+def test_blocks_with_media_are_equal_only_if_everything_before_is(
+    one: tuple[list[int], list[MediaInput]], other: tuple[list[int], list[MediaInput]], size: int
+) -> None:
+    digests = [BlockHashes(size, None, None, media).extend(ids) for ids, media in (one, other)]
+    said = [contents(*prompt) for prompt in (one, other)]
+    for index, (a, b) in enumerate(zip(*digests)):
+        end = (index + 1) * size
+        if said[0][:end] != said[1][:end]:
+            assert a != b
+        # An item that goes on behind the block may differ in length: its content does, too.
+        elif [m.num_tokens for m in one[1]] == [m.num_tokens for m in other[1]]:
+            assert a == b
+
+
+def test_an_encoders_media_are_no_part_of_blocks() -> None:
+    assert BlockHashes(2, None, None, [heard("a", -1, 9)]).extend([1, 2]) == BlockHashes(
+        2, None
+    ).extend([1, 2])

@@ -5,6 +5,7 @@ import pytest
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     NULL_BLOCK,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -174,6 +175,7 @@ class UnknownSpec(KVCacheSpec):
         (1, [FullAttentionSpec(2, 1, 1, "int8")], "num_blocks = 1"),
         (8, [UnknownSpec(2, 1, 1, "int8")], "UnknownSpec of layer 'l0' is not served"),
         (8, [SlidingWindowSpec(2, 1, 1, "int8")], "sliding_window = 0"),
+        (8, [CrossAttentionSpec(2, 1, 1, "int8")], "max_encoder_tokens = 0"),
         (
             8,
             [FullAttentionSpec(2, 1, 1, "int8"), FullAttentionSpec(4, 1, 1, "int8")],
@@ -187,3 +189,20 @@ def test_configs_that_cannot_be_served(
     groups = tuple(KVCacheGroup((f"l{i}",), spec) for i, spec in enumerate(specs))
     with pytest.raises(ConfigError, match=message):
         PagedKVCacheManager(KVCacheConfig(num_blocks, groups), True, 64)
+
+
+def test_encoder_states_forbid_shared_prefixes() -> None:
+    config = cache_config(9, "full", "cross")
+    with pytest.raises(ConfigError, match="enable_prefix_caching = True: must be False for enc"):
+        PagedKVCacheManager(config, True, 64)
+    with pytest.raises(ConfigError, match="cross-attention only"):
+        PagedKVCacheManager(cache_config(9, "cross"), False, 64)
+
+
+def test_a_request_with_encoder_states_decodes_without_asking() -> None:
+    """The quick way of a decoding step is open although the cross group never grows."""
+    manager = PagedKVCacheManager(cache_config(20, "full", "cross", block_size=4), False, 64)
+    sequence = FakeSequence("a", list(range(9)), num_encoder_tokens=10)
+    advance(manager, sequence, 5, match=True)
+    nothing = manager._nothing
+    assert [advance(manager, sequence, 1) is nothing for _ in range(4)] == [True, True, True, False]

@@ -91,3 +91,26 @@ def test_raw_values_are_taken_before_any_processing(kit: Any) -> None:
     cooked = kit.choose(logits, rows, mode="processed_logits").logprobs[0]
     assert cooked.logprobs == [10.0]
     assert cooked.ranks == [1]
+
+
+@pytest.mark.spec("ENGINE-LOGPROBS")
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs"])
+def test_named_tokens_are_described_besides_the_best(kit: Any, mode: str) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(4))
+    rows = [
+        kit.Row(kit.greedy()),
+        kit.Row(kit.greedy(logprobs=2, logprob_token_ids=[7, 3, 7])),
+        kit.Row(kit.greedy(logprob_token_ids=[9])),
+    ]
+    found = kit.choose(logits, rows, mode=mode).logprobs
+    every = [kit.Row(kit.greedy(logprobs=-1))] * 3
+    whole = kit.choose(logits, every, mode=mode).logprobs
+    assert list(found) == [1, 2]
+    best = kit.choose(logits, [kit.Row(kit.greedy(logprobs=2))] * 3, mode=mode).logprobs[1]
+    further = [t for t in (7, 3) if t not in best.token_ids]
+    assert found[1].token_ids == [*best.token_ids, *further]
+    assert found[2].token_ids == list(dict.fromkeys([int(logits[2].argmax()), 9]))
+    for r, entry in found.items():
+        for token, value, rank in zip(entry.token_ids, entry.logprobs, entry.ranks):
+            at = whole[r].token_ids.index(token)
+            assert (value, rank) == (whole[r].logprobs[at], whole[r].ranks[at])

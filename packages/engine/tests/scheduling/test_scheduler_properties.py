@@ -13,11 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace_core.config import SchedulerConfig
 from headrace_core.errors import QueueFull, RequestError
 from headrace_core.kv import NULL_BLOCK
+from headrace_core.modality import MediaInput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
-from headrace_core.testing.kv import cache_config
-from headrace_core.testing.scheduling import CheckingWorker, expected_tokens
+from headrace_core.testing.kv import MAX_ENCODER_LEN, cache_config
+from headrace_core.testing.scheduling import CheckingWorker, contents, expected_tokens
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.request import RequestStatus
@@ -33,7 +34,9 @@ PREFIXES = ([], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 9, 9], [3] * 1
 worlds = st.fixed_dictionaries(
     {
         "num_blocks_per_group": st.integers(6, 20),
-        "groups": st.sampled_from([("full",), ("full", "sliding"), ("sliding", "full", "sliding")]),
+        "groups": st.sampled_from(
+            [("full",), ("full", "sliding"), ("sliding", "full", "sliding"), ("full", "cross")]
+        ),
         "block_size": st.integers(2, 4),
         "budget": st.integers(2, 16),
         "shared": st.one_of(st.none(), st.integers(1, 16)),
@@ -57,13 +60,16 @@ requests = st.fixed_dictionaries(
         "priority": st.integers(-1, 1),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "owner": st.sampled_from(["", "a", "b"]),
+        "media": st.sampled_from([None, None, ("a1", 0, 6), ("b2", 0, 6), ("a1", 2, 5)]),
+        "states": st.integers(1, MAX_ENCODER_LEN),
     }
 )
 
 
 def straight_run(request: CoreRequest) -> tuple[list[int], str]:
     """Output tokens and finish reason of a request that runs alone."""
-    output = expected_tokens(request.prompt_token_ids, request.max_tokens, VOCAB_SIZE)
+    prompt = contents(request.prompt_token_ids, request.media)
+    output = expected_tokens(prompt, request.max_tokens, VOCAB_SIZE)
     for index, token in enumerate(output):
         count = index + 1
         if token in request.stop_token_ids and count >= request.params.min_tokens:
@@ -84,7 +90,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             partial, long_partial, threshold, budget = 1, 1, 0, MAX_MODEL_LEN
         num_blocks = 1 + world["num_blocks_per_group"] * len(world["groups"])
         cache = cache_config(num_blocks, *world["groups"], block_size=world["block_size"])
-        self.kv = PagedKVCacheManager(cache, world["caching"], MAX_MODEL_LEN, budget)
+        self.encodes = "cross" in world["groups"]
+        caching = world["caching"] and not self.encodes
+        self.kv = PagedKVCacheManager(cache, caching, MAX_MODEL_LEN, budget)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_batched_tokens=budget,
@@ -127,7 +135,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.land()
 
     def add(self, drawn: dict[str, Any], request_id: str) -> None:
-        prompt = [*drawn["prefix"], *drawn["suffix"]]
+        prompt, media = [*drawn["prefix"], *drawn["suffix"]], []
+        if drawn["media"] is not None and not self.encodes:
+            digest, offset, count = drawn["media"]
+            prompt[offset:offset] = [0] * count
+            media = [MediaInput("audio", {}, digest, count, min(offset, len(prompt) - count))]
+        states = drawn["states"] if self.encodes else 0
         self.num_added += 1
         request = CoreRequest(
             request_id=request_id,
@@ -143,9 +156,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=drawn["priority"],
             cache_salt=drawn["salt"],
             owner=drawn["owner"],
+            media=media,
+            num_encoder_tokens=states,
         )
         needed = min(len(prompt) + request.max_tokens, MAX_MODEL_LEN) - 1
-        possible = prompt and request_id not in self.live and self.kv.fits(needed)
+        possible = prompt and request_id not in self.live and self.kv.fits(needed, states)
         try:
             self.scheduler.add(request)
         except QueueFull:
@@ -163,6 +178,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert step.num_tokens <= self.budget
         assert len(step.num_scheduled_tokens) <= self.max_num_seqs
+        encoded = [new.num_encoder_tokens for new in step.new_requests]
+        assert len(encoded) < 2 or sum(encoded) <= self.budget
         self.follow_tables(step)
         self.in_flight.append(step)
 

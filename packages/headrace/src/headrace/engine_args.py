@@ -23,6 +23,7 @@ SECTIONS: Mapping[str, str] = {
     "graph": "GraphConfig",
     "observability": "ObservabilityConfig",
     "sim": "SimConfig",
+    "speech": "SpeechConfig",
 }
 """Field of :class:`EngineConfig` -> name of its class, which is also its ``--help`` group."""
 

@@ -20,7 +20,7 @@ from headrace_core.output import (
     ScoringRequestOutput,
 )
 from headrace_core.pooling import PoolingParams
-from headrace_core.request import ChatPrompt, Prompt, TokensPrompt
+from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
 from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from headrace_core.scoring import ScoreInput
 
@@ -63,6 +63,7 @@ class LLM:
         self._default_params = default_sampling_params(front.info.generation_config)
         self._intake = front.intake
         self._io_processor = front.io_processor
+        self._speech = front.speech
 
     @property
     def engine(self) -> Any:
@@ -142,9 +143,18 @@ class LLM:
         Args:
             messages: as :meth:`chat`.
             options: fields of :class:`headrace.inputs.ChatPrompt`.
+
+        Raises:
+            UnsupportedFeature: a conversation brings media, which tokens cannot hold.
         """
         prompts: list[TokensPrompt] = []
         for chat in self._chats(messages, **options):
+            if brings_media(chat):
+                raise UnsupportedFeature(
+                    "messages: what they bring besides text is no part of a prompt of tokens; use "
+                    "chat()",
+                    param="messages",
+                )
             tokens = self._intake.tokenize(chat, None, False)
             prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
         return prompts
@@ -428,6 +438,8 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
+            if self._speech is not None:
+                self._speech.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -321,7 +321,8 @@ class _Filling:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        return name == "lm_head.weight" and "head" in self.leaves and not self.weights.slots["head"]
+        heads = ("lm_head.weight", "proj_out.weight")
+        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
 
 
 def _check_tensor(

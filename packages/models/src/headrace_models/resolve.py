@@ -19,6 +19,7 @@ from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import checkpoint_headers
+from headrace_models.generating import generating_traits, processor_of
 from headrace_models.json_object import read_object
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
-    "max_seq_length", "max_trained_positions",
+    "max_seq_length", "max_trained_positions", "max_target_positions",
 )  # fmt: skip
 """Names that configs give to the trained context."""
 
@@ -51,16 +52,8 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
     """
-    if not config.model:
-        raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
-        )
-    path = fetch(
-        config.model,
-        revision=config.revision,
-        token=config.hf_token,
-        download_dir=load.download_dir,
-    )
+    path = checkpoint_folder(config, load)
+    assert config.model is not None
     whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
@@ -74,7 +67,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         traits = traits or converted_traits(architecture, text, run.convert, config.pooler)
         traits = said_by_files(architecture, configured(traits, text), sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
-    generation = _generation_config(config, stored_generation)
+    generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
     length = _max_model_len(config, text, traits, sentence)
     pooling = None
@@ -84,6 +77,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
+    generating = generating_traits(architecture)
     return ModelInfo(
         name=config.model,
         path=path,
@@ -95,12 +89,32 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         max_model_len=length,
         vocab_size=Settings(text).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
-        tasks=("generate",) if pooling is None else pooling.tasks,
+        tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
         source=_source(architecture),
         runner=run.runner,
         convert=run.convert,
         pooling=pooling,
+        is_encoder_decoder=generating.is_encoder_decoder,
+        processor=processor_of(architecture),
+    )
+
+
+def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
+    """The local folder of what the user typed.
+
+    Raises:
+        ConfigError: nothing was typed, or it cannot be found.
+    """
+    if not config.model:
+        raise ConfigError(
+            "model.model is not set: give a folder or a hub name", field="model.model"
+        )
+    return fetch(
+        config.model,
+        revision=config.revision,
+        token=config.hf_token,
+        download_dir=load.download_dir,
     )
 
 
@@ -212,10 +226,14 @@ def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     return rows - first
 
 
-def _generation_config(config: ModelConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint's, none, or a folder's; the user's overrides merged over it."""
+def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
+    """The checkpoint's, none, or a folder's; the user's overrides merged over it.
+
+    Args:
+        path: the checkpoint's folder.
+    """
     if config.generation_config == "auto":
-        base = dict(stored)
+        base = read_object(path / "generation_config.json", required=False)
     elif config.generation_config in ("headrace", "vllm"):
         base = {}
     else:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from headrace_core import plugins
 from headrace_core.errors import PluginNotFound, UnsupportedFeature
 from headrace_core.modality import MediaProcessor
@@ -14,8 +18,12 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(plugins.installed(GROUP))
 
 
-def processor_for(architecture: str) -> MediaProcessor:
-    """The processor of an architecture.
+def processor_for(architecture: str, config: Mapping[str, Any], path: Path) -> MediaProcessor:
+    """The processor of a checkpoint.
+
+    Args:
+        config: ``config.json``, whole.
+        path: the checkpoint's folder.
 
     Raises:
         UnsupportedFeature: none is installed; the message lists those that are.
@@ -30,5 +38,5 @@ def processor_for(architecture: str) -> MediaProcessor:
             f"processor is installed for it (installed: {names})",
             param="messages",
         ) from error
-    processor: MediaProcessor = factory()
+    processor: MediaProcessor = factory(config, path)
     return processor

@@ -57,6 +57,10 @@ STRUCTURED_OUTPUT_LIMITS: Mapping[str, Any] = {
 """What the hardened profile sets of the engine's settings of structured output
 (:class:`headrace_core.config.StructuredOutputsConfig`)."""
 
+MAX_AUDIO_SECONDS = 3600.0
+"""What it sets of the engine's limits of one audio file
+(:class:`headrace_core.config.SpeechConfig`)."""
+
 
 def resolve(settings: ServerSettings) -> Iterator[tuple[str, Any]]:
     """(name, value) of the settings that the profile decides."""

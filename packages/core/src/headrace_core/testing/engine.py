@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ from headrace_core.output import (
     ScoringOutput,
     StepTimes,
 )
+from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
@@ -263,6 +265,15 @@ class FakeEngine:
         self._stats.prompt_tokens += len(ids)
         data = fake_pooled(task, ids, verified, self._model.pooling)
         return self._pooled(request_id, PoolingOutput(data), ids)
+
+    async def align(self, prompt: Prompt, request_id: str, *, priority: int = 0) -> PackedArray:
+        """One state for each token, which it comes from alone."""
+        if "align" not in self._model.tasks:
+            raise UnsupportedFeature(f"{self._model.name}: has no task 'align'", param="model")
+        _, ids = self._tokens(prompt, False)
+        weights = array("f", [0.0] * len(ids) ** 2)
+        weights[:: len(ids) + 1] = array("f", [1.0] * len(ids))
+        return PackedArray("float32", (len(ids), len(ids)), weights.tobytes())
 
     async def score(
         self,

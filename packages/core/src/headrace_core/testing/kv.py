@@ -22,6 +22,7 @@ import pytest
 from headrace_core.kv import (
     NULL_BLOCK,
     BlockIds,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -29,11 +30,14 @@ from headrace_core.kv import (
     PrefixMatch,
     SlidingWindowSpec,
 )
+from headrace_core.modality import MediaInput
 from headrace_core.request import PromptEmbeds
 
 BLOCK_SIZE = 4
 WINDOW = 6
 """Of the sliding-window group: a query sees itself and the five tokens before it."""
+MAX_ENCODER_LEN = 20
+"""Most encoder states of a request, for groups of cross-attention layers."""
 MAX_MODEL_LEN = 64
 """A manager under test must accept sequences of this length."""
 
@@ -48,15 +52,20 @@ class FakeSequence:
     cache_salt: str | None = None
     prompt_embeds: PromptEmbeds | None = None
     skip_reading_prefix_cache: bool = False
+    media: list[MediaInput] = field(default_factory=list)
+    num_encoder_tokens: int = 0
     table: list[list[int]] = field(default_factory=list)
     """By group: what the manager said was gained, in order."""
 
 
 def cache_config(num_blocks: int, *groups: str, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
-    """A cache of ``num_blocks`` blocks (the null block included); groups are full or sliding."""
+    """A cache of ``num_blocks`` blocks (the null block included); groups are full, sliding or cross."""
     specs = {
         "full": FullAttentionSpec(block_size, 1, 1, "float32"),
         "sliding": SlidingWindowSpec(block_size, 1, 1, "float32", sliding_window=WINDOW),
+        "cross": CrossAttentionSpec(
+            block_size, 1, 1, "float32", max_encoder_tokens=MAX_ENCODER_LEN
+        ),
     }
     return KVCacheConfig(
         num_blocks,
@@ -355,14 +364,59 @@ class KVCacheManagerConformance(ABC):
         assert match.block_ids[0] == sequence.table[0]
         assert match.block_ids[1] == [NULL_BLOCK, NULL_BLOCK, *sequence.table[1][2:]]
 
+    # -- encoder states ------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("groups", [("full", "cross"), ("cross", "full"), ("sliding", "cross")])
+    def test_encoder_states_take_their_blocks_once(self, groups: tuple[str, ...]) -> None:
+        manager = self.make(cache_config(30, *groups), enable_prefix_caching=False)
+        sequence = FakeSequence("a", list(range(40)), num_encoder_tokens=9)
+        growing, cross = groups.index("cross") ^ 1, groups.index("cross")
+        gained = [advance(manager, sequence, n, match=not i) for i, n in enumerate((3, 2, 6))]
+        assert [[len(ids) for ids in found or ()] for found in gained] == [
+            [1, 3] if cross else [3, 1], [1, 0] if cross else [0, 1], [1, 0] if cross else [0, 1]
+        ]  # fmt: skip
+        tables = manager.block_ids("a")
+        assert (len(tables[growing]), len(tables[cross])) == (3, 3)
+        assert not set(tables[growing]) & set(tables[cross])
+        manager.free("a")
+        assert manager.num_free_blocks == manager.num_blocks == 29
+
+    def test_encoder_states_that_do_not_fit_change_nothing(self) -> None:
+        manager = self.make(cache_config(6, "full", "cross"), enable_prefix_caching=False)
+        sequence = FakeSequence("a", [0], num_encoder_tokens=17)
+        assert advance(manager, sequence, 1, match=True) is None
+        assert manager.num_free_blocks == 5
+        sequence.num_encoder_tokens = 16
+        assert advance(manager, sequence, 1, match=True) is not None
+        assert manager.num_free_blocks == 0
+
+    def test_fits_counts_encoder_states(self) -> None:
+        manager = self.make(cache_config(6, "full", "cross"), enable_prefix_caching=False)
+        assert manager.fits(4, 16)
+        assert not manager.fits(4, 17)
+        assert not manager.fits(5, 16)
+        assert manager.fits(20)
+
+    def test_equal_encoder_states_are_not_shared(self) -> None:
+        manager = self.make(cache_config(30, "full", "cross"), enable_prefix_caching=False)
+        tables = []
+        for name in "ab":
+            sequence = FakeSequence(name, list(range(8)), num_encoder_tokens=8)
+            advance(manager, sequence, 8, match=True)
+            tables.append(manager.block_ids(name))
+        assert not {*tables[0][0], *tables[0][1]} & {*tables[1][0], *tables[1][1]}
+
     # -- everything at once --------------------------------------------------------------------
 
-    @pytest.mark.parametrize("groups", [("full",), ("sliding",), ("full", "sliding", "sliding")])
+    @pytest.mark.parametrize(
+        "groups", [("full",), ("sliding",), ("full", "sliding", "sliding"), ("full", "cross")]
+    )
     @pytest.mark.parametrize("seed", range(5))
     def test_random_use_keeps_the_count(self, groups: tuple[str, ...], seed: int) -> None:
         """Every block is referenced or free, and shared only by equal prefixes."""
         rng = random.Random(seed)
-        manager = self.make(cache_config(40, *groups))
+        encodes = "cross" in groups
+        manager = self.make(cache_config(40, *groups), enable_prefix_caching=not encodes)
         running: dict[str, FakeSequence] = {}
         for number in range(300):
             if running and rng.random() < 0.3:
@@ -374,26 +428,32 @@ class KVCacheManagerConformance(ABC):
                     advance(manager, sequence, rng.randint(1, room))
             else:
                 tokens = [rng.randint(0, 1) for _ in range(rng.randint(1, 40))]
-                sequence = FakeSequence(f"r{number}", tokens)
+                states = rng.randint(1, MAX_ENCODER_LEN) if encodes else 0
+                sequence = FakeSequence(f"r{number}", tokens, num_encoder_tokens=states)
                 rest = len(tokens) - manager.match_prefix(sequence).num_tokens
                 if advance(manager, sequence, rng.randint(1, rest), match=True) is not None:
                     running[sequence.request_id] = sequence
-            _check_tables(manager, running)
+            _check_tables(manager, running, groups)
         for request_id in running:
             manager.free(request_id)
         assert manager.num_free_blocks == manager.num_blocks
 
 
-def _check_tables(manager: KVCacheManager, running: dict[str, FakeSequence]) -> None:
-    held: Counter[tuple[int, int, tuple[int, ...]]] = Counter()
+def _check_tables(
+    manager: KVCacheManager, running: dict[str, FakeSequence], groups: tuple[str, ...]
+) -> None:
+    held: Counter[tuple[int, int, str, tuple[int, ...]]] = Counter()
     for sequence in running.values():
         for group, table in enumerate(manager.block_ids(sequence.request_id)):
-            assert len(table) == -(-sequence.num_computed_tokens // BLOCK_SIZE)
+            cross = groups[group] == "cross"
+            held_for = sequence.num_encoder_tokens if cross else sequence.num_computed_tokens
+            assert len(table) == -(-held_for // BLOCK_SIZE)
             for index, block_id in enumerate(table):
                 if block_id != NULL_BLOCK:
                     assert block_id == sequence.table[group][index]
                     prefix = tuple(sequence.all_token_ids[: (index + 1) * BLOCK_SIZE])
-                    held[block_id, group, prefix] += 1
-    blocks = [block_id for block_id, _, _ in held]
+                    owner = sequence.request_id if "cross" in groups else ""
+                    held[block_id, group, owner, prefix] += 1
+    blocks = [block_id for block_id, *_ in held]
     assert len(blocks) == len(set(blocks)), "a block belongs to two groups or to two contents"
     assert manager.num_free_blocks == manager.num_blocks - len(blocks)

@@ -44,6 +44,7 @@ class ReferenceAttention(AttentionBackend):
     """Core's ops and nothing else; metadata is the batch itself."""
 
     name = "reference"
+    supported_attention_types = ("decoder", "encoder_decoder")
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
     supports_soft_cap = True
     supports_sink = True
@@ -69,14 +70,16 @@ class ReferenceAttention(AttentionBackend):
             self.ops.cache_write(
                 key, value, *views, group.slot_mapping, k_scale=layer.k_scale, v_scale=layer.v_scale
             )
+        own = group.seq_lens is not None
         return self.ops.paged_attention(
             query,
             *views,
             group.block_table,
             batch.cu_seqlens_q,
-            batch.seq_lens,
+            group.seq_lens if own else batch.seq_lens,
             max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k,
+            max_seqlen_k=group.max_seqlen_k if own else batch.max_seqlen_k,
+            causal=layer.attention_type == "decoder",
             scale=layer.scale,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
@@ -231,6 +234,8 @@ def build_context(
         max_model_len=info.max_model_len,
         pooling=info.pooling,
         path=info.path,
+        whole_config=info.whole_config,
+        generation_config=info.generation_config,
     )
 
 

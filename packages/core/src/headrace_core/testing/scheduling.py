@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_core.kv import NULL_BLOCK, KVCacheConfig, SlidingWindowSpec
+from headrace_core.kv import NULL_BLOCK, CrossAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from headrace_core.modality import MediaInput
 from headrace_core.step import (
     NewRequest,
     RequestStepResult,
@@ -28,6 +29,17 @@ def fingerprint(token_ids: Sequence[int], previous: int = 1) -> int:
     for token_id in token_ids:
         previous = (previous * 1_000_003 + token_id + 7) % _PRIME
     return previous
+
+
+def contents(token_ids: Sequence[int], media: Sequence[MediaInput]) -> list[int]:
+    """What fingerprints are made of: ids, and for placeholders the part of the item they stand for."""
+    found = list(token_ids)
+    for item in media:
+        digest = int(item.content_hash, 16)
+        for index in range(item.num_tokens):
+            if 0 <= item.offset + index < len(found):
+                found[item.offset + index] = digest + index
+    return found
 
 
 def sampled_token(prefix_fingerprint: int, vocab_size: int) -> int:
@@ -54,12 +66,15 @@ class _Held:
     """By position."""
     tables: tuple[list[int], ...]
     num_computed_tokens: int
+    encoding: int = 0
+    """Stands for the encoder states: another one each time that they are computed."""
 
     def append(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
+        self.token_ids += token_ids
+        start = len(self.fingerprints)
+        for content in contents(self.token_ids, self.new.media)[start:]:
             previous = self.fingerprints[-1] if self.fingerprints else 1
-            self.fingerprints.append(fingerprint((token_id,), previous))
-            self.token_ids.append(token_id)
+            self.fingerprints.append(fingerprint((content,), previous))
 
 
 class CheckingWorker:
@@ -80,6 +95,8 @@ class CheckingWorker:
             group.spec.sliding_window if isinstance(group.spec, SlidingWindowSpec) else None
             for group in config.groups
         ]
+        self._is_cross = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
+        self._num_encoded = 0
         self._held: dict[str, _Held] = {}
         self._slots: dict[int, tuple[int, int]] = {}
         """Slot -> (group, fingerprint)."""
@@ -136,15 +153,30 @@ class CheckingWorker:
                 f"{request_id!r} computes its last token, which nobody needs"
             )
             self.num_computed += count
+            if start == 0:
+                self._num_encoded += 1
+                held.encoding = self._num_encoded
             for group, table in enumerate(held.tables):
-                for position in range(start, end):
+                for position in self._written(held, group, end):
                     block_id = table[position // self._block_size]
                     assert NULL_BLOCK < block_id < self._num_blocks
                     assert writers[block_id] == {(request_id, group)}, (
                         f"block {block_id} can be written by {sorted(writers[block_id])}"
                     )
                     slot = block_id * self._block_size + position % self._block_size
-                    self._slots[slot] = (group, held.fingerprints[position])
+                    self._slots[slot] = (group, self._value(held, group, position))
+
+    def _written(self, held: _Held, group: int, end: int) -> range:
+        """Positions that a step up to ``end`` writes: encoder states all with the first tokens."""
+        start = held.num_computed_tokens
+        if not self._is_cross[group]:
+            return range(start, end)
+        return range(0 if start else held.new.num_encoder_tokens)
+
+    def _value(self, held: _Held, group: int, position: int) -> int:
+        if not self._is_cross[group]:
+            return held.fingerprints[position]
+        return fingerprint((held.encoding, position))
 
     def _possible_writers(self) -> dict[int, set[tuple[str, int]]]:
         """By block: the (request, group) pairs that hold it and have not filled it.
@@ -156,6 +188,8 @@ class CheckingWorker:
         for request_id, held in self._held.items():
             first = held.num_computed_tokens // self._block_size
             for group, table in enumerate(held.tables):
+                if self._is_cross[group] and held.num_computed_tokens:
+                    continue
                 for block_id in table[first:]:
                     writers.setdefault(block_id, set()).add((request_id, group))
         return writers
@@ -163,10 +197,10 @@ class CheckingWorker:
     def _read_and_sample(self, held: _Held, count: int) -> RequestStepResult:
         start, end = held.num_computed_tokens, held.num_computed_tokens + count
         for group, table in enumerate(held.tables):
-            for position in range(self._first_visible(group, start), end):
+            for position in self._visible(held, group, start, end):
                 block_id = table[position // self._block_size]
                 slot = block_id * self._block_size + position % self._block_size
-                found, wanted = self._slots.get(slot), (group, held.fingerprints[position])
+                found, wanted = self._slots.get(slot), (group, self._value(held, group, position))
                 assert found == wanted, (
                     f"{held.new.request_id!r} reads position {position} in block {block_id}: "
                     f"{found} instead of {wanted}"
@@ -183,6 +217,9 @@ class CheckingWorker:
             held.append(result.token_ids)
         return result
 
-    def _first_visible(self, group: int, position: int) -> int:
+    def _visible(self, held: _Held, group: int, start: int, end: int) -> range:
+        """Positions that queries from ``start`` to ``end`` read."""
+        if self._is_cross[group]:
+            return range(held.new.num_encoder_tokens)
         window = self._windows[group]
-        return 0 if window is None else max(0, position - window + 1)
+        return range(0 if window is None else max(0, start - window + 1), end)

@@ -56,7 +56,7 @@ class CompletionState:
         self._new_text: list[str] = []
         self._num_decoded = 0
         """Tokens whose text is in ``_new_text``, or was."""
-        self._logprobs = new_logprobs(params.flat_logprobs) if params.logprobs is not None else None
+        self._logprobs = new_logprobs(params.flat_logprobs) if params.wants_logprobs else None
         self._cumulative_logprob = 0.0
         self._sent_tokens = 0
         self._sent_finish = False
@@ -219,7 +219,7 @@ class RequestState:
         self._text_only = (
             self._only is not None
             and self._kind is RequestOutputKind.DELTA
-            and params.logprobs is None
+            and not params.wants_logprobs
             and params.prompt_logprobs is None
         )
         self._prompt_logprobs: Logprobs | None = None

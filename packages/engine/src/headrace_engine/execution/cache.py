@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError
-from headrace_core.kv import KVCacheConfig
+from headrace_core.kv import CrossAttentionSpec, KVCacheConfig
 from headrace_core.model import AttentionLayer
 
 _TORCH_DTYPES = {
@@ -73,6 +73,12 @@ def _zeroed_bytes(size: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(size, np.uint8))
     return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def cross_groups(config: KVCacheConfig) -> list[int]:
+    """Groups whose blocks hold encoder states."""
+    groups = enumerate(config.groups)
+    return [g for g, group in groups if isinstance(group.spec, CrossAttentionSpec)]
 
 
 def group_backends(

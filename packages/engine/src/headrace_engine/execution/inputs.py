@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.model import INPUT_EMBEDS
-from headrace_engine.execution.embeds import EmbeddedPrompts
+from headrace_engine.execution.embeds import GivenVectors
+from headrace_engine.execution.media import PendingMedia
 from headrace_engine.execution.requests import RequestTable
 from headrace_engine.execution.token_types import TokenTypes
 
@@ -48,6 +49,8 @@ class StepInputs:
     sampled: Ints
     """Indices (0..B-1) of the requests that get a token: this step completes what is known."""
     prompt_rows: list[PromptRows]
+    encodes: list[int]
+    """Indices (0..B-1) of the requests whose media this step encodes."""
     batch: ForwardBatch | None
     """None if no request of the step can run. ``logits_rows`` holds the sampled requests' last
     rows, then the prompt rows."""
@@ -131,8 +134,10 @@ class InputBuilder:
     ) -> None:
         self.token_types = TokenTypes(device) if token_types else None
         """By the table's rows; None: the model takes none."""
-        self.embedded = EmbeddedPrompts(device)
-        """Prompts that are no tokens, by the table's rows."""
+        self.given = GivenVectors(device)
+        """Tokens that are given as vectors, by the table's rows."""
+        self.media = PendingMedia(table)
+        """What is still to be encoded or embedded."""
         self._table = table
         self._block_size = block_size
         self._device = device
@@ -157,12 +162,13 @@ class InputBuilder:
             computed, seq_lens, known = self._lengths(cast)
         rows = cast.rows
         if not len(rows):
-            return StepInputs([], rows, rows, rows, [], None, errors)
+            return StepInputs([], rows, rows, rows, [], [], None, errors)
         positions = cast.positions(computed)
         sampled = np.flatnonzero(seq_lens == known)
         prompt_rows = _prompt_rows(table, cast, computed, seq_lens)
         longest, device = int(seq_lens.max()), self._device
-        embeds = self.embedded.inputs(rows, computed, cast.cu_seqlens)
+        encodes = self.media.to_encode(rows.tolist())
+        embeds = self.given.inputs(rows, computed, cast.cu_seqlens)
         batch = ForwardBatch(
             input_ids=_tensor(table.token_ids[cast.token_rows, positions].astype(np.int64), device),
             positions=_tensor(positions, device),
@@ -170,7 +176,7 @@ class InputBuilder:
             seq_lens=_tensor(seq_lens.astype(np.int32), device),
             max_seqlen_q=cast.most_tokens,
             max_seqlen_k=longest,
-            groups=self._groups(cast, positions, longest),
+            groups=self._groups(cast, positions, longest, encodes),
             logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
             token_type_ids=(
                 self.token_types.inputs(rows, computed, cast.cu_seqlens)
@@ -179,7 +185,9 @@ class InputBuilder:
             ),
             extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
-        return StepInputs(cast.request_ids, rows, seq_lens, sampled, prompt_rows, batch, errors)
+        return StepInputs(
+            cast.request_ids, rows, seq_lens, sampled, prompt_rows, encodes, batch, errors
+        )
 
     def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_Cast, dict[str, str]]:
         """Those that the table holds unharmed, and what is wrong with the others."""
@@ -207,8 +215,12 @@ class InputBuilder:
     def _lacking(self, cast: _Cast, seq_lens: Ints, known: Ints) -> npt.NDArray[np.bool_]:
         """[B]; whose tokens are not known, or have no blocks."""
         lacking: npt.NDArray[np.bool_] = seq_lens > known
-        for num_blocks in self._table.num_blocks:
-            lacking |= seq_lens > num_blocks[cast.rows] * self._block_size
+        table = self._table
+        for group, num_blocks in enumerate(table.num_blocks):
+            needed = seq_lens
+            if group in table.cross_groups:
+                needed = table.num_encoder_tokens[cast.rows]
+            lacking |= needed > num_blocks[cast.rows] * self._block_size
         return lacking
 
     def _why_not(self, request_id: str, count: int) -> str:
@@ -230,7 +242,9 @@ class InputBuilder:
             f"{self._block_size} tokens that the request holds"
         )
 
-    def _groups(self, cast: _Cast, positions: Ints, longest: int) -> tuple[GroupBatch, ...]:
+    def _groups(
+        self, cast: _Cast, positions: Ints, longest: int, encodes: list[int]
+    ) -> tuple[GroupBatch, ...]:
         if not self._table.block_tables:
             return ()  # the model caches nothing
         size, device = self._block_size, self._device
@@ -238,7 +252,10 @@ class InputBuilder:
         columns = positions // size
         offsets = positions - columns * size
         groups = []
-        for blocks in self._table.block_tables:
+        for group, blocks in enumerate(self._table.block_tables):
+            if group in self._table.cross_groups:
+                groups.append(self._cross_group(blocks, cast.rows, encodes))
+                continue
             slots = blocks[cast.token_rows, columns].astype(np.int64)
             slots *= size
             slots += offsets
@@ -249,6 +266,23 @@ class InputBuilder:
                 )
             )
         return tuple(groups)
+
+    def _cross_group(
+        self, blocks: npt.NDArray[np.int32], rows: Ints, encodes: list[int]
+    ) -> GroupBatch:
+        """A group whose keys and values are encoder states: written once, read in every step."""
+        size, device, lengths = self._block_size, self._device, self._table.num_encoder_tokens[rows]
+        longest = int(lengths.max())
+        new = lengths[encodes]
+        positions = np.concatenate([np.arange(0), *(np.arange(length) for length in new)])
+        slots = blocks[np.repeat(rows[encodes], new), positions // size].astype(np.int64)
+        slots = slots * size + positions % size
+        return GroupBatch(
+            block_table=_tensor(blocks[:, : max(1, -(-longest // size))][rows], device),
+            slot_mapping=_tensor(slots, device),
+            seq_lens=_tensor(lengths.astype(np.int32), device),
+            max_seqlen_k=longest,
+        )
 
 
 def _prompt_rows(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headrace_core.config import CacheConfig
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
 
 CPU_CACHE_BYTES = 4 << 30
 """On a CPU the cache is at most this large unless ``kv_cache_memory_bytes`` asks for another size,
@@ -44,6 +44,11 @@ class CachePlan:
     def cache(self) -> int:
         return self.num_blocks * self.config.block_bytes
 
+    def _encoder_states(self) -> str:
+        specs = (group.spec for group in self.config.groups)
+        states = [s.max_encoder_tokens for s in specs if isinstance(s, CrossAttentionSpec)]
+        return f" and {max(states)} encoder states" if states else ""
+
     @classmethod
     def without_cache(cls, profile: MemoryProfile, max_model_len: int) -> CachePlan:
         """For a model that caches nothing."""
@@ -77,7 +82,8 @@ class CachePlan:
         )
         return (
             f"  KV cache     {_size(self.cache):>12}  {blocks}",
-            f"  room for     {self.largest_batch} requests of {self.max_model_len} tokens",
+            f"  room for     {self.largest_batch} requests of {self.max_model_len} tokens"
+            + self._encoder_states(),
         )
 
 
@@ -171,11 +177,17 @@ def fit_max_model_len(
 def blocks_for(
     groups: Sequence[KVCacheGroup], num_tokens: int, max_num_batched_tokens: int | None = None
 ) -> int:
-    """Blocks, over all groups, that a request of that length holds at most at once."""
+    """Blocks, over all groups, that a request of that length holds at most at once.
+
+    Encoder states count in full: how many a request has, its text does not say.
+    """
     total = 0
     for group in groups:
         size = group.spec.block_size
-        blocks = -(-num_tokens // size)
+        length = num_tokens
+        if isinstance(group.spec, CrossAttentionSpec):
+            length = group.spec.max_encoder_tokens
+        blocks = -(-length // size)
         if isinstance(group.spec, SlidingWindowSpec) and max_num_batched_tokens is not None:
             # The window before a step and the step's own tokens, at the worst alignment.
             at_once = group.spec.sliding_window - 1 + max_num_batched_tokens

@@ -7,6 +7,7 @@ number of requests. A row is reused after its request is gone.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class RequestTable:
 
     Args:
         num_groups: number of cache groups.
+        cross_groups: those of cross-attention layers, whose blocks hold encoder states.
         vocab_size: for checking token ids.
         seed: of requests that bring none.
         constraints: makes those on the form of outputs; None: there are none.
@@ -44,7 +46,9 @@ class RequestTable:
         vocab_size: int,
         seed: int,
         constraints: ConstraintMaker | None = None,
+        cross_groups: Sequence[int] = (),
     ) -> None:
+        self.cross_groups = frozenset(cross_groups)
         self.vocab_size = vocab_size
         self.row_of: dict[str, int] = {}
         self.failures: dict[int, str] = {}
@@ -57,6 +61,8 @@ class RequestTable:
         """[C]; known tokens."""
         self.num_prompt_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self.num_computed_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        self.num_encoder_tokens = np.zeros(_FIRST_ROWS, np.int64)
+        """[C]; encoder states."""
         self.block_tables = [
             np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in range(num_groups)
         ]
@@ -167,6 +173,7 @@ class RequestTable:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_computed_tokens[row] = new.num_computed_tokens
+        self.num_encoder_tokens[row] = new.num_encoder_tokens
 
     def _append(self, group: int, row: int, ids: list[int]) -> None:
         if not ids:
@@ -185,6 +192,7 @@ class RequestTable:
         self.num_tokens = _doubled(self.num_tokens)
         self.num_prompt_tokens = _doubled(self.num_prompt_tokens)
         self.num_computed_tokens = _doubled(self.num_computed_tokens)
+        self.num_encoder_tokens = _doubled(self.num_encoder_tokens)
         self.block_tables = [_doubled(table) for table in self.block_tables]
         self.num_blocks = np.ascontiguousarray(_doubled(self.num_blocks.T).T)
         self.sampling.grow(2 * old)

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
 from headrace_core.graph import StepGraph
 from headrace_core.kv import KVCacheConfig
-from headrace_core.model import CausalLM
+from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
+from headrace_engine.execution.alignment import Alignments
+from headrace_engine.execution.cache import cross_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
+from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
 from headrace_engine.sampling.processors import ProcessorStage
@@ -78,11 +82,16 @@ class ModelRunner:
         self.launching: Callable[[], None] = lambda: None
         """Called before the model runs; see :meth:`headrace_core.executor.Worker.when_launching`."""
         self.requests = RequestTable(
-            len(cache.groups), vocab_size=vocab_size, seed=seed, constraints=constraints
+            len(cache.groups),
+            vocab_size=vocab_size,
+            seed=seed,
+            constraints=constraints,
+            cross_groups=cross_groups(cache),
         )
         self.inputs = InputBuilder(
             self.requests, block_size=cache.block_size, device=device, token_types=token_types
         )
+        self.alignments = Alignments(model, self.inputs, self._whole_batch, self._count_computed)
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -90,11 +99,14 @@ class ModelRunner:
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
-        inputs = self.inputs.build(step.num_scheduled_tokens)
-        results = {
-            request_id: RequestStepResult(error=reason)
-            for request_id, reason in inputs.errors.items()
-        }
+        self._embed_media(step)
+        scheduled = step.num_scheduled_tokens
+        results = self.alignments.run(scheduled)
+        if results:
+            scheduled = {i: count for i, count in scheduled.items() if i not in results}
+        inputs = self.inputs.build(scheduled)
+        for request_id, reason in inputs.errors.items():
+            results[request_id] = RequestStepResult(error=reason)
         seconds = 0.0
         if inputs.batch is not None:
             if self.processors is not None:
@@ -105,7 +117,7 @@ class ModelRunner:
             hidden, logits, seconds = self._forward(inputs)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
-            self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+            self._count_computed(inputs)
             if logits is not None:
                 self._sample(inputs, logits, results)
         ids = step.num_scheduled_tokens
@@ -118,14 +130,18 @@ class ModelRunner:
         for request_id in step.gone_request_ids:
             row = self.requests.remove(request_id)
             if row is not None:
-                self.inputs.embedded.clear(row)
+                self.inputs.given.clear(row)
+                self.inputs.media.clear(row)
                 if self.inputs.token_types is not None:
                     self.inputs.token_types.clear(row)
+            self.alignments.forget(request_id)
             if self.processors is not None:
                 self.processors.forget(request_id)
         for new in step.new_requests:
             row = self.requests.add(new)
-            self.inputs.embedded.set(row, new.prompt_embeds)
+            self.inputs.given.set(row, new.prompt_embeds)
+            self.inputs.media.set(row, new)
+            self.alignments.take(new)
             if self.inputs.token_types is not None:
                 self.inputs.token_types.set(row, new.token_type_ids)
             if self.processors is not None:
@@ -151,15 +167,40 @@ class ModelRunner:
         logits if there are any, seconds for both."""
         assert inputs.batch is not None
         start = time.perf_counter()
-        hidden, logits = None, self._replay(inputs, inputs.batch)
+        batch = self._with_encoder_states(inputs, inputs.batch)
+        hidden, logits = None, self._replay(inputs, batch)
         if logits is None:
-            hidden, logits = self._run_eagerly(inputs, inputs.batch)
+            hidden, logits = self._run_eagerly(inputs, batch)
         if self.requests.sampling.constraints:  # here, as a GPU is still computing
             self.requests.sampling.fill_masks(inputs.sampled_rows)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         sampled = logits if len(inputs.sampled) else None
         return hidden if inputs.prompt_rows else None, sampled, time.perf_counter() - start
+
+    def _count_computed(self, inputs: StepInputs) -> None:
+        self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+
+    def _whole_batch(self, inputs: StepInputs) -> ForwardBatch:
+        """A batch with everything that an eager forward needs."""
+        assert inputs.batch is not None
+        return self.with_metadata(self._with_encoder_states(inputs, inputs.batch))
+
+    def _embed_media(self, step: ScheduledStep) -> None:
+        """Have the media embedded whose placeholders the step reaches."""
+        self.inputs.media.embed_due(
+            step.num_scheduled_tokens,
+            lambda items: embed(cast("SupportsMultiModal", self.model), items, self.device),
+            self.inputs.given,
+        )
+
+    def _with_encoder_states(self, inputs: StepInputs, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with what the encoder makes of the media of requests that begin in it."""
+        if not inputs.encodes:
+            return batch
+        media = self.inputs.media.take_encoder(inputs.rows[inputs.encodes].tolist())
+        states = encode(cast("SupportsEncoderDecoder", self.model), media, self.device)
+        return dataclasses.replace(batch, encoder_states=states)
 
     def _replay(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor | None:
         """The sampled requests' logits by a captured step; None if the step must run eagerly."""

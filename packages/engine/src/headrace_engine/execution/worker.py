@@ -19,9 +19,12 @@ from headrace_core.executor import MemoryProfile
 from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
 from headrace_core.kv_scales import ScaleConstants
 from headrace_core.logits_processor import LogitsProcessor
+from headrace_core.modality import MediaInput
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    SupportsEncoderDecoder,
+    SupportsMultiModal,
     SupportsPooling,
     SupportsPromptEmbeds,
 )
@@ -29,10 +32,16 @@ from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
-from headrace_engine.execution.cache import bind_cache, clear_blocks, group_backends
+from headrace_engine.execution.cache import (
+    bind_cache,
+    clear_blocks,
+    cross_groups,
+    group_backends,
+)
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
+from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
@@ -73,9 +82,11 @@ class ModelWorker:
         cache_ahead_bytes: see :class:`~headrace_engine.execution.populate.CachePopulator`; CPU only.
         kv_scales: measure the cache's scales, with these constants; None: leave them.
         grammars: of structured output; None: a request that needs one fails.
-        make_processors: makes users' logits processors for the device; None: there are none.
+        make_processors: makes the logits processors for the device; None: there are none.
         prompt_embeds: whether prompts may be embeddings, which the model must support then.
         profiler: what :meth:`start_profile` records; None: nothing.
+        largest_media: makes an item of each kind that takes as much as any; None: requests bring
+            none.
         pooling: what the model pools, which it must support then; None: it generates.
     """
 
@@ -101,6 +112,7 @@ class ModelWorker:
         make_processors: Callable[[torch.device], Sequence[LogitsProcessor]] | None = None,
         prompt_embeds: bool = False,
         profiler: ProfilerConfig | None = None,
+        largest_media: Callable[[], Sequence[MediaInput]] | None = None,
         pooling: PoolingInfo | None = None,
     ) -> None:
         self._build_model = build_model
@@ -120,6 +132,7 @@ class ModelWorker:
         self._grammars = grammars
         self._make_processors = make_processors
         self._prompt_embeds = prompt_embeds
+        self._largest_media = largest_media
         self._pooling = pooling
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
@@ -156,7 +169,8 @@ class ModelWorker:
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
         if self._make_processors is not None:
-            self._processors = ProcessorStage(self._make_processors(self._device))
+            made = self._make_processors(self._device)
+            self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
         self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
         logger.info(
@@ -184,6 +198,7 @@ class ModelWorker:
         less than the step's logits take. ``weights``: what loading added to the same measure, and
         at least the size of the model's parameters if it is a ``torch.nn.Module``.
         ``available``: free before loading. ``step_seconds``: the same step's time.
+        Where requests bring media, what the most of them that a step can hold take is added to both.
         """
         self._loaded()
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
@@ -194,11 +209,14 @@ class ModelWorker:
             activations, seconds = self._measure_dummy(tokens, seqs)
         else:
             activations, seconds = self._reckon_largest(tokens, seqs)
+        media, media_seconds = self._measure_media()
         self._meter.trim()
         logits = 0 if self._pooling is not None else 4 * self._vocab_size * min(seqs, tokens)
         activations = max(activations, logits)
         activations += self._captured_bytes(activations, logits)
-        return MemoryProfile(self._weights, activations, self._available, seconds)
+        return MemoryProfile(
+            self._weights, activations + media, self._available, seconds + media_seconds
+        )
 
     def _measure_dummy(self, num_tokens: int, num_seqs: int) -> tuple[int, float]:
         """Bytes that a step adds at its peak, and its seconds."""
@@ -215,6 +233,33 @@ class ModelWorker:
         by_token, by_row = tokens / length, min(seqs, tokens) / rows
         bytes_, seconds = (p * by_token + s * by_row for p, s in zip(prompt, sampled))
         return int(bytes_), seconds
+
+    def _measure_media(self) -> tuple[int, float]:
+        """Bytes and seconds of encoding or embedding as many items as one step may hold.
+
+        The largest item is measured alone: several take so many times as much.
+        """
+        if self._largest_media is None:
+            return 0, 0.0
+        bytes_, seconds = 0, 0.0
+        for item in self._largest_media():
+            begin = time.perf_counter()
+            with self._meter.peak() as peak:
+                self._run_media(item)
+            # A step begins no further item once it holds its budget's worth, and may cut one.
+            count = 1 + self._max_num_batched_tokens // max(1, item.num_tokens)
+            bytes_ = max(bytes_, count * peak.bytes)
+            seconds = max(seconds, count * (time.perf_counter() - begin))
+        return bytes_, seconds
+
+    def _run_media(self, item: MediaInput) -> None:
+        model = self._loaded()
+        if isinstance(model, SupportsEncoderDecoder):
+            batch = _dummy_batch(1, 1, self._cache, self._device)
+            states = encode(model, [item], self._device)
+            model.forward(dataclasses.replace(batch, encoder_states=states))
+        elif isinstance(model, SupportsMultiModal):
+            embed(model, [item], self._device)
 
     def _captured_bytes(self, activations: int, logits: int) -> int:
         """What captured steps will hold besides: their share of the largest step's activations,
@@ -267,7 +312,8 @@ class ModelWorker:
         self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(prompt, tokens), 1)
         if self._capture is not None:
-            runner, all_rows = self._ready(), False
+            runner, cache, all_rows = self._ready(), self._cache, False
+            assert cache is not None
             if isinstance(runner, PoolingRunner):
                 assert self._pooling is not None
                 all_rows = runner.all_rows = needs_all_rows(runner.model, self._pooling)
@@ -279,6 +325,7 @@ class ModelWorker:
                 device=self._device.type,
                 all_rows=all_rows,
                 token_types=self._takes_token_types,
+                cross_groups=tuple(cross_groups(cache)),
             )
         if self._populator is not None:
             self._populator.start()
@@ -388,7 +435,8 @@ class ModelWorker:
 def _dummy_batch(
     num_tokens: int, num_seqs: int, cache: KVCacheConfig | None, device: torch.device
 ) -> ForwardBatch:
-    """Tokens 0 over requests of nearly equal length; all block tables point at the null block."""
+    """Tokens 0 over requests of nearly equal length, each with one encoder state if there are any; all
+    block tables point at the null block."""
     base, longer = divmod(num_tokens, num_seqs)
     lengths = torch.full((num_seqs,), base, dtype=torch.int32)
     lengths[:longer] += 1
@@ -402,7 +450,14 @@ def _dummy_batch(
             block_table=torch.zeros(num_seqs, num_blocks, dtype=torch.int32, device=device),
             slot_mapping=torch.full((num_tokens,), PAD_SLOT, dtype=torch.int64, device=device),
         )
-        groups = (group,) * len(cache.groups)
+        cross = GroupBatch(
+            block_table=torch.zeros(num_seqs, 1, dtype=torch.int32, device=device),
+            slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
+            seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
+            max_seqlen_k=1,
+        )
+        crossing = cross_groups(cache)
+        groups = tuple(cross if g in crossing else group for g in range(len(cache.groups)))
     return ForwardBatch(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=(torch.arange(num_tokens) - starts).to(device),

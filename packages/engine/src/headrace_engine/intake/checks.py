@@ -51,6 +51,7 @@ class ParamsChecks:
         self._check_count("prompt_logprobs", params.prompt_logprobs)
         check_ids("stop_token_ids", params.stop_token_ids or (), size)
         check_ids("allowed_token_ids", params.allowed_token_ids or (), size)
+        check_ids("logprob_token_ids", params.logprob_token_ids or (), size)
         check_ids("logit_bias", params.logit_bias or (), size)
         if params.stop_strings:
             need_tokenizer(self._tokenizer, "stop")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
 
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_engine.intake.media import ChatMedia
 from headrace_engine.intake.sandbox import COMPILED_TEMPLATES, environment
 
 CONTENT_FORMATS = ("auto", "string", "openai")
@@ -81,32 +82,44 @@ def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
     return False
 
 
-def normalize_messages(messages: object, content_format: str) -> list[dict[str, Any]]:
+def normalize_messages(
+    messages: object, content_format: str, media: ChatMedia | None = None
+) -> list[dict[str, Any]]:
     """Messages with ``content`` as one string, or as a list of typed parts.
 
     Tool calls' arguments, JSON text on the wire, become objects: templates write them as JSON
     themselves.
+
+    Args:
+        media: takes parts that are no text. In their place is a part of the modality's type, which
+            templates that go through parts know, or the text that stands for it.
 
     Raises:
         RequestError: naming message and field (``messages[2].content[0].type``).
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError("messages: must be a non-empty list", param="messages")
-    return [_message(m, f"messages[{i}]", content_format) for i, m in enumerate(messages)]
+    media = media if media is not None else ChatMedia(None)
+    return [_message(m, f"messages[{i}]", content_format, media) for i, m in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], path: str, content_format: str) -> dict[str, Any]:
+def _message(
+    message: Mapping[str, Any], path: str, content_format: str, media: ChatMedia
+) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{path}: must be an object", param=path)
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise RequestError(f"{path}.role = {message.get('role')!r:.100}: must be a non-empty "
                            "string", param=f"{path}.role")  # fmt: skip
     made = dict(message)
-    parts = _parts(message.get("content"), f"{path}.content")
+    parts = _parts(message.get("content"), f"{path}.content", media)
     if content_format == "openai":
-        made["content"] = [{"type": "text", "text": text} for text in parts]
+        made["content"] = [
+            {"type": "text", "text": part.text} if part.kind == "text" else {"type": part.kind}
+            for part in parts
+        ]
     else:
-        made["content"] = "\n".join(parts)
+        made["content"] = "\n".join(part.text for part in parts)
     if message.get("tool_calls"):
         made["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
     else:
@@ -114,24 +127,36 @@ def _message(message: Mapping[str, Any], path: str, content_format: str) -> dict
     return made
 
 
-def _parts(content: Any, path: str) -> list[str]:
+class _Part(NamedTuple):
+    """One part of a message."""
+
+    text: str
+    """What it says, or what stands for it."""
+    kind: str = "text"
+
+
+def _parts(content: Any, path: str, media: ChatMedia) -> list[_Part]:
     if content is None:
         return []
     if isinstance(content, str):
-        return [content]
+        return [_Part(content)]
     if not isinstance(content, Sequence):
         raise RequestError(
             f"{path}: must be text, a list of parts, or null, not {type(content).__name__}",
             param=path,
         )
-    return [_part(part, f"{path}[{index}]") for index, part in enumerate(content)]
+    return [_part(part, f"{path}[{index}]", media) for index, part in enumerate(content)]
 
 
-def _part(part: Any, path: str) -> str:
+def _part(part: Any, path: str, media: ChatMedia) -> _Part:
     if isinstance(part, str):
-        return part
+        return _Part(part)
     if not isinstance(part, Mapping):
         raise RequestError(f"{path}: must be text or an object", param=path)
+    taken = media.take(part, path)
+    if taken is not None:
+        modality, placeholder = taken
+        return _Part(placeholder, modality)
     kind = part.get("type", "text" if "text" in part else None)
     if kind not in TEXT_PARTS:
         raise UnsupportedFeature(
@@ -143,7 +168,7 @@ def _part(part: Any, path: str) -> str:
     if not isinstance(text, str):
         name = f"{path}.{TEXT_PARTS[kind]}"
         raise RequestError(f"{name}: must be text, not {type(text).__name__}", param=name)
-    return text
+    return _Part(text)
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:

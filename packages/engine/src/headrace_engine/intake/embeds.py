@@ -13,8 +13,8 @@ import msgspec
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError
+from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong
 from headrace_core.request import EMBEDS_DTYPES, PromptEmbeds
-from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong
 
 DECODE_SECONDS = 10.0
 """Wall-clock limit of reading one prompt."""

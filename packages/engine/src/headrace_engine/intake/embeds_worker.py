@@ -14,9 +14,9 @@ import sys
 import msgspec
 import torch
 
+from headrace_core.killable import address_space, limit_time, serve
 from headrace_core.request import EMBEDS_DTYPES
 from headrace_engine.intake.embeds import DECODE_SECONDS, Job, Rows
-from headrace_engine.intake.killable import serve
 
 _ZIP = b"PK\x03\x04"
 """How a file of ``torch.save`` begins; the older form is not read."""
@@ -100,7 +100,7 @@ def main() -> None:
 
 def _answer(message: bytes) -> bytes:
     job = msgspec.msgpack.decode(message, type=Job)
-    _limit_time()
+    limit_time(DECODE_SECONDS)
     try:
         rows = decode(job)
     except MemoryError:
@@ -109,27 +109,9 @@ def _answer(message: bytes) -> bytes:
 
 
 def _limit(max_bytes: int) -> None:
-    limit = _address_space() + 4 * max_bytes + SPARE_BYTES
+    limit = address_space() + 4 * max_bytes + SPARE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-def _limit_time() -> None:
-    """End this process if one file takes so long, also if nobody is there to kill it."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(usage.ru_utime + usage.ru_stime + DECODE_SECONDS) + 2
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    if most == resource.RLIM_INFINITY or seconds < most:
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
-
-
-def _address_space() -> int:
-    """Bytes that the process has mapped; where nobody says, a generous guess."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[0]) * resource.getpagesize()
-    except OSError:
-        return 16 << 30
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import ReasoningParser, Tokenizer
+from headrace_engine.intake.alignment import AlignmentIntake
 from headrace_engine.intake.checks import ParamsChecks, check_with_embeds
 from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.lengths import max_tokens, truncate
+from headrace_engine.intake.media import MediaReader
 from headrace_engine.intake.pooling import PoolingIntake, check_generates, check_priority
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.prompts import PromptReader, PromptTokens
@@ -48,6 +50,7 @@ class Intake:
         reasoning_parser: knows where the model's reasoning begins and ends; where it ends,
             constraints begin. None: the model does not reason.
         check_params: refuses what the device cannot honour.
+        media: reads what prompts bring besides text; None: the model takes none.
         clock: wall-clock seconds.
     """
 
@@ -63,6 +66,7 @@ class Intake:
         processors: Sequence[type[LogitsProcessor]] = (),
         reasoning_parser: type[ReasoningParser] | None = None,
         check_params: Callable[[SamplingParams], None] | None = None,
+        media: MediaReader | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tokenizer = tokenizer
@@ -76,9 +80,12 @@ class Intake:
             chat_template=chat_template,
             content_format=content_format,
             trust_request_chat_template=trust_request_chat_template,
+            media=media,
         )
         self.pooling = PoolingIntake(lambda: self.model, self._prompts, clock)
         """The same for pooling models."""
+        self.alignment = AlignmentIntake(lambda: self.model, self._prompts, clock)
+        """The same for sequences to be aligned."""
         self.scores = ScorePlanner(
             lambda: self.model, self._prompts.render_pair, _marked_texts(model, tokenizer)
         )
@@ -179,6 +186,8 @@ class Intake:
                 constraint=constraint,
                 prompt_embeds=tokens.embeds,
                 thinking=thinking,
+                media=list(tokens.media),
+                num_encoder_tokens=tokens.num_encoder_tokens,
             )
             for index in range(params.n)
         ]
@@ -234,8 +243,19 @@ class Intake:
         if embeds is not None:
             check_with_embeds(params)
             embeds = embeds.last(len(ids))
-        text = tokens.text if len(ids) == len(tokens.ids) else None
-        return PromptTokens(ids, text, tokens.cache_salt, embeds)
+        whole = len(ids) == len(tokens.ids)
+        if self.model.is_encoder_decoder and not tokens.num_encoder_tokens:
+            raise RequestError(
+                "multi_modal_data: must be given: the model's encoder reads nothing else",
+                param="multi_modal_data",
+            )
+        if tokens.media and not whole and not tokens.num_encoder_tokens:
+            raise RequestError(
+                f"truncate_prompt_tokens = {params.truncate_prompt_tokens}: must be absent, as it "
+                "would cut placeholders of media",
+                param="truncate_prompt_tokens",
+            )
+        return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)
 
 
 def _marked_texts(model: ServedModel, tokenizer: Tokenizer | None) -> MarkedTexts | None:

@@ -24,7 +24,7 @@ from headrace_engine.intake.prompts import PromptReader, PromptTokens
 
 logger = logging.getLogger(__name__)
 
-_NO_SAMPLING = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+NO_SAMPLING = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 """Of every pooling request: nothing reads it."""
 
 TASK_REMEDIES: Mapping[str, str] = {
@@ -189,7 +189,7 @@ class PoolingIntake:
         core = CoreRequest(
             request_id=f"{request_id}#p{next(self._serial):x}",
             prompt_token_ids=token_ids,
-            params=_NO_SAMPLING,
+            params=NO_SAMPLING,
             stop_token_ids=frozenset(),
             max_tokens=1,
             arrival_time=prompt.arrival_time,
@@ -202,7 +202,7 @@ class PoolingIntake:
             request_id=request_id,
             prompt=prompt.text,
             prompt_token_ids=token_ids,
-            params=_NO_SAMPLING,
+            params=NO_SAMPLING,
             core_requests=[core],
             arrival_time=prompt.arrival_time,
             pooling=params,

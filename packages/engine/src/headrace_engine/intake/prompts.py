@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
-from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds
+from headrace_core.modality import MediaInput
+from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
 from headrace_core.text import Tokenizer
 from headrace_engine.intake.embeds import EmbedsDecoder
+from headrace_engine.intake.media import FIELD as MEDIA_FIELD
+from headrace_engine.intake.media import ChatMedia, MediaReader, implicit_form
 from headrace_engine.intake.template import ChatRenderer
 from headrace_engine.intake.tokens import check_ids, need_tokenizer
 
@@ -22,6 +25,9 @@ class PromptTokens(NamedTuple):
     cache_salt: str | None
     embeds: PromptEmbeds | None = None
     """The prompt, if it came as embeddings; ``ids`` are as many zeros then."""
+    media: Sequence[MediaInput] = ()
+    """In order of their offsets."""
+    num_encoder_tokens: int = 0
     token_type_ids: list[int] | None = None
     """Which of a pair's texts each token belongs to; None: not said."""
 
@@ -35,6 +41,7 @@ class PromptReader:
         chat_template: replaces the tokenizer's own template.
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
         trust_request_chat_template: let prompts bring templates of their own.
+        media: reads what prompts bring besides text; None: the model takes none.
     """
 
     def __init__(
@@ -45,8 +52,10 @@ class PromptReader:
         chat_template: str | None = None,
         content_format: str = "auto",
         trust_request_chat_template: bool = False,
+        media: MediaReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._media = media
         self._vocab_size = model.vocab_size
         pooling = model.pooling
         self._lower_case = pooling is not None and pooling.lower_case
@@ -85,13 +94,19 @@ class PromptReader:
         Raises:
             RequestError: the prompt is malformed, or needs what the engine does not have.
         """
+        if add_special_tokens is None and self._encodes:
+            add_special_tokens = False  # a decoder's prompt says itself how it begins
+        if isinstance(prompt, Mapping) and brings_media(prompt):
+            return self._media_tokens(prompt, add_special_tokens, max_length)
         if isinstance(prompt, ChatPrompt):
-            text = self._chat_renderer().render(prompt)
+            media = ChatMedia(self._media)
+            text = self._chat_renderer().render(prompt, media)
             special = (
                 prompt.add_special_tokens if add_special_tokens is None else add_special_tokens
             )
             ids = self._encode(text, special, max_length)
-            return PromptTokens(ids, text, _salt(prompt.cache_salt))
+            tokens = PromptTokens(ids, text, _salt(prompt.cache_salt))
+            return self._placed(tokens, media.data(), None) if media else tokens
         if isinstance(prompt, Mapping):
             return self._mapping_tokens(prompt, add_special_tokens, max_length)
         if isinstance(prompt, str):
@@ -158,6 +173,38 @@ class PromptReader:
             )
         ids = self._encode(text, add_special_tokens is not False, max_length)
         return PromptTokens(ids, text, salt)
+
+    def _media_tokens(
+        self, prompt: Mapping[str, Any], add_special_tokens: bool | None, max_length: int | None
+    ) -> PromptTokens:
+        """Tokens and media of a prompt that brings some, in either form."""
+        if self._media is None or ("encoder_prompt" in prompt and not self._encodes):
+            param = "encoder_prompt" if "encoder_prompt" in prompt else MEDIA_FIELD
+            raise UnsupportedFeature(
+                f"{param}: this model {'has no encoder' if self._media else 'takes text only'}",
+                param=param,
+            )
+        given = implicit_form(prompt)
+        data, options = given.pop(MEDIA_FIELD, None), given.pop("mm_processor_kwargs", None)
+        if data is None:
+            raise RequestError(f"encoder_prompt.{MEDIA_FIELD}: must be given", param=MEDIA_FIELD)
+        start = self._media.decoder_start_token_id
+        if start is not None and not given.get("prompt") and not given.get("prompt_token_ids"):
+            given = {**given, "prompt_token_ids": [start]}
+        text: Any = given
+        tokens = self.read(text, add_special_tokens, max_length=max_length)
+        return self._placed(tokens, data, options)
+
+    def _placed(self, tokens: PromptTokens, data: object, options: object) -> PromptTokens:
+        assert self._media is not None
+        placed = self._media.place(tokens.ids, data, options)
+        return tokens._replace(
+            ids=placed.token_ids, media=placed.media, num_encoder_tokens=placed.num_encoder_tokens
+        )
+
+    @property
+    def _encodes(self) -> bool:
+        return self._media is not None and self._media.is_encoder_decoder
 
     def _embeds_tokens(self, prompt: Mapping[str, object]) -> PromptTokens:
         if self._embeds is None:

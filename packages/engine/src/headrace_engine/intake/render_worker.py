@@ -1,7 +1,7 @@
 """Rendering in a process that can be killed, for templates or inputs that could take long.
 
 Parent's half: :class:`RenderWorker`; child's half: :func:`main`. The process is a
-:class:`~headrace_engine.intake.killable.KillableProcess`.
+:class:`~headrace_core.killable.KillableProcess`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
+from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
 from headrace_engine.intake.sandbox import TemplateTooLarge, render_template
 
 RENDER_SECONDS = 1.0

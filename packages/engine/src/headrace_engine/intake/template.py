@@ -14,6 +14,7 @@ from headrace_engine.intake.content import (
     detect_content_format,
     normalize_messages,
 )
+from headrace_engine.intake.media import ChatMedia
 from headrace_engine.intake.render_worker import (
     RenderFailed,
     RenderTimeout,
@@ -80,14 +81,17 @@ class ChatRenderer:
         self._max_chars = max_output_chars
         self._worker = RenderWorker()
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt, media: ChatMedia | None = None) -> str:
         """The prompt's text.
+
+        Args:
+            media: gets what the messages bring besides text; None: they may bring none.
 
         Raises:
             RequestError: no template, wrong messages, or the template failed or refused.
         """
         source, foreign = self._source(prompt)
-        messages = normalize_messages(prompt.messages, self._format(prompt, source))
+        messages = normalize_messages(prompt.messages, self._format(prompt, source), media)
         variables = self._variables(prompt, messages)
         text = self._render(source, variables, in_worker=foreign or _is_large(variables))
         if prompt.continue_final_message:
@@ -196,7 +200,7 @@ def _is_large(variables: Mapping[str, Any]) -> bool:
 def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:
     """Drop what the template put after the last message, so that the model continues it."""
     content = message["content"]
-    final = content if isinstance(content, str) else content[-1]["text"] if content else ""
+    final = content if isinstance(content, str) else content[-1].get("text", "") if content else ""
     at = text.rfind(final.strip())
     if not final.strip() or at < 0:
         raise RequestError(

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headrace_core.errors import EngineDead, QueueFull
-from headrace_core.request import ChatPrompt
+from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt
@@ -112,6 +112,8 @@ def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
     if isinstance(prompt, PairPrompt):
         return len(prompt.first) + len(prompt.second)
+    if brings_media(prompt):
+        return SMALL_PROMPT + 1  # files to be decoded, spectrograms to be made
     if isinstance(prompt, ChatPrompt):
         # A template of the request's own runs in another process, and large inputs take a while.
         if prompt.chat_template is not None or prompt.tools or prompt.documents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import KVCacheGroup, KVCacheSpec
+from headrace_core.kv import CrossAttentionSpec, KVCacheGroup, KVCacheSpec
 
 
 def plan_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
@@ -21,7 +21,7 @@ def plan_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 
     Returns:
         One group if all layers are alike; otherwise the groups of each kind, kinds in the order of
-        their first layer, layers in execution order.
+        their first layer (cross-attention last), layers in execution order.
 
     Raises:
         ConfigError: no layers; pages or block sizes differ in size.
@@ -30,11 +30,12 @@ def plan_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     for name, spec in specs.items():
         kinds.setdefault(spec, []).append(name)
     _check_pages(kinds)
+    ordered = sorted(kinds, key=lambda spec: isinstance(spec, CrossAttentionSpec))
     size = _group_size([len(names) for names in kinds.values()])
     return tuple(
         KVCacheGroup(tuple(part), spec)
-        for spec, names in kinds.items()
-        for part in _even_parts(names, -(-len(names) // size))
+        for spec in ordered
+        for part in _even_parts(kinds[spec], -(-len(kinds[spec]) // size))
     )
 
 

@@ -20,6 +20,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from headrace_core.modality import MediaInput
     from headrace_core.request import PromptEmbeds
 
 _DOMAIN = b"headrace-kv-1"
@@ -58,15 +59,21 @@ class BlockHashes:
         block_size: tokens per block.
         cache_salt: of the sequence.
         embeds: the prompt's embeddings, if it came as such: content of its blocks, whatever the ids.
+        media: what placeholders stand for: content of the blocks that hold some.
     """
 
-    __slots__ = ("_block_size", "_embeds", "_root", "digests")
+    __slots__ = ("_block_size", "_embeds", "_media", "_root", "digests")
 
     def __init__(
-        self, block_size: int, cache_salt: str | None, embeds: PromptEmbeds | None = None
+        self,
+        block_size: int,
+        cache_salt: str | None,
+        embeds: PromptEmbeds | None = None,
+        media: Sequence[MediaInput] = (),
     ) -> None:
         self._block_size = block_size
         self._embeds = embeds
+        self._media = media
         self._root = root_digest(() if cache_salt is None else ("salt", cache_salt))
         self.digests: list[bytes] = []
 
@@ -83,7 +90,12 @@ class BlockHashes:
     def _keys(self, start: int, end: int) -> tuple[str, ...]:
         """What tokens ``start`` to ``end`` depend on besides their ids."""
         content = self._embeds.digests(start, end) if self._embeds is not None else ""
-        return ("embeds", content) if content else ()
+        keys: tuple[str, ...] = ("embeds", content) if content else ()
+        for item in self._media:
+            if 0 <= item.offset < end and start < item.offset + item.num_tokens:
+                # Where it begins says which part of it the block holds.
+                keys += ("media", item.content_hash, str(item.offset - start))
+        return keys
 
 
 def _encode_keys(keys: Sequence[str]) -> bytes:

@@ -1,7 +1,9 @@
-"""Paged KV cache for groups of full and of sliding-window attention layers, from one pool.
+"""Paged KV cache for groups of full, sliding-window and cross-attention layers, from one pool.
 
-All groups' tables of a request have the same length, ``ceil(tokens / block_size)``; in a
-sliding-window group the entries that no later query can see are :data:`NULL_BLOCK`.
+The tables that grow with a request have the same length, ``ceil(tokens / block_size)``; in a
+sliding-window group the entries that no later query can see are :data:`NULL_BLOCK`. A table of
+cross-attention layers has ``ceil(encoder states / block_size)`` entries from the request's first
+tokens to its end; its blocks are never hashed, so nobody shares them.
 
 Only *known* tokens are hashed. A step may be scheduled before the previous one's tokens are known;
 blocks filled by such placeholders are registered by a later :meth:`PagedKVCacheManager.allocate`
@@ -14,12 +16,14 @@ executed in the order in which they were scheduled, so whoever receives the bloc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     NULL_BLOCK,
     BlockIds,
     CachedSequence,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheManager,
@@ -37,7 +41,8 @@ class PagedKVCacheManager(KVCacheManager):
 
     Args:
         config: pool size and layer groups.
-        enable_prefix_caching: False matches nothing and hashes nothing.
+        enable_prefix_caching: False matches nothing and hashes nothing. Must be False with groups
+            of cross-attention layers: equal tokens mean nothing where encoder states differ.
         max_model_len: longest sequence, in tokens.
         max_num_batched_tokens: most tokens of one step. Known, it lets :meth:`fits` count for a
             sliding-window group only what one step can hold at a time; None counts every token.
@@ -54,13 +59,17 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        _check_config(config)
+        _check_config(config, enable_prefix_caching)
         self.block_size = config.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_model_len = max_model_len
         self._max_step_tokens = max_num_batched_tokens or max_model_len
         self._windows = [_window(group.spec) for group in config.groups]
         self._sliding = [(g, w) for g, w in enumerate(self._windows) if w]
+        self._is_cross = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
+        self._num_cross = sum(self._is_cross)
+        self._growing = self._is_cross.index(False)
+        """A group whose table grows with its request."""
         self._pool = BlockPool(config.num_blocks, len(config.groups))
         self._nothing: BlockIds = tuple([] for _ in self._windows)
         self._entries: dict[str, _Entry] = {}
@@ -118,15 +127,18 @@ class PagedKVCacheManager(KVCacheManager):
             for group, table in enumerate(entry.tables):
                 self._offer(entry, group, range(len(table)), entry.sequence.num_computed_tokens)
             release = self._pool.release
-            for block_ids in zip(*(reversed(table) for table in entry.tables)):
+            tables = (reversed(table) for table in entry.tables)
+            for block_ids in zip_longest(*tables, fillvalue=NULL_BLOCK):
                 for block_id in block_ids:
                     release(block_id)
         self._hashes.pop(request_id, None)
 
-    def fits(self, num_tokens: int) -> bool:
+    def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         if num_tokens > self.max_model_len:
             return False
-        return sum(self._most_blocks(w, num_tokens) for w in self._windows) <= self.num_blocks
+        grown = zip(self._is_cross, self._windows)
+        needed = sum(self._most_blocks(w, num_tokens) for cross, w in grown if not cross)
+        return needed + self._num_cross * self._num_blocks(num_encoder_tokens) <= self.num_blocks
 
     def reset_prefix_cache(self) -> bool:
         if self.num_free_blocks != self.num_blocks:
@@ -153,23 +165,24 @@ class PagedKVCacheManager(KVCacheManager):
         """Take blocks for tokens ``computed`` .. ``computed + num_new``; None if too few."""
         total = computed + num_new
         pool, tables = self._pool, entry.tables
-        num_matched = len(matched[0]) if matched else 0
-        missing = -(-total // self.block_size) - len(tables[0]) - num_matched
-        if missing > 0 or matched:
-            needed = missing * len(tables) + self._num_claimed(matched)
+        num_matched = len(matched[self._growing]) if matched else 0
+        missing = self._num_blocks(total) - len(tables[self._growing]) - num_matched
+        counts = self._missing_by_group(entry, missing) if missing > 0 or matched else []
+        if counts:
+            needed = sum(counts) + self._num_claimed(matched)
             if needed > pool.num_free + self._num_releasable(entry, computed):
                 return None
         if self._sliding:
             self._release_passed(entry, computed)
         gained: BlockIds
-        if missing > 0 or matched:
+        if counts:
             if matched:
                 for block_ids in matched:
                     pool.acquire(block_ids)
-                gained = tuple([*block_ids, *pool.take(missing)] for block_ids in matched)
+                gained = tuple([*ids, *pool.take(count)] for ids, count in zip(matched, counts))
                 entry.num_registered = num_matched
             else:
-                gained = tuple([pool.take(missing) for _ in tables])
+                gained = tuple([pool.take(count) for count in counts])
             for table, new in zip(tables, gained):
                 table.extend(new)
         else:
@@ -179,9 +192,17 @@ class PagedKVCacheManager(KVCacheManager):
             entry.quiet_until = self._quiet_until(entry)
         return gained
 
+    def _missing_by_group(self, entry: _Entry, growing: int) -> list[int]:
+        """Blocks that each group's table lacks, if those that grow lack so many."""
+        if not self._num_cross:
+            return [growing] * len(entry.tables)
+        states = self._num_blocks(entry.sequence.num_encoder_tokens)
+        pairs = zip(entry.tables, self._is_cross)
+        return [states - len(table) if cross else growing for table, cross in pairs]
+
     def _quiet_until(self, entry: _Entry) -> int:
         """Length up to which no block is gained, and none is filled that is not findable yet."""
-        held = len(entry.tables[0])
+        held = len(entry.tables[self._growing])
         if self.enable_prefix_caching:
             return min(held, entry.num_registered + 1) * self.block_size - 1
         return held * self.block_size
@@ -258,13 +279,16 @@ class PagedKVCacheManager(KVCacheManager):
             run = run + 1 if lookup(group, digests[index]) is not None else 0
         return run
 
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
     def _first_visible(self, window: int | None, position: int) -> int:
         """Index of the first block that a query at ``position``, or later, can see."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
     def _most_blocks(self, window: int | None, num_tokens: int) -> int:
         """Blocks of one group that a lone request of that length holds at its peak."""
-        all_blocks = -(-num_tokens // self.block_size)
+        all_blocks = self._num_blocks(num_tokens)
         if window is None:
             return all_blocks
         # window - 1 tokens before the step and the step's own, at the worst alignment.
@@ -274,7 +298,9 @@ class PagedKVCacheManager(KVCacheManager):
     def _digests(self, sequence: CachedSequence) -> list[bytes]:
         hashes = self._hashes.get(sequence.request_id)
         if hashes is None:
-            hashes = BlockHashes(self.block_size, sequence.cache_salt, sequence.prompt_embeds)
+            hashes = BlockHashes(
+                self.block_size, sequence.cache_salt, sequence.prompt_embeds, sequence.media
+            )
             self._hashes[sequence.request_id] = hashes
         return hashes.extend(sequence.all_token_ids)
 
@@ -305,7 +331,7 @@ def _window(spec: KVCacheSpec) -> int | None:
     return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
 
 
-def _check_config(config: KVCacheConfig) -> None:
+def _check_config(config: KVCacheConfig, enable_prefix_caching: bool) -> None:
     if not config.groups:
         raise ConfigError("KV cache: no layer groups; a model without attention needs no cache")
     if config.num_blocks < 2:
@@ -315,14 +341,19 @@ def _check_config(config: KVCacheConfig) -> None:
         )
     for group in config.groups:
         spec = group.spec
-        if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
+        if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)):
             raise ConfigError(
                 f"KV cache: {type(spec).__name__} of layer {group.layer_names[0]!r} is not served; "
-                "FullAttentionSpec and SlidingWindowSpec are"
+                "FullAttentionSpec, SlidingWindowSpec and CrossAttentionSpec are"
             )
         if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < 1:
             raise ConfigError(
                 f"KV cache: sliding_window = {spec.sliding_window} of layer "
+                f"{group.layer_names[0]!r}: must be at least 1"
+            )
+        if isinstance(spec, CrossAttentionSpec) and spec.max_encoder_tokens < 1:
+            raise ConfigError(
+                f"KV cache: max_encoder_tokens = {spec.max_encoder_tokens} of layer "
                 f"{group.layer_names[0]!r}: must be at least 1"
             )
         if spec.block_size != config.block_size:
@@ -330,3 +361,12 @@ def _check_config(config: KVCacheConfig) -> None:
                 f"KV cache: block sizes {config.block_size} and {spec.block_size} differ; "
                 "all groups must use the same"
             )
+    crossing = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
+    if all(crossing):
+        raise ConfigError("KV cache: layers of cross-attention only; a decoder has others too")
+    if any(crossing) and enable_prefix_caching:
+        raise ConfigError(
+            "cache.enable_prefix_caching = True: must be False for encoder-decoder models, whose "
+            "tokens depend on what the encoder read",
+            field="cache.enable_prefix_caching",
+        )

@@ -31,7 +31,7 @@ class UncachedKVManager(KVCacheManager):
     def free(self, request_id: str) -> None:
         """Nothing is held."""
 
-    def fits(self, num_tokens: int) -> bool:
+    def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         return num_tokens <= self._max_model_len
 
     def reset_prefix_cache(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,32 @@ def describe(
         found = _entries(op, logits[index], chosen[index], counts[rows], normalize)
         entries.update(zip(rows.tolist(), found))
     return [entries[r] for r in range(len(counts))]
+
+
+def describe_tokens(
+    op: TopLogprobsOp, row: Tensor, token_ids: Sequence[int], mode: str
+) -> TokenLogprobs:
+    """Named tokens of one row [V], in their order; the numbers are those that :func:`describe` gives."""
+    chosen = torch.tensor(token_ids, device=row.device)
+    logits = row.expand(len(token_ids), -1).contiguous()
+    found = describe(op, logits, chosen, np.zeros(len(token_ids), np.int64), mode)
+    return TokenLogprobs(
+        [one.token_ids[0] for one in found],
+        [one.logprobs[0] for one in found],
+        [one.ranks[0] for one in found],
+    )
+
+
+def joined(entry: TokenLogprobs, further: TokenLogprobs) -> TokenLogprobs:
+    """An entry with further tokens behind its own, none twice."""
+    known = set(entry.token_ids)
+    new = [i for i, t in enumerate(further.token_ids)
+           if t not in known and t not in further.token_ids[:i]]  # fmt: skip
+    return TokenLogprobs(
+        entry.token_ids + [further.token_ids[i] for i in new],
+        entry.logprobs + [further.logprobs[i] for i in new],
+        entry.ranks + [further.ranks[i] for i in new],
+    )
 
 
 def _entries(

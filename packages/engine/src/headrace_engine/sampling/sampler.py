@@ -28,7 +28,7 @@ from headrace_core.ops import SampleOp, TopLogprobsOp
 from headrace_core.reference.filters import apply_min_p, apply_temperature
 from headrace_core.sampling import GREEDY_BELOW
 from headrace_core.step import TokenLogprobs
-from headrace_engine.sampling.logprobs import MODES, describe
+from headrace_engine.sampling.logprobs import MODES, describe, describe_tokens, joined
 from headrace_engine.sampling.masks import (
     apply_allowed_tokens,
     apply_bad_words,
@@ -116,6 +116,11 @@ class Sampler:
         chosen = _rows(choice.token_ids, asked)
         wanted = batch.num_logprobs[asked]
         entries = describe(self._top_logprobs, values, chosen, wanted, self.logprobs_mode)
+        for i, row in enumerate(asked.tolist() if batch.logprob_ids else ()):
+            ids = batch.logprob_ids.get(row)
+            if ids:
+                further = describe_tokens(self._top_logprobs, values[i], ids, self.logprobs_mode)
+                entries[i] = joined(entries[i], further)
         return _output(choice, dict(zip(asked.tolist(), entries)))
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:

@@ -7,8 +7,8 @@ the others cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,8 @@ class SamplingBatch:
     """Index of the token that is being chosen, within its request's output."""
     rules: Sequence[tuple[int, TokenRules, npt.NDArray[Any]]]
     """(r, rules, output tokens so far) of the rows that have rules."""
+    logprob_ids: Mapping[int, list[int]] = field(default_factory=dict)
+    """By index: further tokens to describe, of the few rows that have some."""
     processors: BoundStage | None = None
     """Users' logits processors; None if there are none."""
 
@@ -162,6 +164,8 @@ class SamplingTable:
         self.keys = np.zeros(num_rows, np.uint64)
         self.num_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
         self.num_prompt_logprobs = np.full(num_rows, NOT_WANTED, np.int64)
+        self.logprob_ids: dict[int, list[int]] = {}
+        """By row: further tokens whose log-probabilities are wanted."""
         self.rules: dict[int, TokenRules] = {}
         self.constraints: dict[int, RowConstraint] = {}
         """Those of ``rules`` that have one."""
@@ -177,7 +181,10 @@ class SamplingTable:
         self.top_k[row] = max(params.top_k, 0)
         self.min_p[row] = params.min_p
         self.keys[row] = request_key(params.seed, engine_seed=self.seed, request_id=new.request_id)
-        self.num_logprobs[row] = NOT_WANTED if params.logprobs is None else params.logprobs
+        least = 0 if params.wants_logprobs else NOT_WANTED
+        self.num_logprobs[row] = least if params.logprobs is None else params.logprobs
+        if params.logprob_token_ids:
+            self.logprob_ids[row] = params.logprob_token_ids
         self.num_prompt_logprobs[row] = (
             NOT_WANTED if params.prompt_logprobs is None else params.prompt_logprobs
         )
@@ -190,6 +197,7 @@ class SamplingTable:
     def clear(self, row: int) -> None:
         """Forget a row's request."""
         self._last = None
+        self.logprob_ids.pop(row, None)
         self.rules.pop(row, None)
         self.constraints.pop(row, None)
         self.num_prompt_logprobs[row] = NOT_WANTED
@@ -242,10 +250,17 @@ class SamplingTable:
             num_logprobs=self.num_logprobs[rows],
             num_output_tokens=done,
             rules=rules,
+            logprob_ids=self._logprob_ids(rows),
         )
         # Rules come with the output so far, which is another one in every step.
         self._last = None if rules else (rows, batch)
         return batch
+
+    def _logprob_ids(self, rows: Ints) -> dict[int, list[int]]:
+        if not self.logprob_ids:
+            return {}
+        found = ((r, self.logprob_ids.get(row)) for r, row in enumerate(rows.tolist()))
+        return {r: ids for r, ids in found if ids}
 
     def grow(self, num_rows: int) -> None:
         """Make room for more rows."""

@@ -9,7 +9,7 @@ from headrace_core import failpoints
 from headrace_core.kv import BlockIds, KVCacheManager, PrefixMatch
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.limits import StepLimits
-from headrace_engine.scheduling.plan import StepPlan, new_request
+from headrace_engine.scheduling.plan import StepPlan
 from headrace_engine.scheduling.request import RequestState, RequestStatus
 from headrace_engine.scheduling.roster import Roster
 
@@ -95,7 +95,7 @@ class StepFiller:
                 plan.add_decode(state)
             else:
                 plan.add(state, num_tokens, self._limits.long_threshold)
-            if gained and gained[0]:
+            if any(gained):
                 plan.new_block_ids[state.request_id] = gained
 
     def _preempt_for(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
@@ -128,7 +128,7 @@ class StepFiller:
             state = waiting.peek()
             # Preempted with a token in flight: it needs that token first, and nobody may take the
             # blocks it is waiting for.
-            if state.num_steps_in_flight:
+            if state.num_steps_in_flight or not self._limits.encodes(state, plan):
                 break
             try:
                 match = self._match_prefix(state)
@@ -144,7 +144,7 @@ class StepFiller:
                 break
             waiting.pop()
             self._roster.admit(state, match.num_tokens)
-            plan.new_requests.append(new_request(state, gained, match.num_tokens))
+            plan.begin(state, gained, match.num_tokens)
             plan.add(state, num_tokens, self._limits.long_threshold)
         for state in reversed(passed_over):
             waiting.push_back_first(state)
@@ -183,7 +183,7 @@ class StepFiller:
             num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
             gained = self._make_room(state, lambda: self._allocate(state, num_tokens))
             plan.add(state, num_tokens, self._limits.long_threshold)
-            if gained and gained[0]:
+            if any(gained):
                 plan.new_block_ids[state.request_id] = gained
             return
         match = self._match_prefix(state)
@@ -191,7 +191,7 @@ class StepFiller:
         gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))
         self._roster.waiting.take(state)
         self._roster.admit(state, match.num_tokens)
-        plan.new_requests.append(new_request(state, gained, match.num_tokens))
+        plan.begin(state, gained, match.num_tokens)
         plan.add(state, num_tokens, self._limits.long_threshold)
 
     def _make_room(self, state: RequestState, allocate: Callable[[], BlockIds | None]) -> BlockIds:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace_core.config import SchedulerConfig
 from headrace_engine.scheduling.plan import StepPlan
+from headrace_engine.scheduling.request import RequestState
 from headrace_engine.scheduling.roster import Roster
 
 
@@ -37,6 +38,12 @@ class StepLimits:
     def plan(self, roster: Roster) -> StepPlan:
         """An empty step for these requests."""
         return StepPlan(self._budget(roster), contended=self._is_contended(roster))
+
+    def encodes(self, state: RequestState, plan: StepPlan) -> bool:
+        """Whether a step has room for a request's encoder states: they cost about what as many tokens
+        do, and come all at once. A step may always hold one request's."""
+        total = plan.num_encoder_tokens + state.num_encoder_tokens
+        return not plan.num_encoder_tokens or total <= self._max_tokens
 
     def admissible(self, remaining: int, plan: StepPlan) -> int | None:
         """How many of a waiting request's tokens may run: 0 = it must wait, and so must all

@@ -26,10 +26,17 @@ class StepPlan:
         """Prompts that will still be incomplete after this step."""
         self.num_long_partial = 0
         self.num_preempted = 0
+        self.num_encoder_tokens = 0
+        """Encoder states that it computes."""
         self.entries: list[InFlight] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.new_requests: list[NewRequest] = []
         self.new_block_ids: dict[str, BlockIds] = {}
+
+    def begin(self, state: RequestState, block_ids: BlockIds, num_computed_tokens: int) -> None:
+        """Introduce a request that the worker does not hold; :meth:`add` says with how much."""
+        self.new_requests.append(new_request(state, block_ids, num_computed_tokens))
+        self.num_encoder_tokens += state.num_encoder_tokens
 
     def add(self, state: RequestState, num_tokens: int, long_threshold: int) -> None:
         """Count ``num_tokens`` of a request as computed by this step."""
@@ -102,6 +109,8 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         constraint=request.constraint,
         prompt_embeds=request.prompt_embeds,
         thinking=request.thinking,
+        media=request.media,
+        num_encoder_tokens=request.num_encoder_tokens,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from headrace_core.modality import MediaInput
 from headrace_core.request import CoreRequest, PromptEmbeds
 from headrace_core.step import TokenLogprobs
 
@@ -126,6 +128,16 @@ class RequestState:
     def prompt_embeds(self) -> PromptEmbeds | None:
         """See :class:`headrace_core.kv.CachedSequence`."""
         return self.request.prompt_embeds
+
+    @property
+    def media(self) -> Sequence[MediaInput]:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.media
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """See :class:`headrace_core.kv.CachedSequence`."""
+        return self.request.num_encoder_tokens
 
     @property
     def finished(self) -> bool:

@@ -344,7 +344,7 @@ class Scheduler:
         if num_prompt_tokens == 0:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         if request.pooling is not None:
-            self._check_pooling_length(num_prompt_tokens)
+            self._check_pooling_length(num_prompt_tokens, request.num_encoder_tokens)
             return
         if num_prompt_tokens >= self._max_model_len:
             raise PromptTooLong(
@@ -355,15 +355,18 @@ class Scheduler:
             )
         # The last token is never fed back, so it needs no place in the cache.
         needed = min(num_prompt_tokens + request.max_tokens, self._max_model_len) - 1
-        if not self._kv.fits(needed):
+        states = request.num_encoder_tokens
+        if not self._kv.fits(needed, states):
+            encoded = f" and {states} encoder states" if states else ""
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens with max_tokens = {request.max_tokens} "
-                f"needs {needed} tokens of KV cache; the whole cache holds {self._capacity()}",
+                f"needs {needed} tokens{encoded} of KV cache; the whole cache holds "
+                f"{self._capacity(states)}",
                 param="max_tokens",
                 value=request.max_tokens,
             )
 
-    def _check_pooling_length(self, num_prompt_tokens: int) -> None:
+    def _check_pooling_length(self, num_prompt_tokens: int, num_encoder_tokens: int) -> None:
         if num_prompt_tokens > self._max_model_len:
             raise PromptTooLong(
                 f"prompt: {num_prompt_tokens} tokens; must be at most {self._max_model_len}, which "
@@ -371,16 +374,18 @@ class Scheduler:
                 param="prompt",
                 value=num_prompt_tokens,
             )
-        if not self._kv.fits(num_prompt_tokens):
+        if not self._kv.fits(num_prompt_tokens, num_encoder_tokens):
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens; the whole KV cache holds "
-                f"{self._capacity()}",
+                f"{self._capacity(num_encoder_tokens)}",
                 param="prompt",
                 value=num_prompt_tokens,
             )
 
-    def _capacity(self) -> int:
+    def _capacity(self, num_encoder_tokens: int) -> int:
         """Longest sequence that fits, in tokens (for messages: it asks a few times)."""
         return bisect.bisect_left(
-            range(1, self._max_model_len + 1), True, key=lambda length: not self._kv.fits(length)
+            range(1, self._max_model_len + 1),
+            True,
+            key=lambda length: not self._kv.fits(length, num_encoder_tokens),
         )

@@ -178,8 +178,8 @@ class SimWorker:
             return
         held.token_ids.append(token)
         result.token_ids = [token]
-        if held.params.logprobs is not None:
-            result.logprobs = [self._logprobs(token, held.params.logprobs)]
+        if held.params.wants_logprobs:
+            result.logprobs = [self._logprobs(token, held.params.logprobs or 0)]
 
     def _token(self, held: _Held, position: int) -> int:
         """The token at a position of a request's output."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace_core.errors import HeadraceError, PluginError, RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarSpec, Vocabulary, malformed
-from headrace_engine.intake.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
+from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
 from headrace_engine.structured.backend_loading import Backends
 
 MODULE = "headrace_engine.structured.compile_process"

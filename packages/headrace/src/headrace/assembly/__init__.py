@@ -9,6 +9,7 @@ call assembles one engine and shares nothing with another: a process may hold se
 ``resolved``   configuration -> checkpoint, platform, and no setting left open
 ``plugged``    plug-ins that the configuration names: tokenizer, logits processors, reasoning
 ``served``     checkpoint -> what front ends say of the model and check requests against
+``media``      what prompts bring besides text: the model's processor
 ``front``      intake and the way to a core; ``connect`` and ``front_end`` start here
 ``core``       scheduler, cache, executor: what lives in the engine's process
 ``worker``     the model: ops bound, quantization and attention chosen, weights read

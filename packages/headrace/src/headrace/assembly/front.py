@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_reading
+from headrace.assembly.media import media_reader
 from headrace.assembly.missing import missing
 from headrace.assembly.plugged import (
     io_processor,
@@ -21,6 +22,7 @@ from headrace.assembly.plugged import (
 )
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
+from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace_core.config import EngineConfig
 from headrace_core.io_processor import IOProcessor
 from headrace_core.logits_processor import processor_name
@@ -44,6 +46,7 @@ class FrontEnd(NamedTuple):
     intake: Intake
     config: EngineConfig
     info: ModelInfo
+    speech: ServedSpeech | None = None
     io_processor: IOProcessor | None = None
 
 
@@ -92,7 +95,21 @@ def connect(
     front = front_end(config, templates, timeline, client)
     from headrace_engine.engine import Engine
 
-    return Engine(front.client, front.intake, front.config, io_processor=front.io_processor)
+    speech = front.speech
+    try:
+        if speech is not None:
+            speech.warm_up()
+        return Engine(
+            front.client,
+            front.intake,
+            front.config,
+            speech=speech,
+            io_processor=front.io_processor,
+        )
+    except BaseException:
+        if speech is not None:
+            speech.close()
+        raise
 
 
 def front_end(
@@ -120,7 +137,11 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    model = served_model(resolved, tokenizer, templates.chat_template)
+    speech = served_speech(resolved)
+    media = media_reader(resolved, None if speech is None else speech.decode_now)
+    model = served_model(
+        resolved, tokenizer, templates.chat_template, media.modalities if media else ()
+    )
     processor = io_processor(resolved, model)
     if processor is not None and "plugin" not in model.tasks:
         model = dataclasses.replace(model, tasks=(*model.tasks, "plugin"))
@@ -134,11 +155,12 @@ def front_end(
         processors=logits_processors(config, timeline),
         reasoning_parser=reasoning_parser(config.structured_outputs),
         check_params=platform.check_params if isinstance(platform, BringsWorker) else None,
+        media=media,
     )
     check_backend(config.structured_outputs)
     if client is None:
         client = core_client(config, resolved, timeline, intake.vocabulary)
-    return FrontEnd(client, intake, resolved.config, resolved.info, processor)
+    return FrontEnd(client, intake, resolved.config, resolved.info, speech, processor)
 
 
 def core_client(

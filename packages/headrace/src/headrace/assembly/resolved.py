@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headrace import demo
 from headrace.assembly.missing import missing
+from headrace.assembly.transcription import without_faults
 from headrace_core import plugins
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, DeviceError
@@ -45,7 +46,7 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
         config = dataclasses.replace(config, model=model)
     platform = choose_platform(config.device.device)
-    info = resolve_model(config.model, config.load, platform)
+    info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
     fit_context = config.model.max_model_len == -1
     return Resolved(resolve(config, info, platform), info, platform, fit_context)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.transcription import unmet_tasks
 from headrace_core import plugins
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
@@ -29,9 +30,16 @@ HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 
 
 def served_model(
-    resolved: Resolved, tokenizer: Tokenizer | None, chat_template: str | None
+    resolved: Resolved,
+    tokenizer: Tokenizer | None,
+    chat_template: str | None,
+    modalities: tuple[str, ...] = (),
 ) -> ServedModel:
-    """The facts that front ends show and check against."""
+    """The facts that front ends show and check against.
+
+    Args:
+        modalities: of media that prompts may bring.
+    """
     config, info = resolved.config, resolved.info
     template = chat_template or (tokenizer.chat_template if tokenizer is not None else None)
     return ServedModel(
@@ -54,6 +62,8 @@ def served_model(
         logprobs_mode=config.model.logprobs_mode,
         tokenizer_info=tokenizer_info(info),
         special_tokens=special_tokens(tokenizer) if tokenizer is not None else (),
+        modalities=modalities,
+        unmet=unmet_tasks(info),
         runner=info.runner,
         convert=info.convert,
         pooling=info.pooling,

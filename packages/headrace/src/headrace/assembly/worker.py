@@ -11,8 +11,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from headrace.assembly.media import largest_media
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import Resolved
+from headrace_core import plugins
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
@@ -26,6 +28,7 @@ from headrace_core.errors import ConfigError, PluginError
 from headrace_core.graph import capture_sizes
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.kv_scales import ScaleConstants, scale_constants
+from headrace_core.logits_processor import named_processors
 from headrace_core.model import BuildContext, CausalLM
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
 from headrace_core.platform import BringsWorker, Platform
@@ -76,7 +79,7 @@ def worker_factory(
     )
     threads = cpu_threads(resolved)
     kv_scales = kv_scale_constants(config.cache, os.environ)
-    make_processors = processor_maker(config, timeline)
+    make_processors = processor_maker(resolved, timeline)
 
     def make_worker() -> ModelWorker:
         ops = choose_ops(resolved, timeline, threads)
@@ -99,6 +102,7 @@ def worker_factory(
             make_processors=make_processors,
             prompt_embeds=config.model.enable_prompt_embeds,
             profiler=config.profiler,
+            largest_media=largest_media(resolved),
             pooling=info.pooling,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
@@ -109,15 +113,26 @@ def worker_factory(
 
 
 def processor_maker(
-    config: EngineConfig, timeline: StartupTimeline
+    resolved: Resolved, timeline: StartupTimeline
 ) -> Callable[[torch.device], Sequence[LogitsProcessor]] | None:
-    """Makes the worker's logits processors, given its device; None: there are none."""
-    processors = logits_processors(config, timeline)
-    if not processors:
+    """Makes the worker's logits processors, given its device: the users', then the model's own
+    (:class:`headrace_core.model.GuidesSampling`). None: the model generates no text."""
+    config, info = resolved.config, resolved.info
+    if info.runner != "generate":
         return None
-    from headrace_engine.sampling.processors import make_processors
+    users = logits_processors(config, timeline)
 
-    return functools.partial(make_processors, processors, config)
+    def make(device: torch.device) -> Sequence[LogitsProcessor]:
+        # The model is built by now, so its class is imported.
+        own = getattr(plugins.load("headrace.models", info.architecture), "logits_processors", ())
+        classes = tuple(dict.fromkeys([*users, *named_processors(own)]))
+        if not classes:
+            return ()
+        from headrace_engine.sampling.processors import make_processors
+
+        return make_processors(classes, config, device)
+
+    return make
 
 
 def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
@@ -199,6 +214,8 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         max_model_len=info.max_model_len,
         pooling=info.pooling,
         path=info.path,
+        whole_config=info.whole_config,
+        generation_config=info.generation_config,
     )
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,

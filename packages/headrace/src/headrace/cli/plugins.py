@@ -1,4 +1,5 @@
-"""``headrace plugins``: what is installed under each role, and whether it imports."""
+"""``headrace plugins``: what is installed under each role, whether it imports, and whether a model's class
+does what its interfaces promise (``headrace plugins check MODEL``)."""
 
 from __future__ import annotations
 
@@ -10,9 +11,15 @@ from headrace_core.errors import PluginError
 
 
 def main(words: Sequence[str]) -> int:
+    if words and words[0] == "check":
+        from headrace.cli.plugins_check import main as check
+
+        return check(words[1:])
     parser = Parser(
         prog="headrace plugins",
         description="List installed plug-ins by role. Nothing is imported unless --check is given.",
+        epilog="headrace plugins check MODEL: run the conformance suite of speech to text on the class "
+        "that serves a model.",
     )
     parser.add_argument("group", nargs="?", help="only this role, e.g. models or headrace.models")
     parser.add_argument("--check", action="store_true", help="import each and say what fails")

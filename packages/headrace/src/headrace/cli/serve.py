@@ -86,6 +86,10 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     if settings.disable_log_stats:
         args.log_stats = False
+    if settings.hardened and args.max_audio_seconds is None:
+        from headrace_server.profiles import MAX_AUDIO_SECONDS
+
+        args.max_audio_seconds = MAX_AUDIO_SECONDS
     check_tools(settings)
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
@@ -98,6 +102,7 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
 def serve_alone(prepared: Prepared) -> int:
     """Serve from this process; returns its exit status."""
     from headrace.assembly import connect, starting
+    from headrace.assembly.inspection import start_block
 
     settings, config = prepared
     with contextlib.ExitStack() as stack:
@@ -113,6 +118,8 @@ def serve_alone(prepared: Prepared) -> int:
             engine = connect(config, prepared.templates, timeline)
             with timeline.phase("build routes"):
                 app = create_app(engine, settings)
+        paths = app.state.headrace.paths
+        logger.info("the model, as served here:\n%s", start_block(engine.model, sorted(paths)))
         if config.engine_process:  # the plan was made, and logged, in the other process
             logger.info("memory plan:\n%s", engine.client.memory_plan)
         logger.info("start-up took:\n%s", timeline.describe())

@@ -34,6 +34,7 @@ class SelfAttention(Layer, ABC):
             None for models with learned positions.
         scale: of the scores; default ``head_dim ** -0.5``.
         head_norm_eps: RMS norms over each head of query and key (Qwen3, Gemma 3); None = none.
+        unbiased: with ``qkv_bias``, which of query, key and value (0, 1, 2) have none all the same.
         qkv_name, out_name, part_names: the checkpoint's module names below ``name``; empty
             part_names if it stores the projections fused.
         attention_type: of :data:`headrace_core.attention.ATTENTION_TYPES`.
@@ -54,6 +55,7 @@ class SelfAttention(Layer, ABC):
         soft_cap: float = 0.0,
         qkv_bias: bool = False,
         out_bias: bool = False,
+        unbiased: tuple[int, ...] = (),
         head_norm_eps: float | None = None,
         head_norm_offset: float = 0.0,
         qkv_name: str = "qkv_proj",
@@ -71,6 +73,7 @@ class SelfAttention(Layer, ABC):
             (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
             units=(num_heads, num_kv_heads, num_kv_heads),
             bias=qkv_bias,
+            unbiased=unbiased,
             part_names=tuple(f"{name}.{part}" for part in part_names),
         )
         self.out = row_parallel(
@@ -116,7 +119,7 @@ class Attention(SelfAttention):
 
     def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:
         super().__init__(context, name, **arguments)
-        self.kv_spec = _cache_spec(context, self.spec)
+        self.kv_spec: KVCacheSpec | None = _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Decoder(Layer, ABC):
     """The family's default for a config without ``tie_word_embeddings``."""
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
+    head_name: ClassVar[str] = "lm_head"
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
@@ -109,7 +110,9 @@ class Decoder(Layer, ABC):
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
-        return LinearSpec(f"{prefix}lm_head", self.hidden_size(), (vocab,), self.context.dtype)
+        return LinearSpec(
+            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+        )
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""
@@ -148,7 +151,7 @@ class Decoder(Layer, ABC):
         """[T, H]: what the first block gets."""
         return self.input_vectors(batch)
 
-    def attention_layers(self) -> Mapping[str, Attention]:
+    def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
         found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
         return {layer.spec.name: layer for layer in found}

@@ -44,6 +44,7 @@ class Linear(WeightLayer):
         part_names: the checkpoint's names of the fused modules, if it has them apart.
         in_shard: which columns of the weight this rank keeps.
         reduce: sum the result over the ranks.
+        unbiased: with ``bias``, the fused parts whose module has none.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Linear(WeightLayer):
         part_names: tuple[str, ...] = (),
         in_shard: Shard = WHOLE,
         reduce: bool = False,
+        unbiased: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self.ops = context.ops
         self.communicator = context.communicator
         self.parts = tuple(parts)
         self.in_shard = in_shard
+        self.unbiased = unbiased
         self.reduce = reduce and context.communicator.world_size > 1
         self.spec = LinearSpec(
             name=name,
@@ -83,7 +86,8 @@ class Linear(WeightLayer):
             for suffix, tensor in self.method.create(self.spec).items()
         }
         if self.spec.bias:
-            wanted["bias"] = Slot(shape=(self.spec.out_features,), parts=self.parts)
+            parts = [part for i, part in enumerate(self.parts) if i not in self.unbiased]
+            wanted["bias"] = Slot((sum(part.size for part in parts),), parts=tuple(parts))
         return wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -91,9 +95,21 @@ class Linear(WeightLayer):
         bias = own.pop("bias", None)
         # Every rank of a row-parallel layer holds the whole bias; the sum may contain it once.
         self.bias = None if self.reduce and self.communicator.rank else bias
-        if self.bias is not None and self.takes_views:
+        if self.bias is not None and self.unbiased:
+            self.bias = self._with_zeros(self.bias)
+        elif self.bias is not None and self.takes_views:
             self.bias = self.bias.clone()
         self.state = self.method.finish(self.spec, own)
+
+    def _with_zeros(self, bias: Tensor) -> Tensor:
+        """The bias of all outputs: zeros where a part has none."""
+        whole, start, given = bias.new_zeros(self.spec.out_features), 0, 0
+        for index, part in enumerate(self.parts):
+            if index not in self.unbiased:
+                whole[start : start + part.size] = bias[given : given + part.size]
+                given += part.size
+            start += part.size
+        return whole
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in_features] -> [T, out_features], both as this rank holds them."""
@@ -120,6 +136,7 @@ def column_parallel(
     *,
     units: Sequence[int] | None = None,
     bias: bool = False,
+    unbiased: tuple[int, ...] = (),
     part_names: tuple[str, ...] = (),
 ) -> Linear:
     """A layer whose outputs are spread over the ranks.
@@ -127,13 +144,16 @@ def column_parallel(
     Args:
         out_parts: whole output sizes of the fused parts.
         units: indivisible things per part (heads); default: single outputs.
+        unbiased: see :class:`Linear`.
     """
     parts: list[Part] = []
     for index, size in enumerate(out_parts):
         count = size if units is None else units[index]
         shard = shard_of(count, context.communicator, what=f"{name}, part {index}")
         parts.append(Part(size // shard.count, shard))
-    return Linear(context, name, in_features, parts, bias=bias, part_names=part_names)
+    return Linear(
+        context, name, in_features, parts, bias=bias, part_names=part_names, unbiased=unbiased
+    )
 
 
 def row_parallel(

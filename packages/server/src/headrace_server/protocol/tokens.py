@@ -25,6 +25,7 @@ class TokenSampling(SamplingFields):
         "detokenize": Refusal(_NO_TEXT, False, True),
         "output_kind": Refusal("stream decides it", 0, 1, 2),
         "flat_logprobs": Refusal("the answer has one form", False),
+        "logprob_token_ids": Refusal("the answer holds the likeliest tokens only"),
         "skip_clone": Refusal("belongs to the Python object", False, True),
         "logits_processors": Refusal("per-request logits processors are not served"),
     }

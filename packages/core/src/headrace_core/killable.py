@@ -61,6 +61,11 @@ class KillableProcess:
         """Of the child, if it lives."""
         return self._process.pid if self._process is not None and self.running else None
 
+    def start(self) -> None:
+        """Start the child now, not with the first message; where that fails, the message will say so."""
+        with contextlib.suppress(TookTooLong):
+            self._started()
+
     def ask(self, message: bytes, seconds: float) -> bytes:
         """Send a message and wait for its answer.
 
@@ -148,7 +153,7 @@ def _talk(process: subprocess.Popen[bytes], message: bytes | None, deadline: flo
                 if not piece:
                     raise EOFError
                 answer += piece
-    return bytes(answer[_LENGTH.size :])
+    return bytes(memoryview(answer)[_LENGTH.size :])
 
 
 def _is_whole(answer: bytearray) -> bool:
@@ -158,7 +163,7 @@ def _is_whole(answer: bytearray) -> bool:
     return len(answer) >= _LENGTH.size + size
 
 
-def serve(answer: Callable[[bytes], bytes]) -> None:
+def serve(answer: Callable[[bytes], bytes | bytearray]) -> None:
     """The child: answer messages until the input ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -173,6 +178,25 @@ def serve_json(answer: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
     serve(lambda message: json.dumps(answer(json.loads(message))).encode())
 
 
+def limit_time(seconds: float) -> None:
+    """In the child: end it if the coming job takes so much processor time, also if nobody is there to
+    kill it."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    allowed = int(usage.ru_utime + usage.ru_stime + seconds) + 2
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    if most == resource.RLIM_INFINITY or allowed < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (allowed, most))
+
+
+def address_space() -> int:
+    """Bytes that this process has mapped; where nobody says, a generous guess."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 16 << 30
+
+
 def _receive(source: BinaryIO) -> bytes | None:
     head = source.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
@@ -182,7 +206,8 @@ def _receive(source: BinaryIO) -> bytes | None:
     return message if len(message) == size else None
 
 
-def _send(target: BinaryIO, message: bytes) -> None:
-    unsent = memoryview(_LENGTH.pack(len(message)) + message)
-    while unsent:
-        unsent = unsent[target.write(unsent) :]
+def _send(target: BinaryIO, message: bytes | bytearray) -> None:
+    for part in (_LENGTH.pack(len(message)), message):
+        unsent = memoryview(part)
+        while unsent:
+            unsent = unsent[target.write(unsent) :]

@@ -1,0 +1,1 @@
+"""A speech model for headrace, as a package of its own."""

@@ -1,0 +1,122 @@
+"""A speech model's class with its keywords filled in: what it says of a checkpoint, by plain questions.
+
+Classes are called with those keywords only that they declare, so that one written for an earlier version
+of the interface works.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.speech import (
+    AudioClip,
+    LanguageProbe,
+    SpeechTask,
+    SpeechToTextConfig,
+    SupportsTranscription,
+)
+
+if TYPE_CHECKING:
+    from headrace_core.model import ModelInfo
+    from headrace_core.request import Prompt
+
+_OPTIONAL: Mapping[str, tuple[str, object]] = {
+    "to_language": ("to_language", None),
+    "request_prompt": ("prompt", ""),
+}
+"""Keyword that a class need not declare -> the client's field for it, and its value when unused."""
+
+T = TypeVar("T")
+
+
+class DeclaredSpeech:
+    """The :class:`~headrace_core.speech.SpeechMembers` of a class.
+
+    Args:
+        model: the class, without faults (:mod:`headrace_core.speech_diagnosis`).
+        info: the checkpoint.
+    """
+
+    def __init__(self, model: type[SupportsTranscription], info: ModelInfo) -> None:
+        self._model = model
+        self._info = info
+
+    @property
+    def languages(self) -> Mapping[str, str]:
+        return self._model.supported_languages
+
+    @property
+    def segment_timestamps(self) -> bool:
+        return self._model.supports_segment_timestamp
+
+    def config(self, task: SpeechTask) -> SpeechToTextConfig:
+        return self._ask(self._model.get_speech_to_text_config, task_type=task)
+
+    def validate_language(self, language: str | None) -> str | None:
+        try:
+            return self._ask(self._model.validate_language, language=language)
+        except RequestError:
+            raise
+        except ValueError as error:  # how a foreign class says so
+            raise RequestError(str(error), param="language", value=language) from error
+
+    def prompt(
+        self,
+        audio: AudioClip,
+        *,
+        language: str | None,
+        task: SpeechTask,
+        request_prompt: str = "",
+        to_language: str | None = None,
+        timestamps: bool = False,
+    ) -> Prompt:
+        """Raises: UnsupportedFeature for what the client sent and the class does not take."""
+        make: Callable[..., Prompt] = self._model.get_generation_prompt
+        sent = {"request_prompt": request_prompt, "to_language": to_language}
+        for keyword, (field, unused) in _OPTIONAL.items():
+            if sent[keyword] != unused and not _declares(make, keyword):
+                raise UnsupportedFeature(
+                    f"{field} = {sent[keyword]!r:.100}: {self._model.__qualname__} takes none; "
+                    "leave it out",
+                    param=field,
+                )
+        return self._ask(
+            make,
+            audio=audio,
+            stt_config=self.config(task),
+            language=language,
+            task_type=task,
+            timestamps=timestamps and self.segment_timestamps,
+            **sent,
+        )
+
+    def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None:
+        return self._ask(
+            self._model.get_num_audio_tokens, audio_duration_s=seconds, stt_config=self.config(task)
+        )
+
+    def language_probe(self, audio: AudioClip) -> LanguageProbe | None:
+        return self._ask(
+            self._model.get_language_probe, audio=audio, stt_config=self.config("transcribe")
+        )
+
+    def timestamp(self, token_id: int) -> float | None:
+        return self._ask(self._model.get_timestamp, token_id=token_id)
+
+    @property
+    def no_speech_token_id(self) -> int | None:
+        return self._ask(self._model.get_no_speech_token_id)
+
+    def _ask(self, method: Callable[..., T], **keywords: Any) -> T:
+        """Call a method of the class with those keywords that it declares."""
+        keywords["model_config"] = self._info
+        return method(**{k: v for k, v in keywords.items() if _declares(method, k)})
+
+
+def _declares(method: Callable[..., Any], keyword: str) -> bool:
+    parameters = inspect.signature(method).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_any or keyword in parameters

@@ -1,0 +1,140 @@
+"""Media in a worker: what waits to be encoded or embedded, by row of the request table.
+
+An encoder-decoder model encodes a request's media in its first step, whole, and its cross-attention
+layers keep what they need in the cache. A model that takes embeddings in place of placeholders embeds
+an item in the step that reaches its first one; what a cached prefix covers is never embedded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace_core.errors import ModelError
+from headrace_core.modality import MediaInput
+from headrace_core.model import SupportsEncoderDecoder, SupportsMultiModal
+from headrace_core.packed import PackedArray
+from headrace_core.step import NewRequest
+from headrace_engine.execution.embeds import GivenVectors
+from headrace_engine.execution.requests import RequestTable
+
+
+def tensors(inputs: Mapping[str, PackedArray], device: torch.device) -> dict[str, Tensor]:
+    """A model's inputs, on its device."""
+    return {name: as_tensor(array, device) for name, array in inputs.items()}
+
+
+def as_tensor(array: PackedArray, device: torch.device) -> Tensor:
+    """A copy, as bytes are read-only; size and dtype were checked when the object was made."""
+    dtype = getattr(torch, array.dtype)
+    if not array.data:
+        return torch.empty(array.shape, dtype=dtype, device=device)
+    return torch.frombuffer(bytearray(array.data), dtype=dtype).view(array.shape).to(device)
+
+
+def encode(
+    model: SupportsEncoderDecoder, media: Sequence[MediaInput], device: torch.device
+) -> Tensor:
+    """Encoder states [E, H] of items, one after the other.
+
+    Raises:
+        ModelError: there are more or fewer than the items say.
+    """
+    states = model.encode([tensors(item.inputs, device) for item in media])
+    wanted = sum(item.num_tokens for item in media)
+    if states.dim() != 2 or states.shape[0] != wanted:
+        raise ModelError(
+            f"{type(model).__name__}.encode returned {list(states.shape)}, not {wanted} states of "
+            f"{len(media)} items"
+        )
+    return states
+
+
+def embed(
+    model: SupportsMultiModal, media: Sequence[MediaInput], device: torch.device
+) -> list[Tensor]:
+    """One tensor [its number of placeholders, H] for each item, in order.
+
+    Raises:
+        ModelError: the model returned something else.
+    """
+    found: list[Tensor] = [torch.empty(0)] * len(media)
+    for modality in dict.fromkeys(item.modality for item in media):
+        indices = [i for i, item in enumerate(media) if item.modality == modality]
+        inputs = [tensors(media[i].inputs, device) for i in indices]
+        made = model.embed_media(modality, inputs)
+        for i, vectors in zip(indices, made, strict=True):
+            if vectors.dim() != 2 or vectors.shape[0] != media[i].num_tokens:
+                raise ModelError(
+                    f"{type(model).__name__}.embed_media returned {list(vectors.shape)} for an item "
+                    f"of {media[i].num_tokens} placeholders"
+                )
+            found[i] = vectors
+    return found
+
+
+class PendingMedia:
+    """Items of requests in a worker that are neither encoded nor embedded yet.
+
+    Args:
+        table: the requests; not changed.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._encoder: dict[int, list[MediaInput]] = {}
+        self._placed: dict[int, list[MediaInput]] = {}
+
+    def set(self, row: int, new: NewRequest) -> None:
+        """Take a new request's media."""
+        self.clear(row)
+        if new.num_encoder_tokens:
+            self._encoder[row] = new.media
+        elif new.media:
+            self._placed[row] = list(new.media)
+
+    def clear(self, row: int) -> None:
+        """Forget a row's request."""
+        self._encoder.pop(row, None)
+        self._placed.pop(row, None)
+
+    def to_encode(self, rows: Sequence[int]) -> list[int]:
+        """Indices of those rows whose media are not encoded."""
+        return [b for b, row in enumerate(rows) if row in self._encoder] if self._encoder else []
+
+    def take_encoder(self, rows: Sequence[int]) -> list[MediaInput]:
+        """Their media, which wait no longer."""
+        return [item for row in rows for item in self._encoder.pop(row)]
+
+    def embed_due(
+        self,
+        scheduled: Mapping[str, int],
+        run: Callable[[Sequence[MediaInput]], Sequence[Tensor]],
+        into: GivenVectors,
+    ) -> None:
+        """Have the items embedded that a step reaches.
+
+        Args:
+            scheduled: number of tokens by request id.
+            run: embeds items.
+            into: gets their vectors.
+        """
+        if not self._placed:
+            return
+        due: list[tuple[int, MediaInput]] = []
+        for request_id, count in scheduled.items():
+            row = self._table.row_of.get(request_id, -1)
+            waiting = self._placed.get(row)
+            if waiting is None:
+                continue
+            start = int(self._table.num_computed_tokens[row])
+            reached = [item for item in waiting if item.offset < start + count]
+            due += [(row, item) for item in reached if item.offset + item.num_tokens > start]
+            self._placed[row] = waiting[len(reached) :]
+            if not self._placed[row]:
+                del self._placed[row]
+        if due:
+            for (row, item), vectors in zip(due, run([item for _, item in due]), strict=True):
+                into.add(row, item.offset, vectors)

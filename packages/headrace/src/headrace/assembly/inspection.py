@@ -1,0 +1,100 @@
+"""What headrace makes of a model, without loading it: facts, interfaces, routes, and what is unmet."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from headrace.assembly.media import media_processor
+from headrace.assembly.plugged import read_tokenizer
+from headrace.assembly.resolved import resolve_engine
+from headrace.assembly.served import served_model
+from headrace.assembly.transcription import MODELS, TASK, missing_libraries, model_class
+from headrace_core import inspection, plugins
+from headrace_core.config import EngineConfig
+from headrace_core.engine import ServedModel
+from headrace_core.interfaces import interfaces_of
+from headrace_core.model import ModelInfo
+
+
+class Inspection(NamedTuple):
+    """A model as it would be served."""
+
+    info: ModelInfo
+    model: ServedModel
+    interfaces: tuple[str, ...]
+    routes: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data."""
+        return inspection.facts(self.model, routes=self.routes, interfaces=self.interfaces)
+
+    def __str__(self) -> str:
+        return inspection.describe(self.model, routes=self.routes, interfaces=self.interfaces)
+
+
+def inspect_model(config: EngineConfig) -> Inspection:
+    """Look at a model. Imports its class, and with it torch; reads no weights.
+
+    Raises:
+        HeadraceError: whatever would keep an engine from starting before weights are read.
+    """
+    resolved = resolve_engine(config)
+    info = resolved.info
+    processor = media_processor(info)
+    modalities = tuple(processor.modalities()) if processor is not None else ()
+    model = served_model(resolved, read_tokenizer(resolved), None, modalities)
+    if TASK in info.tasks and (lacking := missing_libraries()):
+        model = dataclasses.replace(model, unmet={**model.unmet, TASK: lacking})
+    return Inspection(info, model, interfaces_of(model_class(info)), routes_of(model))
+
+
+def routes_of(model: ServedModel) -> tuple[str, ...]:
+    """Paths that a server with default settings has for a model's tasks; () without a server."""
+    try:
+        from headrace_server.settings import ServerSettings
+    except ImportError:
+        return ()
+    settings, engine = ServerSettings(), _ModelOnly(model)
+    paths: set[str] = set()
+    for plugin in plugins.installed("headrace.routers").values():
+        router = plugin.load()
+        if router.tasks and set(router.tasks) & set(model.tasks):
+            paths |= {route.path for route in router.build(engine, settings).routes}
+    return tuple(sorted(paths))
+
+
+def start_block(model: ServedModel, paths: Sequence[str]) -> str:
+    """What the log says of a model before requests are taken.
+
+    Args:
+        paths: of the server's routes, those for health and control included.
+    """
+    return inspection.describe(
+        model, routes=_inference(paths), interfaces=_interfaces_if_imported(model)
+    )
+
+
+def _inference(paths: Sequence[str]) -> list[str]:
+    from headrace_server.apis import INFERENCE_ROUTES
+
+    return [path for path in paths if path in INFERENCE_ROUTES]
+
+
+def _interfaces_if_imported(model: ServedModel) -> tuple[str, ...]:
+    """Of the class, if the engine runs in this process: it is not imported only to be described."""
+    plugin = plugins.installed(MODELS).get(model.architecture)
+    if plugin is None or plugin.target.partition(":")[0] not in sys.modules:
+        return ()
+    return interfaces_of(plugin.load())
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelOnly:
+    """As much of an engine as routers look at when they are built."""
+
+    model: ServedModel
+    speech: None = None
+    io_processor: None = None

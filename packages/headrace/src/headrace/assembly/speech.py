@@ -1,0 +1,137 @@
+"""Speech to text of a model's class, a decoder for uploads and a splitter: :class:`ServedSpeech`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from headrace.assembly.missing import missing
+from headrace.assembly.transcription import TASK, model_class
+from headrace_core.config import SpeechConfig
+from headrace_core.declared_speech import DeclaredSpeech
+from headrace_core.errors import ConfigError
+from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
+
+if TYPE_CHECKING:
+    from headrace.assembly.resolved import Resolved
+    from headrace_core.model import ModelInfo
+    from headrace_core.packed import PackedArray
+    from headrace_core.request import Prompt
+    from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
+
+FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
+DEFAULT_FILE_MB = 25.0
+DEFAULT_SECONDS = 7200.0
+
+
+class ServedSpeech(DeclaredSpeech):
+    """The :class:`~headrace_core.speech.SpeechModel` of an engine.
+
+    Args:
+        model: the class, without faults.
+        info: the checkpoint.
+        decoder: closed along with this.
+    """
+
+    def __init__(
+        self, model: type[SupportsTranscription], info: ModelInfo, decoder: AudioDecoder
+    ) -> None:
+        super().__init__(model, info)
+        self._decoder = decoder
+
+    @property
+    def word_timestamps(self) -> bool:
+        return "align" in self._info.tasks
+
+    @property
+    def max_file_bytes(self) -> int:
+        return self._decoder.limits.file_bytes
+
+    async def decode(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
+        return await self._decoder.decode(data, name=name, sample_rate=sample_rate)
+
+    def decode_now(self, data: bytes, name: str) -> AudioClip:
+        """:meth:`decode` for a thread, at the rate of transcriptions: of what chats bring."""
+        rate = self.config("transcribe").sample_rate
+        return self._decoder.decode_now(data, name=name, sample_rate=rate)
+
+    def split(self, audio: AudioClip, config: SpeechToTextConfig) -> list[AudioClip]:
+        from headrace_multimodal.audio.splitting import split
+
+        return split(audio, config)
+
+    def continued(self, prompt: Prompt, output: Sequence[int]) -> Prompt:
+        """Only of prompts whose text is given as token ids, as those of models that align are."""
+        assert isinstance(prompt, Mapping)
+        given = cast(dict[str, Any], {**prompt})
+        field = "decoder_prompt" if "decoder_prompt" in given else "prompt_token_ids"
+        given[field] = [*given[field], *output]
+        return cast("Prompt", given)
+
+    def token_times(self, weights: PackedArray, num_tokens: int, seconds: float) -> list[float]:
+        import numpy as np
+
+        from headrace_multimodal.audio.word_times import token_times
+
+        matrix = np.frombuffer(weights.data, np.float32).reshape(weights.shape)
+        return token_times(matrix[-num_tokens:], seconds / weights.shape[1])
+
+    def warm_up(self) -> None:
+        """Have the processes that decode start now, beside what else is loaded."""
+        self._decoder.warm_up()
+
+    def close(self) -> None:
+        self._decoder.close()
+
+
+def served_speech(resolved: Resolved) -> ServedSpeech | None:
+    """With a decoder whose processes start when they are needed; None: the model does not transcribe.
+
+    Raises:
+        MissingDependency: the libraries that decode audio are not installed; names the extra.
+        ConfigError: a limit is wrong.
+    """
+    info, config = resolved.info, resolved.config.speech
+    if TASK not in info.tasks:
+        return None
+    try:
+        from headrace_multimodal.audio.decoding import AudioDecoder
+    except ImportError as error:
+        raise missing(error) from error
+    model: type[Any] = model_class(info)
+    decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
+    return ServedSpeech(model, info, decoder)
+
+
+def audio_limits(config: SpeechConfig, environ: Mapping[str, str]) -> AudioLimits:
+    """The limits of one upload.
+
+    Raises:
+        ConfigError: the environment's file size is no size.
+    """
+    from headrace_multimodal.audio.decoding import AudioLimits
+
+    file_bytes = config.max_audio_file_bytes
+    if file_bytes is None:
+        file_bytes = int(_file_mb(environ) * (1 << 20))
+    return AudioLimits(
+        file_bytes, config.max_audio_seconds or DEFAULT_SECONDS, config.audio_decode_seconds
+    )
+
+
+def _file_mb(environ: Mapping[str, str]) -> float:
+    given = environ.get(FILE_SIZE_VARIABLE, "")
+    if not given:
+        return DEFAULT_FILE_MB
+    try:
+        size = float(given)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < 1 << 20:  # false for what is no number, too
+        raise ConfigError(
+            f"{FILE_SIZE_VARIABLE} = {given!r}: must be a number of megabytes above 0",
+            field=FILE_SIZE_VARIABLE,
+        )
+    return size

@@ -1,0 +1,104 @@
+"""Whether the class that serves a checkpoint turns speech into text, and if not, why not.
+
+Only classes of foreign packages are looked at, which imports torch; built-in ones have no faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace_core import plugins
+from headrace_core.model import ModelInfo
+from headrace_core.speech_diagnosis import comes_close, faults
+
+TASK = "transcription"
+MODELS, PROCESSORS = "headrace.models", "headrace.multimodal_processors"
+AUDIO_LIBRARIES = ("soundfile", "av", "soxr")
+INSTALL_AUDIO = "pip install 'headrace[audio]'"
+
+
+def without_faults(info: ModelInfo) -> ModelInfo:
+    """A checkpoint without the task of transcribing where its class, a plug-in's, is not fit for it.
+
+    Raises:
+        PluginLoadError: the class cannot be imported; the message holds the reason.
+    """
+    if not is_foreign(info) or TASK not in info.tasks or not _reasons_of_class(info):
+        return info
+    return dataclasses.replace(info, tasks=tuple(task for task in info.tasks if task != TASK))
+
+
+def unmet_tasks(info: ModelInfo) -> dict[str, tuple[str, ...]]:
+    """For :attr:`~headrace_core.engine.ServedModel.unmet`: why a checkpoint has no transcription, a line
+    for each reason; {} if it has, or if nobody seems to expect it."""
+    if TASK in info.tasks:
+        return {}
+    reasons = list(_unregistered(info))
+    if is_foreign(info):
+        reasons += _reasons_of_class(info) if comes_close(model_class(info)) else []
+    return {TASK: tuple(reasons)} if reasons else {}
+
+
+def missing_libraries() -> tuple[str, ...]:
+    """What a model that transcribes would not start without; a line for each library."""
+    return tuple(
+        f"the library {library!r} is not installed: run {INSTALL_AUDIO}"
+        for library in AUDIO_LIBRARIES
+        if importlib.util.find_spec(library) is None
+    )
+
+
+def is_foreign(info: ModelInfo) -> bool:
+    """Whether another package than headrace's own brings the class."""
+    return info.source.startswith("plugin:")
+
+
+def model_class(info: ModelInfo) -> type:
+    """The class that serves a checkpoint; imports torch.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    found: type = plugins.load(MODELS, info.architecture)
+    return found
+
+
+def _reasons_of_class(info: ModelInfo) -> list[str]:
+    reasons = faults(model_class(info))
+    if not info.processor:
+        reasons.append(
+            f"no media processor is registered for {info.architecture}: add an entry of this name "
+            f"to the group {PROCESSORS}"
+        )
+    return reasons
+
+
+def _unregistered(info: ModelInfo) -> Iterator[str]:
+    """The class is not the one that config.json names first: nothing registers that."""
+    named = (info.whole_config or _config_of(info)).get("architectures")
+    known = plugins.installed(MODELS)
+    for name in named if isinstance(named, list) else []:
+        if name == info.architecture:
+            return
+        if isinstance(name, str) and name not in known:
+            others = sorted({p.distribution for p in known.values() if not _is_native(p)})
+            yield (
+                f"config.json names the architecture {name!r} first, which no installed package "
+                f"registers, so {info.architecture} is served: install the package, in the "
+                f"environment of this process, whose entry point in {MODELS} has that name "
+                f"(packages with models here: {', '.join(others) or 'none but headrace-models'})"
+            )
+
+
+def _config_of(info: ModelInfo) -> Mapping[str, Any]:
+    path = info.path / "config.json"
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _is_native(plugin: plugins.Plugin) -> bool:
+    return plugin.distribution.split(" ")[0] == "headrace-models"

@@ -1,0 +1,28 @@
+"""``headrace inspect``: what headrace makes of a model, and what is missing where it falls short."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from headrace.arguments import Parser
+from headrace.engine_args import EngineArgs
+
+
+def main(words: Sequence[str]) -> int:
+    parser = Parser(
+        prog="headrace inspect",
+        description="Say what a model would be served as: class, tasks, routes, interfaces, and what "
+        "is missing of an interface that it comes close to. No weights are loaded.",
+    )
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    EngineArgs.add_cli_args(parser)
+    args = parser.parse_args(words)
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    from headrace.assembly.inspection import inspect_model
+
+    found = inspect_model(EngineArgs.from_cli_args(args).create_engine_config())
+    print(json.dumps(found.facts(), indent=2, default=str) if args.json else found)
+    return 0

@@ -1,0 +1,204 @@
+"""The encoder of Whisper, which other families took over: spectrogram frames -> states.
+
+Letters: F frames, M mel bins, L states of a clip (F / 2), H hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace_core.attention import AttentionNeed
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.base import Layer
+from headrace_models.layers.conv import Conv1d
+from headrace_models.layers.embedding import Embedding
+from headrace_models.layers.mlp import MLP
+from headrace_models.layers.norm import LayerNorm
+from headrace_models.settings import MAX_LAYERS, Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+NORM_EPS = 1e-5
+_TYPE = "encoder"
+_STEM_ACTIVATION = "gelu"
+"""After the convolutions, whatever the config says of the blocks'."""
+
+
+def encoder_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+    """Rules of an :class:`AudioEncoder`: its names in the checkpoint and in the model."""
+    layer, own = f"{source}.layers.{{}}", f"{target}.layers.{{}}"
+    return (
+        WeightRule(f"{source}.conv1", f"{target}.conv1"),
+        WeightRule(f"{source}.conv2", f"{target}.conv2"),
+        WeightRule(f"{source}.embed_positions", f"{target}.positions"),
+        WeightRule(f"{source}.layer_norm", f"{target}.final_norm"),
+        *attention_rules(f"{layer}.self_attn", f"{own}.attention"),
+        *block_rules(layer, own),
+    )
+
+
+def attention_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+    """Fused projections of which the key's has no bias."""
+    return (
+        WeightRule(f"{source}.q_proj", f"{target}.qkv", part=0),
+        WeightRule(f"{source}.k_proj", f"{target}.qkv", part=1),
+        WeightRule(f"{source}.v_proj", f"{target}.qkv", part=2),
+        WeightRule(f"{source}.v_proj.bias", f"{target}.qkv.bias", part=1),
+        WeightRule(f"{source}.out_proj", f"{target}.out"),
+    )
+
+
+def block_rules(source: str, target: str) -> tuple[WeightRule, ...]:
+    """What encoder and decoder blocks have in common but for their attention."""
+    return (
+        WeightRule(f"{source}.self_attn_layer_norm", f"{target}.input_norm"),
+        WeightRule(f"{source}.final_layer_norm", f"{target}.mlp_norm"),
+        WeightRule(f"{source}.fc1", f"{target}.mlp.up"),
+        WeightRule(f"{source}.fc2", f"{target}.mlp.down"),
+    )
+
+
+def heads_of(settings: Settings, name: str) -> tuple[int, int]:
+    """(heads, head size) of ``d_model`` cut into as many as ``name`` says."""
+    hidden, heads = settings.integer("d_model"), settings.integer(name)
+    if hidden % heads:
+        raise UnsupportedModel(
+            f"config.json: d_model = {hidden}: must be a multiple of {name} = {heads}"
+        )
+    return heads, hidden // heads
+
+
+class AudioEncoder(Layer):
+    """Two convolutions, positions, pre-norm blocks without a mask, a norm.
+
+    Args:
+        settings: the encoder's part of the config.
+        name: as the checkpoint spells it.
+        pools: before the last norm, two neighbouring states become their mean; an odd last one is
+            dropped (Qwen2-Audio).
+    """
+
+    def __init__(
+        self, context: BuildContext, settings: Settings, name: str, *, pools: bool = False
+    ) -> None:
+        self.ops = context.ops
+        self.dtype: torch.dtype = getattr(torch, context.dtype)
+        self.pools = pools
+        hidden, bins = settings.integer("d_model"), settings.integer("num_mel_bins", 80)
+        self.num_positions = settings.integer("max_source_positions", 1500)
+        self.conv1 = Conv1d(context, f"{name}.conv1", bins, hidden)
+        self.conv2 = Conv1d(context, f"{name}.conv2", hidden, hidden, stride=2)
+        table = f"{name}.embed_positions"
+        self.positions = Embedding(context, table, self.num_positions, hidden)
+        self.layers = [
+            _Block(context, settings, f"{name}.layers.{index}")
+            for index in range(settings.integer("encoder_layers", maximum=MAX_LAYERS))
+        ]
+        self.final_norm = LayerNorm(context, f"{name}.layer_norm", hidden, NORM_EPS)
+
+    def __call__(self, clips: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
+        """Encode clips of any lengths at once; they do not see each other.
+
+        Args:
+            clips: [F, M] each.
+            lengths: states of each clip that are kept, and attend; None: all.
+
+        Returns:
+            [sum of L, H], or with pooling about half as many.
+        """
+        parts = [self._begin(clip) for clip in clips]
+        if lengths is not None:
+            parts = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        sizes = [part.shape[0] for part in parts]
+        bounds = list(itertools.accumulate(sizes, initial=0))
+        x, residual = torch.cat(parts), None
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=x.device)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cu_seqlens, max(sizes))
+        if not self.pools:
+            hidden, _ = self.final_norm.add(x, residual)
+            return hidden
+        total = x if residual is None else self.ops.add(x, residual)
+        return self.final_norm(torch.cat([_halved(part) for part in torch.split(total, sizes)]))
+
+    def _begin(self, clip: Tensor) -> Tensor:
+        """[F, M] -> [L, H]: what the first block gets."""
+        x = self.conv1.activated(clip.to(self.dtype), _STEM_ACTIVATION)
+        x = self.conv2.activated(x, _STEM_ACTIVATION)
+        return self.ops.add(x, self.positions.weight[: x.shape[0]])
+
+
+class _Block(Layer):
+    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+        hidden = settings.integer("d_model")
+        self.input_norm = LayerNorm(context, f"{name}.self_attn_layer_norm", hidden, NORM_EPS)
+        self.attention = _Attention(context, settings, f"{name}.self_attn")
+        self.mlp_norm = LayerNorm(context, f"{name}.final_layer_norm", hidden, NORM_EPS)
+        self.mlp = MLP(
+            context,
+            f"{name}.fc1",
+            f"{name}.fc2",
+            hidden,
+            settings.integer("encoder_ffn_dim"),
+            settings.activation("activation_function"),
+        )
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.attention(x, cu_seqlens, max_seqlen)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.mlp(x), stream
+
+
+class _Attention(SelfAttention):
+    """Every state of a clip sees every other."""
+
+    def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:
+        heads, head_dim = heads_of(settings, "encoder_attention_heads")
+        super().__init__(
+            context,
+            name,
+            hidden_size=heads * head_dim,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            rotary=None,
+            qkv_bias=True,
+            out_bias=True,
+            unbiased=(1,),
+            out_name="out_proj",
+            attention_type=_TYPE,
+        )
+        self.backend = context.encoder_attention(
+            AttentionNeed(
+                head_dim=head_dim,
+                dtype=context.dtype,
+                kv_cache_dtype="auto",
+                block_size=context.block_size,
+                device=context.device,
+                attention_type=_TYPE,
+            )
+        )
+
+    def __call__(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        query, key, value = self.project(x)
+        out = self.backend.attend(self.spec, query, key, value, cu_seqlens, max_seqlen)
+        return self.out(out.flatten(1))
+
+
+def _halved(states: Tensor) -> Tensor:
+    """[L, H] -> [L // 2, H]."""
+    half = states.shape[0] // 2
+    pairs = states[: 2 * half].view(half, 2, states.shape[1])
+    return pairs.mean(1, dtype=torch.float32).to(states.dtype)

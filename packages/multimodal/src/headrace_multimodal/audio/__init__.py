@@ -1,0 +1,2 @@
+"""Audio on its way into a model: decoding of uploads, resampling, spectrograms, processors by family,
+times of words."""

@@ -1,0 +1,35 @@
+"""A prompt's placeholders: one token per media item becomes as many as the item takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headrace_core.errors import RequestError
+from headrace_core.modality import MediaPlacement, ProcessedMedia
+
+
+def expanded(
+    token_ids: Sequence[int], media: Sequence[ProcessedMedia], placeholder: int
+) -> MediaPlacement:
+    """Repeat the n-th placeholder as often as the n-th item has tokens.
+
+    Raises:
+        RequestError: there are more or fewer placeholders than items.
+    """
+    found = sum(token == placeholder for token in token_ids)
+    if found != len(media):
+        raise RequestError(
+            f"the prompt has {found} placeholders (token {placeholder}) and comes with {len(media)} "
+            "media items: there must be one for each",
+            param="multi_modal_data",
+        )
+    result: list[int] = []
+    offsets: list[int] = []
+    waiting = iter(media)
+    for token in token_ids:
+        if token != placeholder:
+            result.append(token)
+            continue
+        offsets.append(len(result))
+        result += [placeholder] * next(waiting).num_tokens
+    return MediaPlacement(result, offsets)

@@ -1,0 +1,182 @@
+"""``POST /v1/audio/transcriptions`` and ``/v1/audio/translations``: forms in, JSON or text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import AliasChoices, BaseModel, Field
+
+from headrace_server.protocol.base import Refusal, RequestBody, ShortText
+from headrace_server.protocol.sampling import Xargs
+
+ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+Language = Annotated[str, Field(max_length=32)]
+Temperature = Annotated[float, Field(ge=0, le=1)]
+
+_SAMPLING = Refusal("only transcriptions take it; leave it out")
+_SPEAKERS = Refusal("speakers are not told apart; leave it out")
+
+
+class SpeechRequest(RequestBody):
+    """The fields of both routes' forms. An empty field is one that was left out."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        "chunking_strategy": Refusal("long audio is always cut where it is quietest", "auto"),
+        "include[]": Refusal("log-probabilities of tokens are not served here"),
+        "known_speaker_names[]": _SPEAKERS,
+        "known_speaker_references[]": _SPEAKERS,
+    }
+
+    model: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="A served name; left out: the first."
+    )
+    language: Language | None = Field(
+        None, description="What is spoken (ISO 639-1); left out: the model finds out if it can."
+    )
+    to_language: Language | None = Field(
+        None, description="What it is to become, for models that can choose."
+    )
+    prompt: Annotated[str, Field(max_length=1 << 18)] = Field(
+        "", description="Text that came before, or that shows the style."
+    )
+    response_format: ResponseFormat = "json"
+    temperature: Temperature = Field(
+        0.0, description="0: greedy, and again with up to 1 where the result looks wrong."
+    )
+    temperatures: Annotated[list[Temperature], Field(min_length=1, max_length=16)] | None = Field(
+        None, alias="temperature[]", description="What is tried, one after the other, instead."
+    )
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        None, description="Of each clip; left out: until the context is full."
+    )
+    stream: bool = False
+    stream_include_usage: bool = False
+    stream_continuous_usage_stats: bool = False
+    request_id: ShortText | None = None
+
+
+class TranscriptionRequest(SpeechRequest):
+    """Write down what is said, in its own language."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    timestamp_granularities: Annotated[
+        list[Literal["word", "segment"]], Field(max_length=2)
+    ] = Field(
+        [],
+        validation_alias=AliasChoices("timestamp_granularities[]", "timestamp_granularities"),
+        serialization_alias="timestamp_granularities[]",
+        description="With verbose_json; left out: segment.",
+    )  # fmt: skip
+    headrace_xargs: Xargs | None = Field(None, description="JSON, for plug-ins.")
+    vllm_xargs: Xargs | None = Field(None, description="The same as headrace_xargs.")
+
+
+class TranslationRequest(SpeechRequest):
+    """Write down what is said in another language."""
+
+    refused: ClassVar[Mapping[str, Refusal]] = {
+        **SpeechRequest.refused,
+        **dict.fromkeys(
+            ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+             "presence_penalty", "timestamp_granularities[]", "headrace_xargs", "vllm_xargs"),
+            _SAMPLING,
+        ),
+    }  # fmt: skip
+
+
+LISTS = frozenset(
+    {"temperature[]", "timestamp_granularities[]", "timestamp_granularities", "include[]",
+     "known_speaker_names[]", "known_speaker_references[]"}
+)  # fmt: skip
+"""Fields that may be sent several times."""
+JSON_FIELDS = frozenset({"headrace_xargs", "vllm_xargs"})
+
+
+class AudioUsage(BaseModel):
+    """What was heard."""
+
+    type: Literal["duration"] = "duration"
+    seconds: int
+    """Rounded up."""
+
+
+class Transcription(BaseModel):
+    """Answer with ``response_format`` json."""
+
+    text: str
+    usage: AudioUsage
+
+
+class Segment(BaseModel):
+    """A stretch of speech, about a sentence."""
+
+    id: int
+    seek: int
+    """Where its clip begins, in hundredths of a second."""
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float | None
+    """Of the tokens of its clip, the end included."""
+    compression_ratio: float | None
+    """Of its clip's text; high where the model repeats itself."""
+    no_speech_prob: float | None
+    """Null: the model does not say."""
+
+
+class Word(BaseModel):
+    """When a word was spoken."""
+
+    word: str
+    start: float
+    end: float
+
+
+class VerboseTranscription(BaseModel):
+    """Answer with ``response_format`` verbose_json."""
+
+    task: Literal["transcribe", "translate"]
+    language: str | None
+    duration: str
+    """Seconds."""
+    text: str
+    segments: list[Segment] | None
+    words: list[Word] | None
+    usage: AudioUsage
+
+
+class ChunkDelta(Struct):
+    content: str
+
+
+class ChunkChoice(Struct):
+    delta: ChunkDelta
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    index: int = 0
+
+
+class SpeechChunk(Struct):
+    """One event of a stream, for both kinds of clients: like a chat's, and with ``type`` and ``delta``
+    as OpenAI's newer events have them."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    type: str | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    """With type ``transcript.text.done``: everything."""
+    usage: Any = UNSET

@@ -1,0 +1,183 @@
+"""A decoder that hears: audio in place of placeholders, in the whole engine."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from listening import features, save_qwen2_audio, sound, token_ids, wav
+from together import together
+
+from headrace import LLM, SamplingParams
+from headrace_core.errors import RequestError, UnsupportedFeature
+
+SETTINGS = {
+    "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
+    "kv_cache_memory_bytes": 16 << 20, "use_tqdm_on_load": False,
+}  # fmt: skip
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+CLIPS = {"a": (1, 1.5), "b": (2, 0.4), "c": (3, 2.0)}
+"""Name -> seed and seconds."""
+PROMPTS = {
+    "the water <|AUDIO|> runs": "a",
+    "<|AUDIO|>": "c",
+    "the wheel<|AUDIO|> in <|AUDIO|> the long race over the water": "ab",
+    "in the race": "",
+    "<|AUDIO|><|AUDIO|>": "cc",
+    "the water <|AUDIO|> runs over": "b",
+}
+
+
+def clip(name):
+    return sound(*CLIPS[name])
+
+
+def asked(text, names):
+    media = [(clip(name), 16000) for name in names]
+    if not media:
+        return text
+    return {"prompt": text, "multi_modal_data": {"audio": media if len(media) > 1 else media[0]}}
+
+
+def placeholders(name):
+    frames = -(-len(clip(name)) // 160)
+    return (frames + 1) // 2 // 2
+
+
+def expanded(folder, text, names):
+    [mark] = token_ids(folder, "<|AUDIO|>")
+    left, ids = list(names), []
+    for token in token_ids(folder, text):
+        ids += [mark] * placeholders(left.pop(0)) if token == mark else [token]
+    return ids
+
+
+def continued(oracle, folder, text, names):
+    """Greedy tokens by transformers, without a cache."""
+    tokens = expanded(folder, text, names)
+    media = {}
+    if names:
+        frames = [-(-len(clip(name)) // 160) for name in names]
+        media["input_features"] = torch.cat([features(folder, clip(name)) for name in names])
+        media["feature_attention_mask"] = torch.stack(
+            [(torch.arange(media["input_features"].shape[-1]) < n).long() for n in frames]
+        )
+    start = len(tokens)
+    for _ in range(PARAMS.max_tokens):
+        ids = torch.tensor([tokens])
+        with torch.inference_mode():
+            logits = oracle(input_ids=ids, attention_mask=torch.ones_like(ids), **media).logits
+        tokens.append(int(logits[0, -1].argmax()))
+    return tokens[start:]
+
+
+@pytest.fixture(scope="module")
+def listener(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("listener")
+    return save_qwen2_audio(folder), folder
+
+
+@pytest.fixture(scope="module")
+def wanted(listener):
+    found = [continued(*listener, text, names) for text, names in PROMPTS.items()]
+    assert found[0] != found[5][: len(found[0])], "the model hears differences"
+    return found
+
+
+MODES = {
+    "batched": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 13, "max_num_seqs": 4},
+    "preempted": {
+        "num_gpu_blocks_override": 22,
+        "kv_cache_memory_bytes": None,
+        "max_model_len": 128,
+    },
+    "two processes": {"engine_process": True},
+}
+
+
+@pytest.mark.spec("MM-OFFLINE", "MODEL-MM")
+@pytest.mark.parametrize("mode", MODES)
+def test_it_equals_transformers_in_every_mode(listener, wanted, mode):
+    folder = listener[1]
+    every = [asked(text, names) for text, names in PROMPTS.items()]
+    with LLM(str(folder), **{**SETTINGS, **MODES[mode]}) as llm:
+        with together(llm, len(every)) if mode == "preempted" else contextlib.nullcontext():
+            outputs = llm.generate(every, PARAMS, use_tqdm=False)
+        again = llm.generate(every, PARAMS, use_tqdm=False)
+        stats = llm.engine.stats()
+    assert [list(o.outputs[0].token_ids) for o in outputs] == wanted
+    assert [list(o.outputs[0].token_ids) for o in again] == wanted
+    for output, (text, names) in zip(outputs, PROMPTS.items(), strict=True):
+        assert output.prompt_token_ids == expanded(folder, text, names)
+        assert output.prompt == text
+    assert (stats.num_preemptions > 0) == (mode == "preempted")
+    if mode in ("batched", "chunked", "two processes"):
+        assert all(o.num_cached_tokens >= 8 for o in (again[0], again[2], again[4]))
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+@pytest.mark.spec("APC")
+def test_equal_placeholders_with_other_audio_share_nothing(listener):
+    one, other = sound(7, 2.0), sound(8, 2.0)
+    with LLM(str(listener[1]), **SETTINGS) as llm:
+
+        def run(samples, text="<|AUDIO|> the race"):
+            prompt = {"prompt": text, "multi_modal_data": {"audio": (samples, 16000)}}
+            return llm.generate(prompt, PARAMS, use_tqdm=False)[0]
+
+        first = run(one)
+        assert run(other).num_cached_tokens == 0
+        hit = run(one)
+        assert hit.num_cached_tokens >= 40
+        assert hit.outputs[0].token_ids == first.outputs[0].token_ids
+        assert run(one[:-1]).num_cached_tokens == 0
+        # What comes before the audio is shared whatever is heard.
+        long = "the water runs in the long race over the wheel the water runs <|AUDIO|>"
+        run(one, long)
+        assert 8 <= run(other, long).num_cached_tokens < 40
+
+
+@pytest.mark.spec("MM-ONLINE")
+def test_a_chat_that_brings_files_equals_the_prompt(listener):
+    pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
+    pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
+    samples = (clip("a") * 32767).astype("<i2").astype(np.float32) / 32768
+    data = base64.b64encode(wav(clip("a"))).decode()
+    parts = [
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}},
+    ]
+    text = "user: the water<|AUDIO|>assistant:"
+    prompt = {"prompt": text, "multi_modal_data": {"audio": (samples, 16000)}}
+    with LLM(str(listener[1]), **SETTINGS) as llm:
+        [expected] = llm.generate(prompt, PARAMS, use_tqdm=False)
+        for part in parts:
+            content = [{"type": "text", "text": "the water"}, part]
+            [output] = llm.chat([{"role": "user", "content": content}], PARAMS, use_tqdm=False)
+            assert output.prompt == text
+            assert len(output.prompt_token_ids) == len(expected.prompt_token_ids)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        bad = [{"type": "audio_url", "audio_url": {"url": "http://127.0.0.1/a.wav"}}]
+        with pytest.raises(UnsupportedFeature, match="must be a data: URL"):
+            llm.chat([{"role": "user", "content": bad}], PARAMS, use_tqdm=False)
+
+
+def test_what_is_refused_by_name(listener):
+    silence = np.zeros(16000, np.float32)
+    with LLM(str(listener[1]), **SETTINGS, limit_mm_per_prompt={"audio": {"count": 2}}) as llm:
+        for prompt, message in [
+            ({"prompt": "no mark", "multi_modal_data": {"audio": silence}}, "placeholder"),
+            ({"prompt": "<|AUDIO|>" * 3, "multi_modal_data": {"audio": [silence] * 3}},
+             "3 items; at most 2"),
+            ({"encoder_prompt": "", "decoder_prompt": "x"}, "this model has no encoder"),
+        ]:  # fmt: skip
+            with pytest.raises(RequestError, match=message):
+                llm.generate(prompt, PARAMS, use_tqdm=False)
+        cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
+        with pytest.raises(RequestError, match="would cut placeholders"):
+            llm.generate(asked("<|AUDIO|>", "a"), cut, use_tqdm=False)
