@@ -35,11 +35,15 @@ def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
     return file.getvalue()
 
 
-def encoded(container: str, codec: str, rate: int = 44_100) -> bytes:
+def encoded(
+    container: str, codec: str, rate: int = 44_100, bit_rate: int = 0, **options: str
+) -> bytes:
     """By FFmpeg."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as out:
+    with av.open(file, "w", format=container, options=options) as out:
         stream = out.add_stream(codec, rate=rate, layout="mono")
+        if bit_rate:
+            stream.bit_rate = bit_rate
         frame = av.AudioFrame.from_ndarray(tone(rate)[None], format="fltp", layout="mono")
         frame.sample_rate = rate
         to_codec = av.AudioResampler(
@@ -107,6 +111,21 @@ def test_the_formats_that_clients_may_send(decoder, container, codec, rate):
     clip = decode(decoder, encoded(container, codec, rate))
     assert abs(clip.seconds - SECONDS) < 0.15
     assert is_the_tone(clip.samples, tolerance=0.03)
+
+
+def test_mp3_without_a_note_of_its_length_is_not_taken_for_cut_off(decoder):
+    """Frames of a low rate first: from these, a library guesses several times the length."""
+    parts = [
+        encoded("mp3", "libmp3lame", 44_100, rate, write_xing="0", id3v2_version="0")
+        for rate in (32_000, 256_000)
+    ]
+    assert abs(decode(decoder, b"".join(parts)).seconds - 2 * SECONDS) < 0.2
+
+
+def test_mp3_with_a_note_that_is_cut_off(decoder):
+    data = encoded("mp3", "libmp3lame")
+    with pytest.raises(RequestError, match=r"cut off: .* of the .* samples"):
+        decode(decoder, data[: len(data) // 2])
 
 
 @pytest.mark.req("SEC-08")
