@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from encoders import save_tokenizer
 
 from headrace_core.testing.model import randomise
 from headrace_engine.intake.sandbox import render_template
@@ -127,7 +128,6 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
     attended to, skipped punctuation, projection, MaxSim."""
     pytest.importorskip("sentence_transformers")
     import transformers
-    from encoders import save_tokenizer
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Normalize, Transformer
     from sentence_transformers.base.modules.dense import Dense
