@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,14 +174,15 @@ class PoolingRunner(ModelRunner):
             return
         asked = [self._asked[request_id] for request_id in complete]
         lengths = torch.tensor([0, *(one.num_rows for one in asked)], dtype=torch.int64)
-        pooled = self.model.pooler(
-            PoolingBatch(
-                hidden=hidden,
-                cu_rows=torch.cumsum(lengths, 0),
-                params=[one.params for one in asked],
-                token_ids=[one.token_ids for one in asked],
+        with _one_torch_thread(self.device):
+            pooled = self.model.pooler(
+                PoolingBatch(
+                    hidden=hidden,
+                    cu_rows=torch.cumsum(lengths, 0),
+                    params=[one.params for one in asked],
+                    token_ids=[one.token_ids for one in asked],
+                )
             )
-        )
         for request_id, tensor in zip(complete, pooled, strict=True):
             results[request_id] = self._result(request_id, tensor)
 
@@ -204,6 +206,24 @@ class PoolingRunner(ModelRunner):
         if not np.isfinite(values).all():
             return RequestStepResult(error="the model's result for the prompt is not finite")
         return RequestStepResult(pooled=PackedArray("float32", values.shape, values.tobytes()))
+
+
+@contextmanager
+def _one_torch_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU torch computes alone meanwhile.
+
+    Pooling is small, and the threads of torch's own pool spin for milliseconds after each piece of
+    work: on cores that the kernels' threads need for the next step.
+    """
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) -> Tensor | None:
