@@ -32,35 +32,40 @@ class MarkedTexts:
                 "late interaction: queries are not filled up with mask tokens, as the model would "
                 "have to compute tokens that nothing attends to; scores sum over their own tokens"
             )
-        self.skipped = frozenset(
-            token
-            for word in info.skip_words
-            for token in tokenizer.encode(word, add_special_tokens=False)
-        )
+        self._query_mark = self._mark(info.query_marker, info.query_marker_id)
+        self._document_mark = self._mark(info.document_marker, info.document_marker_id)
+        self.skipped = frozenset(info.skip_ids) | self._single_tokens(info.skip_words)
         """Tokens of documents whose vectors match nothing."""
 
     def query(self, text: str) -> TokensPrompt:
         """A query's prompt."""
         info = self._info
-        ids = self._marked(text, info.query_marker, info.query_length)
+        ids = self._marked(text, self._query_mark, info.query_length)
         if self._expands:
             ids += self._ids_of("mask_token") * (info.query_length - len(ids))
         return TokensPrompt(prompt_token_ids=ids)
 
     def document(self, text: str) -> TokensPrompt:
         """A document's prompt."""
-        info = self._info
-        return TokensPrompt(
-            prompt_token_ids=self._marked(text, info.document_marker, info.document_length)
-        )
+        length = self._info.document_length
+        return TokensPrompt(prompt_token_ids=self._marked(text, self._document_mark, length))
 
-    def _marked(self, text: str, marker: str, length: int) -> list[int]:
+    def _marked(self, text: str, mark: list[int], length: int) -> list[int]:
         ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
-        mark = self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
         room = length - len(mark)
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]
         return [*ids[:1], *mark, *ids[1:]]
+
+    def _mark(self, marker: str, marker_id: int | None) -> list[int]:
+        if marker_id is not None:
+            return [marker_id]
+        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+
+    def _single_tokens(self, words: tuple[str, ...]) -> frozenset[int]:
+        """Of words that are one token."""
+        encoded = (self._tokenizer.encode(word, add_special_tokens=False) for word in words)
+        return frozenset(ids[0] for ids in encoded if len(ids) == 1)
 
     def _ids_of(self, name: str) -> list[int]:
         text = self._tokenizer.special_tokens.get(name, "")
