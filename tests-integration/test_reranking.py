@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pooling_checkpoints import write_tokenizer
 
 from headrace_core.testing.model import randomise
 from headrace_engine.intake.sandbox import render_template
@@ -127,7 +128,6 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
     attended to, skipped punctuation, projection, MaxSim."""
     pytest.importorskip("sentence_transformers")
     import transformers
-    from encoders import save_tokenizer
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Normalize, Transformer
     from sentence_transformers.base.modules.dense import Dense
@@ -136,8 +136,10 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
     from headrace import LLM
 
     base, folder = tmp_path / "bert", tmp_path / "colbert"
-    save_tokenizer(base)
+    base.mkdir()
+    write_tokenizer(base, marked=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([",", "."])
     tokenizer.add_special_tokens({"additional_special_tokens": ["[Q]", "[D]"]})
     tokenizer.save_pretrained(base)
     model = transformers.BertModel(
@@ -165,7 +167,7 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
         device="cpu",
     )  # fmt: skip
     oracle.save_pretrained(str(folder))
-    query, documents = "river mill", ["water, wheel.", "stone grain flour bread", "dam"]
+    query, documents = "quiet rivers", ["a wide, blue sea.", "seven bears sleep in woods", "dog"]
     expected = oracle.similarity(oracle.encode_query([query]), oracle.encode_document(documents))[0]
     with LLM(str(folder), dtype="float32") as llm:
         scored = llm.score(query, documents)

@@ -355,9 +355,8 @@ def test_a_salt_keeps_the_blocks_of_pairs_apart(template: str | None) -> None:
 def test_pairs_by_their_tokens() -> None:
     from headrace_core.pooling import LateInteraction
 
-    marks = LateInteraction(query_marker="Q", document_marker="D", query_length=8,
-                            document_length=6, skip_words=(".",), skip_ids=(ord("."),),
-                            attend_to_expansion=True)  # fmt: skip
+    marks = LateInteraction(query_marker="Q", document_marker="two pieces", document_marker_id=ord("D"), query_length=8,
+                            document_length=6, skip_words=(".", "no token"), attend_to_expansion=True)  # fmt: skip
     made = make(info={"scoring": "late_interaction", "late_interaction": marks})
     with engine(made) as llm:
         (score,) = llm.score(["ab"], ["x.yzuvw"], PoolingParams())

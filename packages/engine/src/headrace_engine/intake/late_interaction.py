@@ -32,10 +32,10 @@ class MarkedTexts:
                 "late interaction: queries are not filled up with mask tokens, as the model would "
                 "have to compute tokens that nothing attends to; scores sum over their own tokens"
             )
-        self.skipped = frozenset(info.skip_ids)
-        """Tokens of documents whose vectors match nothing."""
         self._query_mark = self._mark(info.query_marker, info.query_marker_id)
         self._document_mark = self._mark(info.document_marker, info.document_marker_id)
+        self.skipped = frozenset(info.skip_ids) | self._single_tokens(info.skip_words)
+        """Tokens of documents whose vectors match nothing."""
 
     def query(self, text: str) -> TokensPrompt:
         """A query's prompt."""
@@ -47,16 +47,8 @@ class MarkedTexts:
 
     def document(self, text: str) -> TokensPrompt:
         """A document's prompt."""
-        info = self._info
-        return TokensPrompt(
-            prompt_token_ids=self._marked(text, self._document_mark, info.document_length)
-        )
-
-    def _mark(self, marker: str, known: int | None) -> list[int]:
-        """A marker that is one token of the vocabulary, or a text like any other."""
-        if known is not None:
-            return [known]
-        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+        length = self._info.document_length
+        return TokensPrompt(prompt_token_ids=self._marked(text, self._document_mark, length))
 
     def _marked(self, text: str, mark: list[int], length: int) -> list[int]:
         ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
@@ -64,6 +56,16 @@ class MarkedTexts:
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]
         return [*ids[:1], *mark, *ids[1:]]
+
+    def _mark(self, marker: str, marker_id: int | None) -> list[int]:
+        if marker_id is not None:
+            return [marker_id]
+        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+
+    def _single_tokens(self, words: tuple[str, ...]) -> frozenset[int]:
+        """Of words that are one token."""
+        encoded = (self._tokenizer.encode(word, add_special_tokens=False) for word in words)
+        return frozenset(ids[0] for ids in encoded if len(ids) == 1)
 
     def _ids_of(self, name: str) -> list[int]:
         text = self._tokenizer.special_tokens.get(name, "")
