@@ -20,7 +20,7 @@ from headrace_core.errors import (
     UnsupportedFeature,
 )
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
-from headrace_core.pooling import PoolingParams
+from headrace_core.pooling import LateInteraction, PoolingParams
 from headrace_core.sampling import SamplingParams
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.pooling.vectors import as_array
@@ -353,10 +353,15 @@ def test_a_salt_keeps_the_blocks_of_pairs_apart(template: str | None) -> None:
 
 
 def test_pairs_by_their_tokens() -> None:
-    from headrace_core.pooling import LateInteraction
-
-    marks = LateInteraction(query_marker="Q", document_marker="two pieces", document_marker_id=ord("D"), query_length=8,
-                            document_length=6, skip_words=(".", "no token"), attend_to_expansion=True)  # fmt: skip
+    marks = LateInteraction(
+        query_marker="Q",
+        document_marker="two pieces",
+        document_marker_id=ord("D"),
+        query_length=8,
+        document_length=6,
+        skip_words=(".", "no token"),
+        attend_to_expansion=True,
+    )
     made = make(info={"scoring": "late_interaction", "late_interaction": marks})
     with engine(made) as llm:
         (score,) = llm.score(["ab"], ["x.yzuvw"], PoolingParams())
