@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from headrace_core import plugins
 from headrace_core.config import LoadConfig, ModelConfig
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import ConfigError, PluginError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.pooling import PoolingInfo
+from headrace_core.pooling import PoolingInfo, PoolingTraits
 from headrace_models.resolve import resolve
 
 CONFIG: dict[str, Any] = {
@@ -276,6 +277,20 @@ class TestSentenceTransformers:
         with pytest.raises(ConfigError, match=words):
             run(folder)
 
+    def test_modules_do_not_matter_to_who_generates(self, folder: Path) -> None:
+        sentence_transformer(folder, "max")
+        config = {"architectures": ["LlamaForCausalLM"]}
+        assert run(folder, config, runner="generate").runner == "generate"
+        with pytest.raises(ConfigError, match="'max'"):
+            run(folder, config)
+
+    def test_a_cross_encoder_scores_by_its_class(self, folder: Path) -> None:
+        score = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+        write(folder, {"config_sentence_transformers.json": {"model_type": "CrossEncoder"},
+                       "modules.json": [*MODULES[:1], {**DENSE, "type": score}]})  # fmt: skip
+        config = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+        assert pooling(folder, config).scoring == "cross"
+
     @pytest.mark.parametrize("path", ["../elsewhere", "/etc"])
     def test_modules_are_within_the_checkpoint(self, folder: Path, path: str) -> None:
         sentence_transformer(folder, "mean", {**DENSE, "path": path})
@@ -322,6 +337,44 @@ class TestPositions:
         info = pooling(folder)
         assert info.token_types
         assert info.max_token_types == 2
+
+
+class Foreign:
+    """A class of another distribution; it reads a checkpoint in its own way."""
+
+    pooling_traits: ClassVar[Any] = PoolingTraits("embed", "MEAN", ("MEAN",))
+
+
+class Mistaken:
+    pooling_traits: ClassVar[Any] = "embed"
+
+
+class TestOtherDistributions:
+    @staticmethod
+    def install(monkeypatch: pytest.MonkeyPatch, name: str) -> dict[str, Any]:
+        group = "headrace.models"
+        plugin = plugins.Plugin(group, "TheirModel", f"{__name__}:{name}", "theirs 1.0")
+        known = {**plugins.installed(group), "TheirModel": plugin}
+        monkeypatch.setattr(plugins, "installed", lambda _: known)
+        return {"architectures": ["TheirModel"]}
+
+    def test_a_class_says_itself_how_it_pools(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = self.install(monkeypatch, "Foreign")
+        info = run(folder, config)
+        assert (info.runner, info.convert, info.source) == ("pooling", "none", "plugin:theirs 1.0")
+        assert info.pooling is not None
+        assert info.pooling.pooling_type == "MEAN"
+        with pytest.raises(ConfigError, match="must be one of MEAN"):
+            run(folder, config, pooler_config={"pooling_type": "CLS"})
+
+    def test_it_must_say_so_in_the_right_form(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        config = self.install(monkeypatch, "Mistaken")
+        with pytest.raises(PluginError, match=r"Mistaken.pooling_traits = 'embed'"):
+            run(folder, config)
 
 
 def test_dtype_of_the_head(folder: Path) -> None:

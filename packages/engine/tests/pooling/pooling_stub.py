@@ -34,6 +34,7 @@ from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.core import EngineCore
 from headrace_engine.engine import Engine
 from headrace_engine.execution import ModelWorker
+from headrace_engine.execution.capture import Capture
 from headrace_engine.intake.intake import Intake
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
@@ -250,6 +251,7 @@ class Setting:
     num_blocks: int | None = None
     prefix_caching: bool = True
     poison: int | None = None
+    capture: Capture | None = None
     served: dict[str, Any] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     scheduler: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -325,6 +327,7 @@ class Made:
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_num_seqs=setting.max_num_seqs,
             pooling=self.model.info,
+            capture=setting.capture,
         )
 
     def offline(self) -> OfflineEngine:

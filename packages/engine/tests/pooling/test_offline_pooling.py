@@ -356,7 +356,8 @@ def test_pairs_by_their_tokens() -> None:
     from headrace_core.pooling import LateInteraction
 
     marks = LateInteraction(query_marker="Q", document_marker="D", query_length=8,
-                            document_length=6, skip_words=(".",), attend_to_expansion=True)  # fmt: skip
+                            document_length=6, skip_words=(".",), skip_ids=(ord("."),),
+                            attend_to_expansion=True)  # fmt: skip
     made = make(info={"scoring": "late_interaction", "late_interaction": marks})
     with engine(made) as llm:
         (score,) = llm.score(["ab"], ["x.yzuvw"], PoolingParams())

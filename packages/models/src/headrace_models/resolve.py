@@ -28,7 +28,7 @@ from headrace_models.pooling.sentence_transformers import SentenceModules, read_
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
-from headrace_models.runner import choose_run
+from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings
 from headrace_models.source import fetch
 
@@ -57,22 +57,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
-    traits = pooling_traits(architecture)
-    sentence = read_modules(path, config.pooler.pooling_type)
     entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
-    if architecture == "HF_ColBERT":
-        sentence = projected(sentence, entries)
-    run = choose_run(config, architecture, traits, sentence_transformer=sentence.says_pooling)
-    if run.runner == "pooling":
-        traits = traits or converted_traits(architecture, text, run.convert, config.pooler)
-        traits = said_by_files(architecture, configured(traits, text), sentence)
+    sentence = _sentence_modules(config, path, architecture, entries)
+    run, traits = _run(config, architecture, text, sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
     length = _max_model_len(config, text, traits, sentence)
     pooling = None
-    if run.runner == "pooling":
-        assert traits is not None
+    if traits is not None:
         late = late_interaction(path, sentence, length) if sentence.multi_vector else None
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
@@ -116,6 +109,28 @@ def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
         token=config.hf_token,
         download_dir=load.download_dir,
     )
+
+
+def _sentence_modules(
+    config: ModelConfig, path: Path, architecture: str, entries: list[TensorEntry]
+) -> SentenceModules:
+    """None of them matters to who generates."""
+    if config.runner == "generate":
+        return SentenceModules()
+    found = read_modules(path, config.pooler.pooling_type)
+    return projected(found, entries) if architecture == "HF_ColBERT" else found
+
+
+def _run(
+    config: ModelConfig, architecture: str, text: Mapping[str, Any], sentence: SentenceModules
+) -> tuple[Run, PoolingTraits | None]:
+    """What the checkpoint is run for, and how it pools if it is for that."""
+    own = pooling_traits(architecture)
+    run = choose_run(config, architecture, own, sentence_transformer=sentence.says_pooling)
+    if run.runner != "pooling":
+        return run, None
+    traits = own or converted_traits(architecture, text, run.convert, config.pooler)
+    return run, said_by_files(architecture, configured(traits, text), sentence)
 
 
 def choose_architecture(architectures: object, name: str) -> str:

@@ -66,6 +66,8 @@ class PoolingRunner(ModelRunner):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._asked: dict[str, _Asked] = {}
+        self.all_rows = True
+        """Whether captured steps give the states of all rows, else those of ``logits_rows``."""
         self._kept: dict[str, list[Tensor]] = {}
         """Rows of earlier chunks, of prompts that are not complete."""
 
@@ -143,14 +145,18 @@ class PoolingRunner(ModelRunner):
     def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> Tensor:
         """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
         rows = _row_index(spans, batch.num_tokens, self.device)
-        every = dataclasses.replace(batch, logits_rows=None)
-        if self.graph is not None and self.graph.fits(every):
+        wanted = dataclasses.replace(batch, logits_rows=rows)
+        captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
+        if self.graph is not None and self.graph.fits(captured):
             try:
-                hidden = self.graph.replay(every)
-                return hidden if rows is None else hidden.index_select(0, rows)
+                hidden = self.graph.replay(captured)
             except ReplayFailed as error:
                 logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
-        return self.whole_step(dataclasses.replace(batch, logits_rows=rows))
+            else:
+                return (
+                    hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden
+                )
+        return self.whole_step(wanted)
 
     def _pool(
         self,
@@ -208,6 +214,16 @@ def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) ->
         return torch.tensor([num_tokens - 1], device=device)
     rows: Ints = np.concatenate([np.arange(span.start, span.end) for span in spans])
     return torch.from_numpy(rows).to(device)
+
+
+def needs_all_rows(model: SupportsPooling, info: PoolingInfo) -> bool:
+    """Whether the model's first task, which most requests will ask for, is made of all tokens."""
+    task = next((task for task in info.tasks if task != "plugin"), None)
+    if task is None:
+        return True
+    params = PoolingParams()
+    params.verify(task, info)
+    return model.pooler.rows(params) == "all"
 
 
 def pool_once(model: SupportsPooling, batch: ForwardBatch, info: PoolingInfo) -> None:

@@ -32,17 +32,15 @@ class MarkedTexts:
                 "late interaction: queries are not filled up with mask tokens, as the model would "
                 "have to compute tokens that nothing attends to; scores sum over their own tokens"
             )
-        self.skipped = frozenset(
-            token
-            for word in info.skip_words
-            for token in tokenizer.encode(word, add_special_tokens=False)
-        )
+        self.skipped = frozenset(info.skip_ids)
         """Tokens of documents whose vectors match nothing."""
+        self._query_mark = self._mark(info.query_marker, info.query_marker_id)
+        self._document_mark = self._mark(info.document_marker, info.document_marker_id)
 
     def query(self, text: str) -> TokensPrompt:
         """A query's prompt."""
         info = self._info
-        ids = self._marked(text, info.query_marker, info.query_length)
+        ids = self._marked(text, self._query_mark, info.query_length)
         if self._expands:
             ids += self._ids_of("mask_token") * (info.query_length - len(ids))
         return TokensPrompt(prompt_token_ids=ids)
@@ -51,12 +49,17 @@ class MarkedTexts:
         """A document's prompt."""
         info = self._info
         return TokensPrompt(
-            prompt_token_ids=self._marked(text, info.document_marker, info.document_length)
+            prompt_token_ids=self._marked(text, self._document_mark, info.document_length)
         )
 
-    def _marked(self, text: str, marker: str, length: int) -> list[int]:
+    def _mark(self, marker: str, known: int | None) -> list[int]:
+        """A marker that is one token of the vocabulary, or a text like any other."""
+        if known is not None:
+            return [known]
+        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+
+    def _marked(self, text: str, mark: list[int], length: int) -> list[int]:
         ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
-        mark = self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
         room = length - len(mark)
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]

@@ -14,7 +14,7 @@ import torch
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.attention import ProjectedAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.conv import Conv1d
 from headrace_models.layers.embedding import Embedding
@@ -161,7 +161,7 @@ class _Block(Layer):
         return self.mlp(x), stream
 
 
-class _Attention(SelfAttention):
+class _Attention(ProjectedAttention):
     """Every state of a clip sees every other."""
 
     def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:

@@ -22,7 +22,7 @@ class EncoderAttention(SelfAttention):
     """Projections, rotation and attention of one layer. A sequence's tokens see each other, in any
     order, and no other sequence's: all of a prompt must be in the step.
 
-    Other arguments: :class:`~headrace_models.layers.attention.SelfAttention`.
+    Other arguments: :class:`~headrace_models.layers.attention.ProjectedAttention`.
 
     Args:
         interleaved: rotary pairs are neighbours (:class:`headrace_core.ops.RotaryOp`).

@@ -93,7 +93,8 @@ def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModul
         markers=_markers(folder, own),
         **_settings(folder),
     )
-    for module in _modules(folder):
+    # A cross-encoder's only module besides the model makes a score of its logits: as its class does.
+    for module in () if own.get("model_type") == "CrossEncoder" else _modules(folder):
         found = _follow(folder, module, found, pooling_type)
     return found
 

@@ -1,0 +1,173 @@
+"""Rerankers and multi-vector models end to end: score templates, language models' heads, MaxSim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace_core.testing.model import randomise
+from headrace_engine.intake.sandbox import render_template
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUERY, DOCUMENTS = "what turns the wheel", ["water", "bread is made of flour", "a river, a dam"]
+QWEN3 = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: Given a web search query, retrieve relevant passages that answer "
+    "the query\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+TEMPLATES = {
+    "qwen3_reranker": QWEN3,
+    "bge_reranker_v2_gemma": (
+        "A: {query}\nB: {document}\nGiven a query A and a passage B, determine whether the passage "
+        "contains an answer to the query by providing a prediction of either 'Yes' or 'No'."
+    ),
+    "mxbai_rerank_v2": (
+        "<|endoftext|><|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+        "assistant.\n<|im_end|>\n<|im_start|>user\nquery: {query} \ndocument: {document} \nYou are a "
+        "search relevance expert who evaluates how well documents match search queries. For each "
+        "query-document pair, carefully analyze the semantic relationship between them, then provide "
+        "your binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    "nemotron_rerank": "question:{query} \n \n passage:{document}",
+}
+"""The models' own prompts."""
+
+
+def template(name: str) -> str:
+    return (EXAMPLES / f"score_template_{name}.jinja").read_text(encoding="utf-8")
+
+
+def render(name: str, query: str, document: str) -> str:
+    messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    return render_template(template(name), {"messages": messages}, 1 << 16)
+
+
+@pytest.mark.spec("POOL-SCORE-TEMPLATE")
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates(name: str) -> None:
+    text = render(name, "a {b}", 'c "d"\n')
+    assert text == TEMPLATES[name].replace("{query}", "a {b}").replace("{document}", 'c "d"\n')
+
+
+def test_each_template_is_listed() -> None:
+    names = {path.name for path in EXAMPLES.glob("score_template_*.jinja")}
+    assert names == {f"score_template_{name}.jinja" for name in TEMPLATES}
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A Qwen3 with a tokenizer of bytes and a few words; returns transformers' model."""
+    import tokenizers
+    import transformers
+
+    folder = tmp_path_factory.mktemp("reranker")
+    backend: Any = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["no yes", "yes no", QUERY, *DOCUMENTS] * 3, trainer)
+    backend.add_tokens(["no", "yes"])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
+    )
+    model = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=backend.get_vocab_size(), hidden_size=48, intermediate_size=64,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+            max_position_embeddings=1024, tie_word_embeddings=False,
+        )
+    ).eval()  # fmt: skip
+    randomise(model)
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.mark.spec("POOL-LLM-RERANKER")
+def test_scores_of_a_language_model(reranker: tuple[Path, Any]) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from headrace import LLM
+
+    folder, model = reranker
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    overrides = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }
+    with LLM(str(folder), hf_overrides=overrides, dtype="float32", max_model_len=512) as llm:
+        scored = llm.score(QUERY, DOCUMENTS, chat_template=template("qwen3_reranker"))
+    both = [tokenizer.convert_tokens_to_ids(token) for token in ("no", "yes")]
+    for output, document in zip(scored, DOCUMENTS):
+        text = QWEN3.replace("{query}", QUERY).replace("{document}", document)
+        ids = tokenizer.encode(text)
+        assert output.prompt_token_ids == ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        expected = torch.softmax(logits[both], 0)[1]
+        assert output.outputs.score == pytest.approx(float(expected), abs=1e-4)
+
+
+@pytest.mark.spec("POOL-TOKEN-EMBED")
+def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
+    """Saved by Sentence Transformers, whose own encoder is the oracle: markers, expansion that is
+    attended to, skipped punctuation, projection, MaxSim."""
+    pytest.importorskip("sentence_transformers")
+    import transformers
+    from encoders import save_tokenizer
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.base.modules.dense import Dense
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    from headrace import LLM
+
+    base, folder = tmp_path / "bert", tmp_path / "colbert"
+    save_tokenizer(base)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[Q]", "[D]"]})
+    tokenizer.save_pretrained(base)
+    model = transformers.BertModel(
+        transformers.BertConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=64,
+        ),
+        add_pooling_layer=False,
+    )  # fmt: skip
+    randomise(model)
+    model.save_pretrained(base)
+    oracle = MultiVectorEncoder(
+        modules=[
+            Transformer(
+                str(base),
+                query_expansion={"strategy": "fixed", "attend": True, "length": 12},
+                document_length=24,
+            ),
+            Dense(32, 16, bias=False, activation_function=torch.nn.Identity(),
+                  module_input_name="token_embeddings"),
+            MultiVectorMask(skiplist_words=[",", "."]),
+            Normalize(module_input_name="token_embeddings"),
+        ],
+        prompts={"query": "[Q] ", "document": "[D] "},
+        device="cpu",
+    )  # fmt: skip
+    oracle.save_pretrained(str(folder))
+    query, documents = "river mill", ["water, wheel.", "stone grain flour bread", "dam"]
+    expected = oracle.similarity(oracle.encode_query([query]), oracle.encode_document(documents))[0]
+    with LLM(str(folder), dtype="float32") as llm:
+        scored = llm.score(query, documents)
+    for output, score in zip(scored, expected.tolist()):
+        assert output.outputs.score == pytest.approx(score, abs=1e-3)
