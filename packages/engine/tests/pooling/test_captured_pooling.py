@@ -15,7 +15,7 @@ from headrace_core.errors import ReplayFailed
 from headrace_core.graph import GraphNeed, Step, StepGraph
 from headrace_core.pooling import PoolingParams
 from headrace_engine.execution.capture import Capture
-from headrace_engine.pooling.jobs import as_array
+from headrace_engine.pooling.vectors import as_array
 
 
 class Replaying(StepGraph):

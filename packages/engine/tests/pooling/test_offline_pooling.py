@@ -23,7 +23,7 @@ from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling import SamplingParams
 from headrace_engine.offline import OfflineEngine
-from headrace_engine.pooling.jobs import as_array
+from headrace_engine.pooling.vectors import as_array
 
 LENGTHS = (3, 50, 20, 1, 60, 7, 33)
 TEXTS = ["".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(n)) for i, n in enumerate(LENGTHS)]
