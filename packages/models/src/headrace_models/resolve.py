@@ -148,10 +148,12 @@ def choose_architecture(architectures: object, name: str) -> str:
     for architecture in found:
         near += difflib.get_close_matches(str(architecture), known, n=5, cutoff=0.5)
     nearest = ", ".join(dict.fromkeys(near[:5])) or ", ".join(known) or "none is installed"
+    packages = sorted({plugin.distribution for plugin in known.values()})
     raise UnsupportedModel(
         f"model {name!r}: config.json's architectures {architectures!r} are not supported. If the "
         "model has the shape of a supported one, say so with hf_overrides (--hf-overrides "
-        f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}'
+        f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}. '
+        f"Packages with models here: {', '.join(packages) or 'none'}"
     )
 
 
