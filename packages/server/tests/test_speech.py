@@ -211,7 +211,7 @@ async def test_verbose_json_has_segments(connect: Any) -> None:
     body = answer.json()
     segments = body.pop("segments")
     assert body == {
-        "task": "transcribe", "language": "en", "duration": "35.00",
+        "task": "transcribe", "language": "en", "duration": 35.0,
         "text": f"{SPOKEN('transcribe:en:0.0:timed', 0)} {SPOKEN('transcribe:en:30.0:timed', 0)}",
         "words": None, "usage": {"type": "duration", "seconds": 35},
     }  # fmt: skip

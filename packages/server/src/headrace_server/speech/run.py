@@ -185,7 +185,7 @@ class SpeechCall:
         return VerboseTranscription(
             task=self._task,
             language=task.language,
-            duration=f"{audio.seconds:.2f}",
+            duration=round(audio.seconds, 2),
             text=text,
             segments=segments if self._with_segments else None,
             words=await self._words(heard, task) if self._with_words else None,
