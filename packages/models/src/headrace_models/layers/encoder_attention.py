@@ -71,6 +71,7 @@ class EncoderAttention(SelfAttention):
             batch.cu_seqlens_q,
             batch.max_seqlen_q,
             distance_bias=self.shared_bias[0].bias if self.shared_bias else None,
+            key_lens=batch.key_lens,
         )
         out = out.flatten(1)
         return self.out(out if rows is None else self.ops.embedding(rows, out))
