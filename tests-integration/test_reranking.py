@@ -123,9 +123,10 @@ def test_scores_of_a_language_model(reranker: tuple[Path, Any]) -> None:
 
 
 @pytest.mark.spec("POOL-TOKEN-EMBED")
-def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attend", [True, False])
+def test_colbert_beside_sentence_transformers(tmp_path: Path, attend: bool) -> None:
     """Saved by Sentence Transformers, whose own encoder is the oracle: markers, expansion that is
-    attended to, skipped punctuation, projection, MaxSim."""
+    attended to or only attends, skipped punctuation, projection, MaxSim."""
     pytest.importorskip("sentence_transformers")
     import transformers
     from sentence_transformers import MultiVectorEncoder
@@ -155,7 +156,7 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
         modules=[
             Transformer(
                 str(base),
-                query_expansion={"strategy": "fixed", "attend": True, "length": 12},
+                query_expansion={"strategy": "fixed", "attend": attend, "length": 12},
                 document_length=24,
             ),
             Dense(32, 16, bias=False, activation_function=torch.nn.Identity(),

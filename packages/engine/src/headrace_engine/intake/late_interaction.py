@@ -7,6 +7,7 @@ import logging
 from headrace_core.pooling import LateInteraction
 from headrace_core.request import TokensPrompt
 from headrace_core.text import Tokenizer
+from headrace_engine.intake.pooling import FilledPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -18,32 +19,34 @@ class MarkedTexts:
         info: the checkpoint's rules.
         tokenizer: the checkpoint's.
         lower_case: texts are made lower-case first.
+        causal: the model attends to what stands before a token only.
     """
 
     def __init__(
-        self, info: LateInteraction, tokenizer: Tokenizer, *, lower_case: bool = False
+        self,
+        info: LateInteraction,
+        tokenizer: Tokenizer,
+        *,
+        lower_case: bool = False,
+        causal: bool = False,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._lower_case = lower_case
-        self._expands = info.expand_queries and info.attend_to_expansion
-        if info.expand_queries and not self._expands:
-            logger.warning(
-                "late interaction: queries are not filled up with mask tokens, as the model would "
-                "have to compute tokens that nothing attends to; scores sum over their own tokens"
-            )
+        self._filler = self._filler_ids(causal=causal)
         self._query_mark = self._mark(info.query_marker, info.query_marker_id)
         self._document_mark = self._mark(info.document_marker, info.document_marker_id)
         self.skipped = frozenset(info.skip_ids) | self._single_tokens(info.skip_words)
         """Tokens of documents whose vectors match nothing."""
 
-    def query(self, text: str) -> TokensPrompt:
+    def query(self, text: str) -> TokensPrompt | FilledPrompt:
         """A query's prompt."""
         info = self._info
-        ids = self._marked(text, self._query_mark, info.query_length)
-        if self._expands:
-            ids += self._ids_of("mask_token") * (info.query_length - len(ids))
-        return TokensPrompt(prompt_token_ids=ids)
+        own = self._marked(text, self._query_mark, info.query_length)
+        ids = own + self._filler * (info.query_length - len(own))
+        if info.attend_to_expansion or len(ids) == len(own):
+            return TokensPrompt(prompt_token_ids=ids)
+        return FilledPrompt(ids, len(own))
 
     def document(self, text: str) -> TokensPrompt:
         """A document's prompt."""
@@ -66,6 +69,18 @@ class MarkedTexts:
         """Of words that are one token."""
         encoded = (self._tokenizer.encode(word, add_special_tokens=False) for word in words)
         return frozenset(ids[0] for ids in encoded if len(ids) == 1)
+
+    def _filler_ids(self, *, causal: bool) -> list[int]:
+        """The token that fills queries up; none if they are left as they are."""
+        if not self._info.expand_queries:
+            return []
+        if causal and not self._info.attend_to_expansion:
+            logger.warning(
+                "late interaction: queries are not filled up with mask tokens, as a causal model "
+                "cannot compute tokens that nothing attends to; scores sum over their own tokens"
+            )
+            return []
+        return self._ids_of("mask_token")
 
     def _ids_of(self, name: str) -> list[int]:
         text = self._tokenizer.special_tokens.get(name, "")

@@ -11,7 +11,7 @@ from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt
+from headrace_engine.intake.pooling import FilledPrompt, PairPrompt, PoolingPrompt
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
@@ -55,7 +55,7 @@ class IntakeThreads:
         Raises:
             EngineDead: closed before its turn came.
         """
-        if not isinstance(prompt, PairPrompt) and brings_media(prompt):
+        if not isinstance(prompt, PairPrompt | FilledPrompt) and brings_media(prompt):
             return await self._in(self._media_pool, work)
         return await self.run_sized(_size(prompt), work)
 
@@ -120,6 +120,8 @@ def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
     if isinstance(prompt, PairPrompt):
         return len(prompt.first) + len(prompt.second)
+    if isinstance(prompt, FilledPrompt):
+        return len(prompt.token_ids)
     if isinstance(prompt, ChatPrompt):
         # A template of the request's own runs in another process, and large inputs take a while.
         if prompt.chat_template is not None or prompt.tools or prompt.documents:

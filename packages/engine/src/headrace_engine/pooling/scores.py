@@ -144,7 +144,7 @@ class ScorePlanner:
             return PairPrompt(query, document, salt)
         return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
 
-    def _query(self, value: ScoreInput) -> Prompt:
+    def _query(self, value: ScoreInput) -> PoolingPrompt:
         assert self._marked is not None
         return self._marked.query(text_of(value, "text_1"))
 
@@ -169,9 +169,11 @@ class _Distinct:
     """Prompts of texts, each once for each side that reads it in its own way."""
 
     def __init__(
-        self, first: Callable[[ScoreInput], Prompt], second: Callable[[ScoreInput], Prompt]
+        self,
+        first: Callable[[ScoreInput], PoolingPrompt],
+        second: Callable[[ScoreInput], PoolingPrompt],
     ) -> None:
-        self.prompts: list[Prompt] = []
+        self.prompts: list[PoolingPrompt] = []
         self._makers = (first, second)
         self._same = first is second
         self._index: dict[Any, int] = {}
