@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from pooling_families_conformance import PoolingFamilyConformance
 from torch import Tensor
 

@@ -314,6 +314,29 @@ class TestColbert:
         assert (late.query_marker_id, late.document_marker_id) == (3, 4)
         assert (late.query_length, late.document_length, late.skip_ids) == (20, 40, (9,))
         assert (late.expand_queries, late.attend_to_expansion) == (True, False)
+        assert late.expansion_id is None
+
+    def expanded(self, folder: Path, token: object) -> None:
+        """A checkpoint that fills queries up with this token."""
+        BERT().make_checkpoint(folder)
+        dense = {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}
+        write(folder / "modules.json", [TRANSFORMER, dense])
+        self.dense(folder, linear(20, 36))
+        expansion = {"strategy": "fixed", "length": 20, "token": token}
+        write(folder / "sentence_bert_config.json", {"query_expansion": expansion})
+        self.vocabulary(folder, **{"[Q]": 3, "[FILL]": 7})
+
+    def test_the_token_that_fills_queries_up(self, tmp_path: Path) -> None:
+        self.expanded(tmp_path, "[FILL]")
+        late = BERT().resolve(tmp_path).pooling.late_interaction  # type: ignore[union-attr]
+        assert late is not None
+        assert late.expansion_id == 7
+
+    @pytest.mark.parametrize("token", ["[GONE]", 9, ["!"]])
+    def test_a_filler_that_is_no_token(self, tmp_path: Path, token: object) -> None:
+        self.expanded(tmp_path, token)
+        with pytest.raises(UnsupportedModel, match=r"query_expansion\.token"):
+            BERT().resolve(tmp_path)
 
     def dense(self, folder: Path, weight: Tensor, **config: Any) -> None:
         own = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False,

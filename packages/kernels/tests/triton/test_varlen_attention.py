@@ -29,7 +29,12 @@ OPTIONS = pytest.mark.parametrize(
 
 
 def make(
-    dtype: str, device: str, *, reach: int = 0, key_lens: Sequence[int] | None = None, **options: Any
+    dtype: str,
+    device: str,
+    *,
+    reach: int = 0,
+    key_lens: Sequence[int] | None = None,
+    **options: Any,
 ) -> Any:
     if key_lens is not None:
         options["key_lens"] = torch.tensor(key_lens, dtype=torch.int32, device=device)

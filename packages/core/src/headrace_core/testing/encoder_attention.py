@@ -45,7 +45,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fewer keys, distance bias": {"key_lens": (1, 5, 7), "reach": 64},
     "rows that see nothing": {"key_lens": (1, 1, 20), "sliding_window": 4},
     "rows that see nothing, distance bias": {
-        "key_lens": (0, 1, 20), "sliding_window": 4, "reach": 64
+        "key_lens": (0, 1, 20),
+        "sliding_window": 4,
+        "reach": 64,
     },
 }
 
@@ -106,8 +108,8 @@ class EncoderBackendConformance:
         )
         longest = int(case.cu_seqlens.diff().max())
         arguments = (case.query, case.key, case.value, case.cu_seqlens, longest)
-        optional = {name: case.options.get(name) for name in ("distance_bias", "key_lens")}
-        return backend.attend(layer, *arguments, **optional, **changes)
+        bias, lens = case.options.get("distance_bias"), case.options.get("key_lens")
+        return backend.attend(layer, *arguments, distance_bias=bias, key_lens=lens, **changes)
 
     @pytest.mark.spec("ATTN-ENCODER-ONLY")
     @pytest.mark.parametrize("dtype", DTYPES)

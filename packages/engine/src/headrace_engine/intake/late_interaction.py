@@ -72,15 +72,18 @@ class MarkedTexts:
 
     def _filler_ids(self, *, causal: bool) -> list[int]:
         """The token that fills queries up; none if they are left as they are."""
-        if not self._info.expand_queries:
+        info = self._info
+        if not info.expand_queries:
             return []
-        if causal and not self._info.attend_to_expansion:
+        if causal and not info.attend_to_expansion:
             logger.warning(
                 "late interaction: queries are not filled up with mask tokens, as a causal model "
                 "cannot compute tokens that nothing attends to; scores sum over their own tokens"
             )
             return []
-        return self._ids_of("mask_token")
+        if info.expansion_id is not None:
+            return [info.expansion_id]
+        return self._ids_of("mask_token") or self._ids_of("eos_token")
 
     def _ids_of(self, name: str) -> list[int]:
         text = self._tokenizer.special_tokens.get(name, "")
