@@ -334,6 +334,7 @@ class PoolingParams:
             self.task = task
         elif self.task != task:
             _fail("task", self.task, f"{task!r}, which the call asks for")
+        self._check_values(info)
         self._fold_old_names()
         if task == "plugin":
             if self.skip_reading_prefix_cache is None:
@@ -350,6 +351,24 @@ class PoolingParams:
                      if getattr(self, n) is not None and n not in VALID_PARAMS[task]]  # fmt: skip
         if offending:
             _fail_params(task, VALID_PARAMS[task], offending)
+
+    def _check_values(self, info: PoolingInfo | None) -> None:
+        """What a task makes of them is another question."""
+        for name in ("normalize", "use_activation", "softmax", "activation"):
+            if getattr(self, name) not in (None, True, False):
+                _fail(name, getattr(self, name), "True, False or None")
+        labels = info.num_labels if info is not None else 0
+        columns: Any = self.returned_token_ids
+        if columns is not None:
+            if not isinstance(columns, list | tuple) or not columns:
+                _fail("returned_token_ids", columns, "a list of token ids")
+            for column in columns:
+                if type(column) is not int or column < 0 or (labels and column >= labels):
+                    accepted = f"in 0..{labels - 1}" if labels else "a token id"
+                    _fail("returned_token_ids", column, accepted)
+        tag: Any = self.step_tag_id
+        if tag is not None and (type(tag) is not int or tag < 0):
+            _fail("step_tag_id", tag, "a token id")
 
     def _fold_old_names(self) -> None:
         for old in ("softmax", "activation"):

@@ -377,3 +377,45 @@ def test_a_model_that_cannot_compare_says_so() -> None:
     made = make(info={"scoring": "", "tasks": ("classify",)})
     with engine(made) as llm, pytest.raises(UnsupportedFeature, match="'score'; its tasks"):
         llm.score(["a"], ["b"], PoolingParams())
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "cache_salt"])
+def test_a_malformed_side_is_refused_by_name(field: str) -> None:
+    side: Any = {"prompt": "a", field: [[1]]}
+    with engine(make()) as llm, pytest.raises(RequestError, match=field):
+        llm.score([side], ["b"], PoolingParams())
+
+
+@pytest.mark.parametrize("scoring", ["cross", "late_interaction"])
+def test_media_are_not_passed_over_in_scores(scoring: str) -> None:
+    side: Any = {"prompt": "a", "multi_modal_data": {"audio": np.zeros(4, np.float32)}}
+    made = make(info={"scoring": scoring, "late_interaction": LateInteraction()})
+    with engine(made) as llm, pytest.raises(UnsupportedFeature, match="media"):
+        llm.score([side], ["b"], PoolingParams())
+
+
+@pytest.mark.spec("POOL-PREFIXCACHE")
+def test_results_of_all_tokens_read_no_cached_prefix_whatever_is_asked() -> None:
+    made, text = make(causal=True), "a prefix of several blocks of eight tokens"
+    asked = PoolingParams(skip_reading_prefix_cache=False)
+    with engine(made) as llm:
+        llm.encode([text], PoolingParams(), task="embed")
+        (output,) = llm.encode([text], asked, task="token_embed")
+    assert (len(tensor(output)), output.num_cached_tokens) == (len(ids(text)), 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        ("embed", {"normalize": "no"}),
+        ("classify", {"use_activation": 2}),
+        ("token_classify", {"returned_token_ids": [0, 2]}),
+        ("token_classify", {"returned_token_ids": []}),
+        ("token_classify", {"returned_token_ids": [True]}),
+        ("token_classify", {"step_tag_id": "x"}),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(task: str, asked: dict[str, Any]) -> None:
+    made = make(info={"pooling_type": "STEP", "num_labels": 2})
+    with engine(made) as llm, pytest.raises(RequestError, match=next(iter(asked))):
+        llm.encode(["text"], PoolingParams(**asked), task=task)
