@@ -314,8 +314,8 @@ def test_pooled_prompts_bring_media() -> None:
 
 
 def test_media_of_pooled_prompts_are_not_cut() -> None:
+    asked = PoolingParams(truncate_prompt_tokens=3)
     with pytest.raises(RequestError, match="truncate_prompt_tokens = 3"):
-        asked = PoolingParams(truncate_prompt_tokens=3)
         pooling_intake().pooling.read(heard("a~b", ONE), asked, "r", task="embed")
     windows = pooling_intake(enable_chunked_processing=True, native_len=3).pooling
     with pytest.raises(PromptTooLong, match="at most 3 with media"):
