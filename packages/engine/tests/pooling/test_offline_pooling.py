@@ -373,6 +373,22 @@ def test_pairs_by_their_tokens() -> None:
     np.testing.assert_allclose(score.outputs.score, float(want), rtol=1e-5)
 
 
+@pytest.mark.parametrize("keep", [None, -1, 7])
+def test_documents_are_cut_with_their_marks_to_what_the_model_takes(keep: int | None) -> None:
+    marks = LateInteraction(document_marker="D", document_length=100, query_length=90)
+    made = make(max_model_len=12, info={"scoring": "late_interaction", "late_interaction": marks})
+    with engine(made) as llm:
+        (score,) = llm.score(["a"], ["x" * 50], PoolingParams(truncate_prompt_tokens=keep))
+    room = (keep if keep and keep > 0 else 12) - 3
+    assert score.prompt_token_ids[3:] == [1, ord("D"), *map(ord, "x" * room), 2]
+
+
+def test_half_a_character_is_no_document() -> None:
+    made = make(info={"scoring": "late_interaction", "late_interaction": LateInteraction()})
+    with engine(made) as llm, pytest.raises(RequestError, match="text_2: character 1 is half"):
+        llm.score(["a"], ["x\ud800"], PoolingParams())
+
+
 def test_a_model_that_cannot_compare_says_so() -> None:
     made = make(info={"scoring": "", "tasks": ("classify",)})
     with engine(made) as llm, pytest.raises(UnsupportedFeature, match="'score'; its tasks"):

@@ -14,7 +14,7 @@ from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.media import FIELD as MEDIA_FIELD
 from headrace_engine.intake.media import ChatMedia, MediaReader, implicit_form
 from headrace_engine.intake.template import ChatRenderer
-from headrace_engine.intake.tokens import check_ids, need_tokenizer
+from headrace_engine.intake.tokens import check_ids, check_text, need_tokenizer
 
 
 class PromptTokens(NamedTuple):
@@ -237,13 +237,7 @@ class PromptReader:
 
     def _spelled(self, text: str) -> str:
         """A text as the tokenizer is to see it."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: character {error.start} is half of a surrogate pair, which is no text",
-                param="prompt",
-            ) from None
+        check_text("prompt", text)
         return text.lower() if self._lower_case else text
 
     def _chat_renderer(self) -> ChatRenderer:

@@ -25,6 +25,7 @@ from headrace_core.scoring import ScoreInput, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.intake.tokens import need_tokenizer
 from headrace_engine.pooling.jobs import Job
 
 Scored = PoolingRequestOutput[ScoringOutput]
@@ -118,7 +119,13 @@ class ScorePlanner:
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
         if info.scoring == "late_interaction":
-            texts = _Distinct(self._query, self._document)
+            if self._marked is None:
+                need_tokenizer(None, "text_1")
+            keep = params.truncate_prompt_tokens
+            keep = None if keep == -1 else keep
+            texts = _Distinct(
+                lambda value: self._query(value, keep), lambda value: self._document(value, keep)
+            )
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
@@ -146,13 +153,13 @@ class ScorePlanner:
             return PairPrompt(query, document, salt)
         return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
 
-    def _query(self, value: ScoreInput) -> Prompt:
+    def _query(self, value: ScoreInput, keep: int | None) -> Prompt:
         assert self._marked is not None
-        return self._marked.query(text_of(value, "text_1"))
+        return self._marked.query(text_of(value, "text_1"), keep)
 
-    def _document(self, value: ScoreInput) -> Prompt:
+    def _document(self, value: ScoreInput, keep: int | None) -> Prompt:
         assert self._marked is not None
-        return self._marked.document(text_of(value, "text_2"))
+        return self._marked.document(text_of(value, "text_2"), keep)
 
     def _max_sim(self, info: PoolingInfo) -> Callable[[PooledOutput, PooledOutput], float]:
         skipped = self._marked.skipped if self._marked is not None else frozenset[int]()
