@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -374,7 +375,7 @@ class PoolingParams:
         for old in ("softmax", "activation"):
             value = getattr(self, old)
             if value is not None:
-                logger.warning("pooling parameter %s is an old name of use_activation", old)
+                _warn_of_old_name(old)
                 if self.use_activation is None:
                     self.use_activation = value
                 setattr(self, old, None)
@@ -423,6 +424,12 @@ class PoolingParams:
                   f"{model_name!r} was trained for")  # fmt: skip
         elif size > info.embedding_size:
             _fail("dimensions", size, f"at most {info.embedding_size}, the size of an embedding")
+
+
+@functools.cache
+def _warn_of_old_name(name: str) -> None:
+    """Once: every request may bring it."""
+    logger.warning("pooling parameter %s is an old name of use_activation", name)
 
 
 def _fail(name: str, value: object, accepted: str) -> None:
