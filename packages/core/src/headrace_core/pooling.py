@@ -34,8 +34,6 @@ CLASSIFY_TASKS = ("classify", "score", "token_classify")
 TOKEN_TASKS = ("token_embed", "token_classify")
 """Tasks whose result has a row for each token of the prompt."""
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
-CAUSAL_TYPES = ("LAST", "ALL", "STEP")
-"""Pooling types with which a causal model can compute a prompt in chunks."""
 
 VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
     "embed": ("dimensions", "normalize"),
