@@ -13,7 +13,8 @@ from listening import features, save_qwen2_audio, sound, token_ids, wav
 from servers import serving
 from together import together
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, EngineArgs, SamplingParams
+from headrace.assembly.inspection import inspect_model
 from headrace_core.errors import RequestError, UnsupportedFeature
 
 SETTINGS = {
@@ -246,3 +247,10 @@ def test_what_is_heard_is_embedded(listener, mode):
             ).hidden_states[-1]  # fmt: skip
         want = torch.nn.functional.normalize(states[0, -1], dim=0)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.spec("MODEL-INSPECT")
+@pytest.mark.parametrize(("limit", "taken"), [({}, ("audio",)), ({"audio": 0}, ())])
+def test_inspecting_tells_of_the_media_that_are_taken(listener, limit, taken):
+    args = EngineArgs(model=str(listener[1]), limit_mm_per_prompt=limit)
+    assert inspect_model(args.create_engine_config()).model.modalities == taken
