@@ -383,6 +383,14 @@ def test_documents_are_cut_with_their_marks_to_what_the_model_takes(keep: int | 
     assert score.prompt_token_ids[3:] == [1, ord("D"), *map(ord, "x" * room), 2]
 
 
+def test_a_prompt_by_itself_is_not_for_the_io_processor() -> None:
+    with engine(make()) as llm:
+        with pytest.raises(UnsupportedFeature, match="by the IO processor"):
+            llm.encode(["text"], PoolingParams(), task="plugin")
+        with pytest.raises(UnsupportedFeature, match="by the IO processor"):
+            llm.add_request("r", "text", PoolingParams(task="plugin"))
+
+
 def test_half_a_character_is_no_document() -> None:
     made = make(info={"scoring": "late_interaction", "late_interaction": LateInteraction()})
     with engine(made) as llm, pytest.raises(RequestError, match="text_2: character 1 is half"):

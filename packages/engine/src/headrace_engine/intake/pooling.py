@@ -124,6 +124,13 @@ class PoolingIntake:
             failpoints.hit("intake.prepare", request_id)
         model = self._model()
         info = check_task(model, task)
+        if task == "plugin":
+            raise UnsupportedFeature(
+                "task plugin: is answered by the IO processor, which has prompts pooled for another; a "
+                "prompt by itself must have one of "
+                f"{', '.join(name for name in model.tasks if name != 'plugin')}",
+                param="task",
+            )
         params = _verified(params, task, info, model)
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
