@@ -13,7 +13,8 @@ from listening import features, save_qwen2_audio, sound, token_ids, wav
 from servers import serving
 from together import together
 
-from headrace import LLM, SamplingParams
+from headrace import LLM, EngineArgs, SamplingParams
+from headrace.assembly.inspection import inspect_model
 from headrace_core.errors import RequestError, UnsupportedFeature
 
 SETTINGS = {
@@ -220,3 +221,36 @@ def test_the_openai_client_sends_audio(listener):
         with pytest.raises(openai.BadRequestError, match="content"):
             ask([{"role": "user", "content": [broken]}])
         assert ask(chat).choices[0].message.content == answer.choices[0].message.content
+
+
+@pytest.mark.spec("POOL-MM", "POOL-CONVERT")
+@pytest.mark.parametrize("mode", [{}, {"max_num_batched_tokens": 13, "max_num_seqs": 4}])
+def test_what_is_heard_is_embedded(listener, mode):
+    oracle, folder = listener
+    settings = {**SETTINGS, **mode, "runner": "pooling", "convert": "embed"}
+    asked_for = {text: names for text, names in PROMPTS.items() if len(names) == 1}
+    with LLM(str(folder), **settings) as llm:
+        every = [asked(text, names) for text, names in asked_for.items()]
+        found = llm.embed(every, use_tqdm=False)
+        with pytest.raises(RequestError, match="truncate_prompt_tokens"):
+            llm.embed(every[:1], truncate_prompt_tokens=4, use_tqdm=False)
+    for output, (text, [name]) in zip(found, asked_for.items(), strict=True):
+        tokens = expanded(folder, text, [name])
+        assert output.prompt_token_ids == tokens
+        ids, frames = torch.tensor([tokens]), -(-len(clip(name)) // 160)
+        heard = features(folder, clip(name))
+        with torch.inference_mode():
+            states = oracle(
+                input_ids=ids, attention_mask=torch.ones_like(ids), input_features=heard,
+                feature_attention_mask=(torch.arange(heard.shape[-1]) < frames).long()[None],
+                output_hidden_states=True,
+            ).hidden_states[-1]  # fmt: skip
+        want = torch.nn.functional.normalize(states[0, -1], dim=0)
+        torch.testing.assert_close(torch.tensor(output.outputs.embedding), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.spec("MODEL-INSPECT")
+@pytest.mark.parametrize(("limit", "taken"), [({}, ("audio",)), ({"audio": 0}, ())])
+def test_inspecting_tells_of_the_media_that_are_taken(listener, limit, taken):
+    args = EngineArgs(model=str(listener[1]), limit_mm_per_prompt=limit)
+    assert inspect_model(args.create_engine_config()).model.modalities == taken

@@ -12,6 +12,7 @@ import torch
 from pooling_checkpoints import bert, qwen3, text
 
 from headrace import LLM, AsyncLLM, EngineArgs, PoolingParams
+from headrace.assembly.inspection import inspect_model
 from headrace_core import io_processor, plugins
 from headrace_core.errors import ConfigError, PluginNotFound, UnsupportedFeature
 
@@ -80,3 +81,17 @@ def test_who_names_it_and_who_may_not(tmp_path: Path) -> None:
         LLM(str(encoder), io_processor_plugin="nobody", **SETTINGS)
     with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM.*runner generate"):
         LLM(str(decoder), runner="generate", io_processor_plugin="products", **SETTINGS)
+
+
+def test_inspecting_tells_of_the_processor(tmp_path: Path) -> None:
+    bert(tmp_path)
+    args = EngineArgs(model=str(tmp_path), io_processor_plugin="products", **SETTINGS)
+    assert "plugin" in inspect_model(args.create_engine_config()).model.tasks
+
+
+def test_a_checkpoint_that_names_one_may_generate(tmp_path: Path) -> None:
+    qwen3(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"io_processor_plugin": "products"}))
+    args = EngineArgs(model=str(tmp_path), runner="generate", **SETTINGS)
+    assert "plugin" not in inspect_model(args.create_engine_config()).model.tasks

@@ -337,6 +337,17 @@ def test_models_say_their_tasks(embedder, reranker):
 
     assert tasks(embedder) == ["embed", "token_embed"]
     assert tasks(reranker) == ["classify", "score", "token_classify"]
+    log = "".join(embedder.server.log)
+    before = log[log.index("the model, as served here") : log.index("start-up took")].splitlines()
+    facts = ("architecture ", "supported_tasks ", "routes ", "pooling ")
+    found = {fact: [line for line in before if fact + " " in line] for fact in facts}
+    assert [len(lines) for lines in found.values()] == [1] * len(facts), found
+    [architecture], [said], [routes], [pooler] = found.values()
+    assert architecture.endswith(" BertModel")
+    assert said.endswith(" embed, token_embed")
+    assert "/v1/embeddings" in routes
+    assert "/classify" not in routes
+    assert "pooling_type = MEAN" in pooler
 
 
 @pytest.mark.req("F5")

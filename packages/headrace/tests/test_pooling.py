@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import PoolingParams
-from headrace.pooling import as_tensor, chosen_task, score_inputs, truncated
+from headrace.pooling import as_tensor, chosen_task, for_all, score_inputs, truncated
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
 
@@ -18,6 +18,22 @@ def test_a_call_without_a_task_lists_the_methods() -> None:
         chosen_task(None, "dance")
     assert chosen_task(PoolingParams(task="classify"), None) == "classify"
     assert chosen_task(PoolingParams(task="classify"), "embed") == "embed"  # verified later
+
+
+def test_several_parameters_may_agree_on_a_task() -> None:
+    embed, classify = PoolingParams(task="embed"), PoolingParams(task="classify")
+    assert chosen_task([embed, embed], None) == "embed"
+    for params in ([embed, classify], [embed, PoolingParams()], []):
+        with pytest.raises(RequestError, match="pooling_task = None"):
+            chosen_task(params, None)
+
+
+def test_calls_without_prompts_of_their_own_take_one_set_of_parameters() -> None:
+    given = PoolingParams()
+    assert for_all(given) is given
+    assert for_all(None) is None
+    with pytest.raises(RequestError, match="pooling_params: 2 given; must be one"):
+        for_all([given, given])
 
 
 def test_truncation_is_an_argument_of_its_own() -> None:

@@ -155,6 +155,26 @@ class TestPrecedence:
         assert info.logit_bias == 1.5
         assert not info.use_activation
 
+    @pytest.mark.parametrize(
+        ("architecture", "asked"),
+        [
+            ("BertModel", {"use_activation": False}),
+            ("BertModel", {"logit_bias": 1.0}),
+            ("BertModel", {"max_embed_len": 500}),
+            ("BertModel", {"enable_chunked_processing": True, "pooling_type": "ALL"}),
+            ("BertForSequenceClassification", {"normalize": False}),
+            ("BertForSequenceClassification", {"enable_chunked_processing": True}),
+            ("BertForSequenceClassification", {"max_embed_len": 500}),
+            ("BertForTokenClassification", {"returned_token_ids": [2], "pooling_type": "STEP"}),
+        ],
+    )
+    def test_what_the_model_has_no_use_for_is_refused(
+        self, folder: Path, architecture: str, asked: dict[str, object]
+    ) -> None:
+        field = next(iter(asked))
+        with pytest.raises(ConfigError, match=rf"pooler_config\.{field} = .*: must be "):
+            run(folder, {"architectures": [architecture]}, pooler_config=asked)
+
     def test_unknown_key(self, folder: Path) -> None:
         with pytest.raises(ConfigError, match=r"pooler_config\.pool"):
             run(folder, pooler_config={"pool": "MEAN"})

@@ -12,6 +12,11 @@ from typing import Any
 
 from headrace_core.engine import ServedModel
 
+MOST_SHOWN = 64
+"""Entries of a list in a line."""
+LONGEST_SHOWN = 240
+"""Characters of a text in a line (a template, say)."""
+
 
 def facts(
     model: ServedModel, *, routes: Sequence[str] = (), interfaces: Sequence[str] = ()
@@ -59,10 +64,16 @@ def describe(
 
 
 def _text(value: Any) -> str:
+    """Of a fact, for a line; what is long stands in JSON."""
     if isinstance(value, dict):
+        said = {name: each for name, each in value.items() if each is False or each}
         return ", ".join(
-            f"{k} = {_text(v)}" for k, v in value.items() if v not in (None, "", (), [])
+            f"{name} = ({_text(each)})" if isinstance(each, dict) else f"{name} = {_text(each)}"
+            for name, each in said.items()
         )
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
-    return str(value)
+        shown = ", ".join(map(_text, value[:MOST_SHOWN]))
+        return shown if len(value) <= MOST_SHOWN else f"{shown}, ... ({len(value)})"
+    text = str(value)
+    shortened = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    return repr(shortened) if "\n" in shortened else shortened

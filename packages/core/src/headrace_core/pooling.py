@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,8 +34,6 @@ CLASSIFY_TASKS = ("classify", "score", "token_classify")
 TOKEN_TASKS = ("token_embed", "token_classify")
 """Tasks whose result has a row for each token of the prompt."""
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
-CAUSAL_TYPES = ("LAST", "ALL", "STEP")
-"""Pooling types with which a causal model can compute a prompt in chunks."""
 
 VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
     "embed": ("dimensions", "normalize"),
@@ -336,6 +335,7 @@ class PoolingParams:
             self.task = task
         elif self.task != task:
             _fail("task", self.task, f"{task!r}, which the call asks for")
+        self._check_values(info)
         self._fold_old_names()
         if task == "plugin":
             if self.skip_reading_prefix_cache is None:
@@ -353,11 +353,29 @@ class PoolingParams:
         if offending:
             _fail_params(task, VALID_PARAMS[task], offending)
 
+    def _check_values(self, info: PoolingInfo | None) -> None:
+        """What a task makes of them is another question."""
+        for name in ("normalize", "use_activation", "softmax", "activation"):
+            if getattr(self, name) not in (None, True, False):
+                _fail(name, getattr(self, name), "True, False or None")
+        labels = info.num_labels if info is not None else 0
+        columns: Any = self.returned_token_ids
+        if columns is not None:
+            if not isinstance(columns, list | tuple) or not columns:
+                _fail("returned_token_ids", columns, "a list of token ids")
+            for column in columns:
+                if type(column) is not int or column < 0 or (labels and column >= labels):
+                    accepted = f"in 0..{labels - 1}" if labels else "a token id"
+                    _fail("returned_token_ids", column, accepted)
+        tag: Any = self.step_tag_id
+        if tag is not None and (type(tag) is not int or tag < 0):
+            _fail("step_tag_id", tag, "a token id")
+
     def _fold_old_names(self) -> None:
         for old in ("softmax", "activation"):
             value = getattr(self, old)
             if value is not None:
-                logger.warning("pooling parameter %s is an old name of use_activation", old)
+                _warn_of_old_name(old)
                 if self.use_activation is None:
                     self.use_activation = value
                 setattr(self, old, None)
@@ -406,6 +424,12 @@ class PoolingParams:
                   f"{model_name!r} was trained for")  # fmt: skip
         elif size > info.embedding_size:
             _fail("dimensions", size, f"at most {info.embedding_size}, the size of an embedding")
+
+
+@functools.cache
+def _warn_of_old_name(name: str) -> None:
+    """Once: every request may bring it."""
+    logger.warning("pooling parameter %s is an old name of use_activation", name)
 
 
 def _fail(name: str, value: object, accepted: str) -> None:

@@ -167,6 +167,7 @@ class Engine:
         with self._limits.arriving(n):
             request = await prepare()
             await self._gate.passed()
+            self._limits.check_tokens(len(request.prompt_token_ids) * len(request.core_requests))
             state = self._open_stream(request, news)
         assert isinstance(state, RequestState)
         try:
@@ -214,31 +215,37 @@ class Engine:
             ),
         )
         results: dict[int, PooledOutput] = {}
-        await run_bounded(map(self._encode, plan.jobs), AT_ONCE, results.__setitem__)
+        prompts = (self._encode(job, let_in=index > 0) for index, job in enumerate(plan.jobs))
+        await run_bounded(prompts, self._limits.share(AT_ONCE), results.__setitem__)
         return plan.outputs([results[index] for index in range(len(plan.jobs))])
 
-    async def _encode(self, job: Job) -> PooledOutput:
-        """Take in a prompt, run its requests, and wait for the result."""
+    async def _encode(self, job: Job, *, let_in: bool = False) -> PooledOutput:
+        """Take in a prompt, run its requests, and wait for the result.
+
+        Args:
+            let_in: it is part of a call that the queue's limits let in: it is refused no more.
+        """
         self._check_open()
-        with self._limits.arriving(1):
-            intake = self._intake.pooling
+        intake = self._intake.pooling
+        with contextlib.nullcontext() if let_in else self._limits.arriving(1):
             prompt = await self._threads.run(job.prompt, lambda: read_job(intake, job))
             await self._gate.passed()
+            if not let_in:
+                self._limits.check_tokens(len(prompt.token_ids))
             if not prompt.window:
                 opened = self._open_pooled(intake.request(prompt))
         if not prompt.window:
             return await self._result(*opened)
         gathering = Gathering(prompt)
         windows = map(self._window, intake.windows(prompt))
-        await run_bounded(windows, windows_at_once(prompt), gathering.add)
+        at_once = self._limits.share(windows_at_once(prompt))
+        await run_bounded(windows, at_once, gathering.add)
         return gathering.output()
 
     async def _window(self, request: PreparedRequest) -> PooledOutput:
         """One window of a long text."""
-        with self._limits.arriving(1):
-            await self._gate.passed()
-            opened = self._open_pooled(request)
-        return await self._result(*opened)
+        await self._gate.passed()
+        return await self._result(*self._open_pooled(request))
 
     def _open_pooled(self, request: PreparedRequest) -> tuple[Followed, News]:
         for core in request.core_requests:
@@ -270,6 +277,7 @@ class Engine:
                 prompt, lambda: intake.prepare(prompt, request_id, priority=priority)
             )
             await self._gate.passed()
+            self._limits.check_tokens(len(request.prompt_token_ids))
             opened = self._open_pooled(request)
         weights: PackedArray = (await self._result(*opened)).outputs.data
         return weights
@@ -432,7 +440,6 @@ class Engine:
 
     def _open_stream(self, request: PreparedRequest, news: News) -> Followed:
         self._check_open()  # preparing may have taken a while
-        self._limits.check_tokens(request)
         state = news.state = self._processor.add(request)
         self._streams[request.request_id] = news
         try:

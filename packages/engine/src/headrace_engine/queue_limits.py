@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from headrace_core.config import SchedulerConfig
 from headrace_core.errors import QueueFull
 from headrace_engine.emission.processor import OutputProcessor
-from headrace_engine.intake.prepared import PreparedRequest
 
 MAX_RETRY_AFTER = 60.0
 """Longest advice to a caller whose request was refused, in seconds."""
@@ -44,8 +43,13 @@ class QueueLimits:
         finally:
             self._num_arriving -= n
 
-    def check_tokens(self, request: PreparedRequest) -> None:
-        """Refuse a request whose prompt is too long for what there is room for.
+    def share(self, wanted: int) -> int:
+        """Of ``wanted`` requests of one call, how many may be under way together: a call that was let
+        in does not fill the queue, which would have others refused."""
+        return max(1, min(wanted, self._max_requests // 2))
+
+    def check_tokens(self, own: int) -> None:
+        """Refuse a request whose prompts, of ``own`` tokens, are too long for what there is room for.
 
         Raises:
             QueueFull: says how many tokens wait, and when to try again.
@@ -53,7 +57,6 @@ class QueueLimits:
         limit, waiting = self._max_tokens, self._processor.num_waiting_tokens
         if limit is None or not waiting:
             return  # who finds nobody waiting is taken, however long: it could never be otherwise
-        own = len(request.prompt_token_ids) * len(request.core_requests)
         excess = waiting + own - limit
         if excess > 0:
             raise QueueFull(

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from engine_fakes import CharTokenizer, served_model
 
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.modality import MediaItem, MediaPlacement, Modality, ProcessedMedia
 from headrace_core.packed import PackedArray
-from headrace_core.pooling import PoolingParams
+from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.request import ChatPrompt, CoreRequest
 from headrace_core.sampling import SamplingParams
 from headrace_core.speech import AudioClip
@@ -293,3 +293,30 @@ def test_sequences_to_be_aligned() -> None:
         intake.alignment.prepare("abc", "r")
     with pytest.raises(RequestError, match=r"which the context holds"):
         intake.alignment.prepare(heard("a" * (model.max_model_len + 1), ONE), "r")  # type: ignore[arg-type]
+
+
+def pooling_intake(**info: Any) -> Intake:
+    reader = MediaReader(PairsOfSamples(), content_hash)
+    pooling = PoolingInfo(("embed",), "LAST", causal=True, embedding_size=8, **info)
+    model = served_model(
+        runner="pooling", pooling=pooling, tasks=("embed",), modalities=reader.modalities
+    )
+    return Intake(CharTokenizer(), model, media=reader, clock=lambda: 1.0)
+
+
+@pytest.mark.spec("POOL-MM")
+def test_pooled_prompts_bring_media() -> None:
+    intake = pooling_intake().pooling
+    read = intake.read(heard("a~b", ONE), PoolingParams(), "r", task="embed")
+    [made] = intake.request(read).core_requests
+    assert made.prompt_token_ids == [ord("a"), MARK, MARK, ord("b")]
+    assert [(item.offset, item.num_tokens) for item in made.media] == [(1, 2)]
+
+
+def test_media_of_pooled_prompts_are_not_cut() -> None:
+    asked = PoolingParams(truncate_prompt_tokens=3)
+    with pytest.raises(RequestError, match="truncate_prompt_tokens = 3"):
+        pooling_intake().pooling.read(heard("a~b", ONE), asked, "r", task="embed")
+    windows = pooling_intake(enable_chunked_processing=True, native_len=3).pooling
+    with pytest.raises(PromptTooLong, match="at most 3 with media"):
+        windows.read(heard("a~b", ONE), PoolingParams(), "r", task="embed")

@@ -167,6 +167,27 @@ async def test_refusals() -> None:
         assert not engine._processor.states
 
 
+@pytest.mark.parametrize("limits", [{"max_queued_requests": 1}, {"max_queued_requests": 6,
+                                    "max_queued_tokens": 40}])  # fmt: skip
+async def test_a_call_that_was_let_in_is_not_refused_in_its_middle(limits: dict[str, int]) -> None:
+    long = {"enable_chunked_processing": True, "native_len": 16, "max_embed_len": 10_000}
+    made = make(max_model_len=16, info=long, scheduler=limits)
+    most = 0
+    async with started(made) as engine:
+        add = made.client.add
+
+        def counting(requests: Any) -> None:
+            nonlocal most
+            most = max(most, len(engine._processor.states))
+            add(requests)
+
+        made.client.add = counting  # type: ignore[method-assign]
+        scores = await engine.score(["a"], [f"text {i}" for i in range(40)], PoolingParams(), "r")
+        assert len(scores) == 40
+        assert (await engine.encode([9] * 900, PoolingParams(), "long", task="embed")).finished
+    assert most <= max(1, limits["max_queued_requests"] // 2), "others find room in the queue"
+
+
 async def test_a_failing_pair_ends_the_others() -> None:
     made = make(poison=77)
     async with started(made) as engine:

@@ -408,7 +408,8 @@ def test_fillers_are_cut_off_first(keep: int, num_fillers: int) -> None:
     with engine(made) as llm:
         params = PoolingParams(truncate_prompt_tokens=keep)
         (score,) = llm.score(["ab"], ["x"], params)
-    own = ids("ab")[-keep:]
+    whole = ids("ab")
+    own = whole if keep >= len(whole) else [*whole[: keep - 1], whole[-1]]
     filled = own + [3] * num_fillers
     assert score.prompt_token_ids == filled + ids("x")
     dense = partial(made.model.dense, task="token_embed")
@@ -425,7 +426,75 @@ def test_a_causal_model_has_no_such_fillers(caplog: pytest.LogCaptureFixture) ->
     assert "queries are not filled up" in caplog.text
 
 
+@pytest.mark.parametrize("keep", [None, -1, 7])
+def test_documents_are_cut_with_their_marks_to_what_the_model_takes(keep: int | None) -> None:
+    marks = LateInteraction(
+        document_marker="D", document_length=100, query_length=90, expand_queries=False
+    )
+    made = make(max_model_len=12, info={"scoring": "late_interaction", "late_interaction": marks})
+    with engine(made) as llm:
+        (score,) = llm.score(["a"], ["x" * 50], PoolingParams(truncate_prompt_tokens=keep))
+    room = (keep if keep and keep > 0 else 12) - 3
+    assert score.prompt_token_ids[3:] == [1, ord("D"), *map(ord, "x" * room), 2]
+
+
+def test_a_prompt_by_itself_is_not_for_the_io_processor() -> None:
+    with engine(make()) as llm:
+        with pytest.raises(UnsupportedFeature, match="by the IO processor"):
+            llm.encode(["text"], PoolingParams(), task="plugin")
+        with pytest.raises(UnsupportedFeature, match="by the IO processor"):
+            llm.add_request("r", "text", PoolingParams(task="plugin"))
+
+
+def test_half_a_character_is_no_document() -> None:
+    made = make(info={"scoring": "late_interaction", "late_interaction": LateInteraction()})
+    with engine(made) as llm, pytest.raises(RequestError, match="text_2: character 1 is half"):
+        llm.score(["a"], ["x\ud800"], PoolingParams())
+
+
 def test_a_model_that_cannot_compare_says_so() -> None:
     made = make(info={"scoring": "", "tasks": ("classify",)})
     with engine(made) as llm, pytest.raises(UnsupportedFeature, match="'score'; its tasks"):
         llm.score(["a"], ["b"], PoolingParams())
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "cache_salt"])
+def test_a_malformed_side_is_refused_by_name(field: str) -> None:
+    side: Any = {"prompt": "a", field: [[1]]}
+    with engine(make()) as llm, pytest.raises(RequestError, match=field):
+        llm.score([side], ["b"], PoolingParams())
+
+
+@pytest.mark.parametrize("scoring", ["cross", "late_interaction"])
+def test_media_are_not_passed_over_in_scores(scoring: str) -> None:
+    side: Any = {"prompt": "a", "multi_modal_data": {"audio": np.zeros(4, np.float32)}}
+    made = make(info={"scoring": scoring, "late_interaction": LateInteraction()})
+    with engine(made) as llm, pytest.raises(UnsupportedFeature, match="media"):
+        llm.score([side], ["b"], PoolingParams())
+
+
+@pytest.mark.spec("POOL-PREFIXCACHE")
+def test_results_of_all_tokens_read_no_cached_prefix_whatever_is_asked() -> None:
+    made, text = make(causal=True), "a prefix of several blocks of eight tokens"
+    asked = PoolingParams(skip_reading_prefix_cache=False)
+    with engine(made) as llm:
+        llm.encode([text], PoolingParams(), task="embed")
+        (output,) = llm.encode([text], asked, task="token_embed")
+    assert (len(tensor(output)), output.num_cached_tokens) == (len(ids(text)), 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        ("embed", {"normalize": "no"}),
+        ("classify", {"use_activation": 2}),
+        ("token_classify", {"returned_token_ids": [0, 2]}),
+        ("token_classify", {"returned_token_ids": []}),
+        ("token_classify", {"returned_token_ids": [True]}),
+        ("token_classify", {"step_tag_id": "x"}),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(task: str, asked: dict[str, Any]) -> None:
+    made = make(info={"pooling_type": "STEP", "num_labels": 2})
+    with engine(made) as llm, pytest.raises(RequestError, match=next(iter(asked))):
+        llm.encode(["text"], PoolingParams(**asked), task=task)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
-from headrace.pooling import OfflinePooling, chosen_task, score_inputs, truncated
+from headrace.pooling import OfflinePooling, chosen_task, for_all, score_inputs, truncated
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import (
@@ -368,7 +368,7 @@ class LLM:
         return pooling.score(
             score_inputs(data_1),
             score_inputs(data_2),
-            cast("PoolingParams | None", params),
+            for_all(params),
             chat_template,
             use_tqdm,
         )
@@ -414,7 +414,7 @@ class LLM:
         params = truncated(pooling_params, keep)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
-            return pooling.plugin(prompts, cast("PoolingParams | None", params), use_tqdm)
+            return pooling.plugin(prompts, for_all(params), use_tqdm)
         pooling = self._pooling("LLM.encode", task)
         return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
 

@@ -127,17 +127,10 @@ class OfflinePooling:
         use_tqdm: Progress,
         add_special_tokens: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        if params is None:
-            params = PoolingParams()
-        if not isinstance(params, PoolingParams) and len(params) != len(prompts):
-            raise RequestError(
-                f"pooling_params: {len(params)} given for {len(prompts)} prompts",
-                param="pooling_params",
-            )
         with prompt_bar(len(prompts), use_tqdm) as on_output:
             return self._engine.encode(
                 prompts,
-                params,
+                PoolingParams() if params is None else params,
                 task=task,
                 add_special_tokens=add_special_tokens,
                 on_output=on_output,
@@ -167,15 +160,31 @@ def truncated(params: Params, truncate_prompt_tokens: int | None) -> Params:
     return [cast("PoolingParams", truncated(one, truncate_prompt_tokens)) for one in params]
 
 
+def for_all(params: Params) -> PoolingParams | None:
+    """Parameters of a call that has no prompts of its own to give each its own.
+
+    Raises:
+        RequestError: there are several.
+    """
+    if params is None or isinstance(params, PoolingParams):
+        return params
+    raise RequestError(
+        f"pooling_params: {len(params)} given; must be one PoolingParams for the whole call, or None",
+        param="pooling_params",
+    )
+
+
 def chosen_task(params: Params, pooling_task: str | None) -> str:
-    """What ``encode`` is asked for.
+    """What ``encode`` is asked for, by its argument or by all of the parameters.
 
     Raises:
         RequestError: it does not say, or what it says is no task.
     """
     task = pooling_task
-    if task is None and isinstance(params, PoolingParams):
-        task = params.task
+    if task is None and params is not None:
+        every = [params] if isinstance(params, PoolingParams) else params
+        said = {one.task for one in every}
+        task = said.pop() if len(said) == 1 else None
     if task is None:
         methods = ", ".join(f"{method} ({task})" for task, method in METHODS.items())
         raise RequestError(

@@ -78,6 +78,7 @@ class PoolingRunner(ModelRunner):
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
+        self._embed_media(step)
         inputs = self.inputs.build(step.num_scheduled_tokens)
         results = {i: RequestStepResult(error=reason) for i, reason in inputs.errors.items()}
         seconds = 0.0

@@ -26,7 +26,7 @@ from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.lengths import max_tokens, truncate
-from headrace_engine.intake.media import MediaReader
+from headrace_engine.intake.media import MediaReader, cuts_media
 from headrace_engine.intake.pooling import PoolingIntake, check_generates, check_priority
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.prompts import PromptReader, PromptTokens
@@ -250,11 +250,7 @@ class Intake:
                 param="multi_modal_data",
             )
         if tokens.media and not whole and not tokens.num_encoder_tokens:
-            raise RequestError(
-                f"truncate_prompt_tokens = {params.truncate_prompt_tokens}: must be absent, as it "
-                "would cut placeholders of media",
-                param="truncate_prompt_tokens",
-            )
+            raise cuts_media(params.truncate_prompt_tokens)
         return tokens._replace(ids=ids, text=tokens.text if whole else None, embeds=embeds)
 
 
@@ -263,5 +259,9 @@ def _marked_texts(model: ServedModel, tokenizer: Tokenizer | None) -> MarkedText
     if tokenizer is None or pooling is None or pooling.late_interaction is None:
         return None
     return MarkedTexts(
-        pooling.late_interaction, tokenizer, lower_case=pooling.lower_case, causal=pooling.causal
+        pooling.late_interaction,
+        tokenizer,
+        max_model_len=model.max_model_len,
+        lower_case=pooling.lower_case,
+        causal=pooling.causal,
     )

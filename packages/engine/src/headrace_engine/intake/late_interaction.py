@@ -8,6 +8,7 @@ from headrace_core.pooling import LateInteraction
 from headrace_core.request import TokensPrompt
 from headrace_core.text import Tokenizer
 from headrace_engine.intake.pooling import FilledPrompt
+from headrace_engine.intake.tokens import check_text
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +19,7 @@ class MarkedTexts:
     Args:
         info: the checkpoint's rules.
         tokenizer: the checkpoint's.
+        max_model_len: longest prompt, in tokens.
         lower_case: texts are made lower-case first.
         causal: the model attends to what stands before a token only.
     """
@@ -27,10 +29,12 @@ class MarkedTexts:
         info: LateInteraction,
         tokenizer: Tokenizer,
         *,
+        max_model_len: int,
         lower_case: bool = False,
         causal: bool = False,
     ) -> None:
         self._info = info
+        self._max_model_len = max_model_len
         self._tokenizer = tokenizer
         self._lower_case = lower_case
         self._filler = self._filler_ids(causal=causal)
@@ -39,23 +43,36 @@ class MarkedTexts:
         self.skipped = frozenset(info.skip_ids) | self._single_tokens(info.skip_words)
         """Tokens of documents whose vectors match nothing."""
 
-    def query(self, text: str) -> TokensPrompt | FilledPrompt:
-        """A query's prompt."""
-        info = self._info
-        own = self._marked(text, self._query_mark, info.query_length)
-        ids = own + self._filler * (info.query_length - len(own))
-        if info.attend_to_expansion or len(ids) == len(own):
+    def query(self, text: str, keep: int | None = None) -> TokensPrompt | FilledPrompt:
+        """A query's prompt.
+
+        Args:
+            keep: most tokens, where that is fewer than the checkpoint's rules say; None: as they do.
+
+        Raises:
+            RequestError: the text is none.
+        """
+        length = self._length(self._info.query_length, keep)
+        own = self._marked("text_1", text, self._query_mark, length)
+        ids = own + self._filler * (length - len(own))
+        if self._info.attend_to_expansion or len(ids) == len(own):
             return TokensPrompt(prompt_token_ids=ids)
         return FilledPrompt(ids, len(own))
 
-    def document(self, text: str) -> TokensPrompt:
-        """A document's prompt."""
-        length = self._info.document_length
-        return TokensPrompt(prompt_token_ids=self._marked(text, self._document_mark, length))
+    def document(self, text: str, keep: int | None = None) -> TokensPrompt:
+        """A document's prompt; as :meth:`query`."""
+        length = self._length(self._info.document_length, keep)
+        return TokensPrompt(
+            prompt_token_ids=self._marked("text_2", text, self._document_mark, length)
+        )
 
-    def _marked(self, text: str, mark: list[int], length: int) -> list[int]:
+    def _length(self, length: int, keep: int | None) -> int:
+        return min(length, self._max_model_len, length if keep is None else keep)
+
+    def _marked(self, param: str, text: str, mark: list[int], length: int) -> list[int]:
+        check_text(param, text)
         ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
-        room = length - len(mark)
+        room = max(1, length - len(mark))
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]
         return [*ids[:1], *mark, *ids[1:]]

@@ -246,6 +246,15 @@ def implicit_form(prompt: Mapping[str, Any]) -> dict[str, Any]:
     return {**decoder, **media, **salt}
 
 
+def cuts_media(truncate_prompt_tokens: int | None) -> RequestError:
+    """What is said where a prompt with media would be shortened."""
+    return RequestError(
+        f"truncate_prompt_tokens = {truncate_prompt_tokens}: must be absent, as it would cut "
+        "placeholders of media",
+        param="truncate_prompt_tokens",
+    )
+
+
 def _check_fields(where: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
     names = tuple(known)
     unknown = sorted(name for name in given if name not in names and given[name] is not None)

@@ -16,9 +16,11 @@ from typing import NamedTuple
 from headrace_core import failpoints
 from headrace_core.engine import ServedModel
 from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
-from headrace_core.pooling import PoolingInfo, PoolingParams
+from headrace_core.modality import MediaInput
+from headrace_core.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_engine.intake.media import cuts_media
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.prompts import PromptReader, PromptTokens
 
@@ -74,6 +76,7 @@ class PooledPrompt:
     """See :attr:`PreparedRequest.call`."""
     num_attended_tokens: int | None = None
     """See :attr:`FilledPrompt.num_attended_tokens`; None: all."""
+    media: Sequence[MediaInput] = ()
     window: int = 0
     """Tokens of the windows in which it must be computed; 0: whole."""
 
@@ -131,17 +134,33 @@ class PoolingIntake:
             failpoints.hit("intake.prepare", request_id)
         model = self._model()
         info = check_task(model, task)
+        if task == "plugin":
+            raise UnsupportedFeature(
+                "task plugin: is answered by the IO processor, which has prompts pooled for another; a "
+                "prompt by itself must have one of "
+                f"{', '.join(name for name in model.tasks if name != 'plugin')}",
+                param="task",
+            )
         params = _verified(params, task, info, model)
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
         tokens = self._tokens(prompt, add_special_tokens, keep)
         ids, types = tokens.ids, tokens.token_type_ids
         if keep is not None and len(ids) > keep:
+            if tokens.media:
+                raise cuts_media(params.truncate_prompt_tokens)
             ids, types = ids[-keep:], types[-keep:] if types is not None else None
         if not ids:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         if types is not None:
             _check_types(types, len(ids), info)
+        window = _window(len(ids), task, info, model)
+        if window and tokens.media:
+            raise PromptTooLong(
+                f"prompt: {len(ids)} tokens; must be at most {window} with media, which are not cut",
+                param="prompt",
+                value=len(ids),
+            )
         return PooledPrompt(
             request_id=request_id,
             token_ids=ids,
@@ -153,7 +172,8 @@ class PoolingIntake:
             arrival_time=arrival_time,
             call=call or request_id,
             num_attended_tokens=tokens.num_attended_tokens,
-            window=_window(len(ids), task, info, model),
+            media=tokens.media,
+            window=window,
         )
 
     def request(self, prompt: PooledPrompt) -> PreparedRequest:
@@ -211,6 +231,7 @@ class PoolingIntake:
             pooling=params,
             token_type_ids=token_type_ids,
             num_attended_tokens=prompt.num_attended_tokens,
+            media=list(prompt.media),
         )
         return PreparedRequest(
             request_id=request_id,
@@ -292,7 +313,7 @@ def _verified(
 ) -> PoolingParams:
     params = params.clone()
     params.verify(task, info, model.name)
-    if not info.reuses_prefixes:  # whatever was asked for: it would be wrong
+    if not info.reuses_prefixes or task in TOKEN_TASKS:  # whatever was asked: it would be wrong
         params.skip_reading_prefix_cache = True
     return params
 

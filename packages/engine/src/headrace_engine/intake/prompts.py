@@ -14,7 +14,7 @@ from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.media import FIELD as MEDIA_FIELD
 from headrace_engine.intake.media import ChatMedia, MediaReader, implicit_form
 from headrace_engine.intake.template import ChatRenderer
-from headrace_engine.intake.tokens import check_ids, need_tokenizer
+from headrace_engine.intake.tokens import check_ids, check_text, need_tokenizer
 
 
 class PromptTokens(NamedTuple):
@@ -91,7 +91,8 @@ class PromptReader:
         Args:
             add_special_tokens: None: yes for text, as a chat says for chats.
             max_length: text is shortened to so many tokens, special ones kept
-                (:meth:`headrace_core.text.Tokenizer.encode_pair`); token ids are not.
+                (:meth:`headrace_core.text.Tokenizer.encode_pair`); token ids, and text beside media,
+                are not.
 
         Raises:
             RequestError: the prompt is malformed, or needs what the engine does not have.
@@ -99,14 +100,14 @@ class PromptReader:
         if add_special_tokens is None and self._encodes:
             add_special_tokens = False  # a decoder's prompt says itself how it begins
         if isinstance(prompt, Mapping) and brings_media(prompt):
-            return self._media_tokens(prompt, add_special_tokens, max_length)
+            return self._media_tokens(prompt, add_special_tokens)
         if isinstance(prompt, ChatPrompt):
             media = ChatMedia(self._media)
             text = self._chat_renderer().render(prompt, media)
             special = (
                 prompt.add_special_tokens if add_special_tokens is None else add_special_tokens
             )
-            ids = self._encode(text, special, max_length)
+            ids = self._encode(text, special, None if media else max_length)
             tokens = PromptTokens(ids, text, _salt(prompt.cache_salt))
             return self._placed(tokens, media.data(), None) if media else tokens
         if isinstance(prompt, Mapping):
@@ -177,7 +178,7 @@ class PromptReader:
         return PromptTokens(ids, text, salt)
 
     def _media_tokens(
-        self, prompt: Mapping[str, Any], add_special_tokens: bool | None, max_length: int | None
+        self, prompt: Mapping[str, Any], add_special_tokens: bool | None
     ) -> PromptTokens:
         """Tokens and media of a prompt that brings some, in either form."""
         if self._media is None or ("encoder_prompt" in prompt and not self._encodes):
@@ -194,7 +195,7 @@ class PromptReader:
         if start is not None and not given.get("prompt") and not given.get("prompt_token_ids"):
             given = {**given, "prompt_token_ids": [start]}
         text: Any = given
-        tokens = self.read(text, add_special_tokens, max_length=max_length)
+        tokens = self.read(text, add_special_tokens)
         return self._placed(tokens, data, options)
 
     def _placed(self, tokens: PromptTokens, data: object, options: object) -> PromptTokens:
@@ -238,13 +239,7 @@ class PromptReader:
 
     def _spelled(self, text: str) -> str:
         """A text as the tokenizer is to see it."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"prompt: character {error.start} is half of a surrogate pair, which is no text",
-                param="prompt",
-            ) from None
+        check_text("prompt", text)
         return text.lower() if self._lower_case else text
 
     def _chat_renderer(self) -> ChatRenderer:

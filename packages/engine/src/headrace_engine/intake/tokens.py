@@ -36,3 +36,18 @@ def check_ids(param: str, ids: Iterable[object], vocab_size: int) -> None:
                 f"0..{vocab_size - 1}",
                 param=param,
             )
+
+
+def check_text(param: str, text: str) -> None:
+    """Refuse what cannot be written as UTF-8, which no tokenizer takes.
+
+    Raises:
+        RequestError: naming ``param`` and the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{param}: character {error.start} is half of a surrogate pair, which is no text",
+            param=param,
+        ) from None

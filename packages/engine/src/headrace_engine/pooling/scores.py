@@ -11,6 +11,7 @@ Texts that are embedded by themselves are so once, however many pairs they are i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PoolingInfo, PoolingParams
-from headrace_core.request import Prompt, TextPrompt
+from headrace_core.request import Prompt, TextPrompt, brings_media
 from headrace_core.scoring import ScoreInput, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
+from headrace_engine.intake.tokens import need_tokenizer
 from headrace_engine.pooling.jobs import Job
 
 Scored = PoolingRequestOutput[ScoringOutput]
@@ -31,6 +33,7 @@ Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
 RenderPair = Callable[[str, str, str | None], str | None]
 """(query, document, the call's template) -> prompt; None: the model has no template."""
 
+_TEXT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 AT_ONCE = 128
 """Prompts of one call that are under way together on an asynchronous engine."""
 
@@ -116,7 +119,13 @@ class ScorePlanner:
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
         if info.scoring == "late_interaction":
-            texts = _Distinct(self._query, self._document)
+            if self._marked is None:
+                need_tokenizer(None, "text_1")
+            keep = params.truncate_prompt_tokens
+            keep = None if keep == -1 else keep
+            texts = _Distinct(
+                lambda value: self._query(value, keep), lambda value: self._document(value, keep)
+            )
             indices = [texts.pair(*pair) for pair in pairs]
             jobs = [job(p, "token_embed", i) for i, p in enumerate(texts.prompts)]
             return ScorePlan(jobs, indices, self._max_sim(info), request_id)
@@ -144,13 +153,13 @@ class ScorePlanner:
             return PairPrompt(query, document, salt)
         return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
 
-    def _query(self, value: ScoreInput) -> PoolingPrompt:
+    def _query(self, value: ScoreInput, keep: int | None) -> PoolingPrompt:
         assert self._marked is not None
-        return self._marked.query(text_of(value, "text_1"))
+        return self._marked.query(text_of(value, "text_1"), keep)
 
-    def _document(self, value: ScoreInput) -> Prompt:
+    def _document(self, value: ScoreInput, keep: int | None) -> Prompt:
         assert self._marked is not None
-        return self._marked.document(text_of(value, "text_2"))
+        return self._marked.document(text_of(value, "text_2"), keep)
 
     def _max_sim(self, info: PoolingInfo) -> Callable[[PooledOutput, PooledOutput], float]:
         skipped = self._marked.skipped if self._marked is not None else frozenset[int]()
@@ -192,14 +201,15 @@ class _Distinct:
 
 
 def _key(value: ScoreInput) -> object:
+    """Equal for equal texts; of what is no text, only for the same object."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Mapping):
-        ids = value.get("prompt_token_ids")
-        if isinstance(ids, list):
-            return (tuple(ids), value.get("cache_salt"))
-        if isinstance(value.get("prompt"), str):
-            return (value["prompt"], value.get("cache_salt"))
+    if isinstance(value, Mapping) and set(value) <= _TEXT_FIELDS:
+        parts = (value.get(name) for name in sorted(_TEXT_FIELDS))
+        key = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+        with contextlib.suppress(TypeError):  # what is malformed is refused where it is read
+            hash(key)
+            return key
     return id(value)
 
 
@@ -211,6 +221,9 @@ def text_of(value: ScoreInput, param: str) -> str:
     """
     given: object = value
     if isinstance(given, Mapping):
+        if brings_media(value):  # type: ignore[arg-type]
+            raise UnsupportedFeature(f"{param}: media cannot be scored; the model reads text",
+                                     param=param)  # fmt: skip
         given = given.get("content") if given.get("prompt") is None else given["prompt"]
         if isinstance(given, list | tuple):
             return "\n".join(_part_text(part, param) for part in given)

@@ -15,7 +15,7 @@ from headrace.assembly.core import CORE_FACTORY, build_resolved_core, start_read
 from headrace.assembly.media import media_reader
 from headrace.assembly.missing import missing
 from headrace.assembly.plugged import (
-    io_processor,
+    io_processor_class,
     logits_processors,
     read_tokenizer,
     reasoning_parser,
@@ -143,9 +143,8 @@ def front_end(
         model = served_model(
             resolved, tokenizer, templates.chat_template, media.modalities if media else ()
         )
-        processor = io_processor(resolved, model)
-        if processor is not None and "plugin" not in model.tasks:
-            model = dataclasses.replace(model, tasks=(*model.tasks, "plugin"))
+        make_processor = io_processor_class(resolved)
+        processor = None if make_processor is None else make_processor(resolved.config, model)
     intake = Intake(
         tokenizer,
         model,

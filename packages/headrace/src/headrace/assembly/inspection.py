@@ -16,6 +16,7 @@ from headrace_core import inspection, plugins
 from headrace_core.config import EngineConfig
 from headrace_core.engine import ServedModel
 from headrace_core.interfaces import interfaces_of
+from headrace_core.modality import media_limit
 from headrace_core.model import ModelInfo
 
 
@@ -43,8 +44,9 @@ def inspect_model(config: EngineConfig) -> Inspection:
     """
     resolved = resolve_engine(config)
     info = resolved.info
-    processor = media_processor(info)
-    modalities = tuple(processor.modalities()) if processor is not None else ()
+    processor, limits = media_processor(info), resolved.config.model.limit_mm_per_prompt
+    possible = processor.modalities() if processor is not None else ()
+    modalities = tuple(modality for modality in possible if media_limit(limits, modality))
     model = served_model(resolved, read_tokenizer(resolved), None, modalities)
     if TASK in info.tasks and (lacking := missing_libraries()):
         model = dataclasses.replace(model, unmet={**model.unmet, TASK: lacking})

@@ -13,7 +13,6 @@ from headrace_core.logits_processor import load_processors
 
 if TYPE_CHECKING:
     from headrace.assembly.resolved import Resolved
-    from headrace_core.engine import ServedModel
     from headrace_core.logits_processor import LogitsProcessor
     from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
     from headrace_engine.startup import StartupTimeline
@@ -52,25 +51,23 @@ def reasoning_parser(config: StructuredOutputsConfig) -> type[ReasoningParser] |
     return load_parsers(ServerSettings(**named)).reasoning
 
 
-def io_processor(resolved: Resolved, model: ServedModel) -> IOProcessor | None:
+def io_processor_class(resolved: Resolved) -> type[IOProcessor] | None:
     """The plug-in that stands between a pooling model and its callers: the one that is asked for, else
-    the one that ``config.json`` names; None: neither.
+    the one that ``config.json`` names; None: neither, or the model generates.
 
     Raises:
-        ConfigError: the model does not pool.
+        ConfigError: one is asked for, and the model does not pool.
         PluginError: there is no such plug-in, or it cannot be used.
     """
-    config, info = resolved.config, resolved.info
-    name = config.model.io_processor_plugin or info.config.get("io_processor_plugin")
-    if not name:
-        return None
-    if info.runner != "pooling":
+    info, asked = resolved.info, resolved.config.model.io_processor_plugin
+    if asked and info.runner != "pooling":
         raise ConfigError(
-            f"model.io_processor_plugin = {name!r}: must be left out for {info.architecture}, which "
+            f"model.io_processor_plugin = {asked!r}: must be left out for {info.architecture}, which "
             f"runs as a generator (runner {info.runner}); --runner pooling makes it pool",
             field="model.io_processor_plugin",
         )
-    return load_io_processor(name)(config, model)
+    name = asked or info.config.get("io_processor_plugin")
+    return load_io_processor(name) if name and info.runner == "pooling" else None
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:

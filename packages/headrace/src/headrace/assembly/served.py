@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from headrace.assembly.plugged import io_processor_class
 from headrace.assembly.transcription import registered, unmet_tasks
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
@@ -50,7 +51,7 @@ def served_model(
         vocab_size=info.vocab_size,
         max_logprobs=config.model.max_logprobs,
         eos_token_ids=info.eos_token_ids,
-        tasks=info.tasks,
+        tasks=served_tasks(resolved),
         has_tokenizer=tokenizer is not None,
         has_chat_template=template is not None,
         default_sampling_params=default_sampling_params(info.generation_config),
@@ -70,6 +71,18 @@ def served_model(
         source=info.source,
         is_encoder_decoder=info.is_encoder_decoder,
     )
+
+
+def served_tasks(resolved: Resolved) -> tuple[str, ...]:
+    """The checkpoint's tasks, and ``plugin`` if there is an IO processor.
+
+    Raises:
+        ConfigError, PluginError: as :func:`~headrace.assembly.plugged.io_processor_class`.
+    """
+    tasks = resolved.info.tasks
+    if "plugin" in tasks or io_processor_class(resolved) is None:
+        return tasks
+    return (*tasks, "plugin")
 
 
 def class_path(info: ModelInfo) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.pooling import (
+    CLASSIFY_TASKS,
+    EMBED_TASKS,
     DenseModule,
     LateInteraction,
     PoolerConfig,
@@ -51,6 +53,7 @@ def pooling_info(
     tasks = _tasks(traits, kind, labels)
     size = _embedding_size(config, sentence.dense, traits) if embeds else 0
     matryoshka = _matryoshka(config) if embeds else None
+    _check_honoured(user, tasks, labels)
     _check_dimensions(user, matryoshka, size)
     types = Settings(config).integer("type_vocab_size", 1, minimum=0) if traits.token_types else 0
     return PoolingInfo(
@@ -73,7 +76,7 @@ def pooling_info(
         step_tag_id=user.step_tag_id if kind != "STEP" else _step_tag(user, traits),
         returned_token_ids=user.returned_token_ids,
         dense=sentence.dense if embeds else (),
-        enable_chunked_processing=bool(user.enable_chunked_processing) and embeds,
+        enable_chunked_processing=bool(user.enable_chunked_processing),
         max_embed_len=user.max_embed_len,
         native_len=max_model_len,
         scoring=_scoring(tasks, late),
@@ -95,22 +98,44 @@ def _first(*values: bool | None) -> bool:
 def _pooling_type(user: PoolerConfig, sentence: SentenceModules, traits: PoolingTraits) -> str:
     wanted = user.pooling_type
     if wanted is not None and wanted not in traits.pooling_types:
-        raise ConfigError(
-            f"pooler_config.pooling_type = {wanted!r}: must be one of "
-            f"{', '.join(traits.pooling_types)} for this model",
-            field="pooler_config.pooling_type",
-        )
+        kinds = ", ".join(traits.pooling_types)
+        raise _wrong("pooling_type", wanted, f"one of {kinds} for this model")
     if wanted is None and sentence.pooling_type in traits.pooling_types:
         wanted = sentence.pooling_type
     kind = wanted or traits.pooling_type
     for name in ("step_tag_id", "returned_token_ids"):
         if kind != "STEP" and getattr(user, name) is not None:
-            raise ConfigError(
-                f"pooler_config.{name} = {getattr(user, name)!r}: must be left out unless "
-                "pooling_type is STEP",
-                field=f"pooler_config.{name}",
-            )
+            raise _wrong(name, getattr(user, name), "left out unless pooling_type is STEP")
     return kind
+
+
+def _check_honoured(user: PoolerConfig, tasks: tuple[str, ...], labels: int) -> None:
+    """Nothing is accepted and then ignored."""
+    shown = ", ".join(tasks)
+    meaningless = {
+        "normalize": not set(tasks) & set(EMBED_TASKS),
+        "use_activation": not set(tasks) & set(CLASSIFY_TASKS),
+        "logit_bias": not labels,
+        "enable_chunked_processing": "embed" not in tasks,
+        "max_embed_len": "embed" not in tasks,
+    }
+    for name, refused in meaningless.items():
+        value = getattr(user, name)
+        if refused and value is not None and (name, value) != ("enable_chunked_processing", False):
+            raise _wrong(name, value, f"left out for this model, whose tasks are {shown}")
+    if user.max_embed_len is not None and not user.enable_chunked_processing:
+        raise _wrong(
+            "max_embed_len", user.max_embed_len, "left out unless enable_chunked_processing is true"
+        )
+    for column in user.returned_token_ids or ():
+        if column >= labels:
+            raise _wrong("returned_token_ids", column, f"in 0..{labels - 1}")
+
+
+def _wrong(name: str, value: object, accepted: str) -> ConfigError:
+    return ConfigError(
+        f"pooler_config.{name} = {value!r}: must be {accepted}", field=f"pooler_config.{name}"
+    )
 
 
 def _scoring(tasks: tuple[str, ...], late: LateInteraction | None) -> str:
@@ -178,9 +203,7 @@ def _check_dimensions(user: PoolerConfig, sizes: tuple[int, ...] | None, size: i
         accepted = f"at most {size}, the size of an embedding"
     else:
         return
-    raise ConfigError(
-        f"pooler_config.dimensions = {wanted}: must be {accepted}", field="pooler_config.dimensions"
-    )
+    raise _wrong("dimensions", wanted, accepted)
 
 
 def _head_dtype(config: Mapping[str, Any], dtype: str) -> str:
