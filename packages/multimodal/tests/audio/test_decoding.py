@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import queue
 import struct
+import sys
+import threading
 import wave
+from contextlib import suppress
 
 import av
 import numpy as np
@@ -216,6 +221,90 @@ def test_whoever_gives_up_frees_the_child():
     finally:
         decoder.close()
     assert decoder._workers[0].pid is None
+
+
+async def _waits(condition) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+def test_whoever_gives_up_in_the_queue_leaves_no_file_there(monkeypatch):
+    decoder = AudioDecoder()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(job):
+        begun.set()
+        go_on.wait(60)
+        return decoding.GOOD + bytes(4)
+
+    monkeypatch.setattr(decoder._workers[0], "decode", slow)
+
+    async def give_up() -> None:
+        first = asyncio.create_task(decoder.decode(b"first", name="a", sample_rate=RATE))
+        await _waits(begun.is_set)
+        data = bytes(1000)
+        references = sys.getrefcount(data)
+        second = asyncio.create_task(decoder.decode(data, name="b", sample_rate=RATE))
+        await _waits(lambda: sys.getrefcount(data) > references)
+        second.cancel()
+        with suppress(asyncio.CancelledError):
+            await second
+        del second
+        await asyncio.sleep(0)
+        gc.collect()  # tracebacks
+        left = sys.getrefcount(data)
+        assert left == references
+        go_on.set()
+        await first
+
+    try:
+        asyncio.run(give_up())
+    finally:
+        go_on.set()
+        decoder.close()
+
+
+def test_a_process_that_was_killed_after_its_answer_gets_no_other_file():
+    """Else the next client would be told that its file is damaged."""
+    calls = []
+
+    class Worker:
+        def decode(self, job):
+            task.cancel()  # the client leaves just now
+            return b"answer"
+
+        def interrupt(self):
+            calls.append("interrupt")
+
+        def kill(self):
+            calls.append(("kill", idle.empty()))
+
+    idle = queue.SimpleQueue()
+    idle.put(Worker())
+    task = decoding._Task(idle, decoding.Job(b"", RATE))
+    assert task.run() == b"answer"
+    assert calls == ["interrupt", ("kill", True)]
+    assert not idle.empty()
+
+
+def test_sound_in_use_is_bounded():
+    decoder = AudioDecoder(AudioLimits(seconds=2 * SECONDS, held_seconds=2 * SECONDS))
+    try:
+        kept = [decode(decoder, wav(tone())) for _ in range(2)]
+        with pytest.raises(QueueFull, match="3 seconds of audio are in work; with 2 more"):
+            decode(decoder, wav(tone()))
+        part = kept.pop().samples[10:20]
+        with pytest.raises(QueueFull):
+            decode(decoder, wav(tone()))
+        del part
+        assert decode(decoder, wav(tone())).seconds == SECONDS
+        kept.clear()
+        assert decode(decoder, wav(tone(seconds=2 * SECONDS))).seconds == 2 * SECONDS
+    finally:
+        decoder.close()
 
 
 def test_only_so_many_files_wait(monkeypatch):

@@ -109,8 +109,9 @@ def _with_ffmpeg(data: bytes, kind: str, sample_rate: int, max_seconds: float) -
 
 
 def _blocks(container: Any, stream: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Decoded audio, [frames, channels] float32, in the stream's own rate and channels."""
-    to_float = av.AudioResampler(format="fltp")
+    """Decoded audio, [frames, channels] float32, in the stream's own channels and at the rate that it
+    states, which a decoder may double (HE-AAC)."""
+    to_float = av.AudioResampler(format="fltp", rate=stream.codec_context.sample_rate)
     for frame in container.decode(stream):
         for part in to_float.resample(frame):
             yield part.to_ndarray().T
