@@ -153,6 +153,20 @@ async def test_a_language_without_spaces_is_joined_without(connect: Any) -> None
     assert answer.json()["text"] == "はいはいはい"
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+async def test_a_translation_is_not_in_the_language_that_is_spoken(
+    connect: Any, events: Any, stream: str
+) -> None:
+    client = connect(engine("yes"))
+    answer = await post(client, TRANSLATE, language="ja", data=sound(70), stream=stream)
+    if stream == "true":
+        assert events(answer.text)[-1]["text"] == "yes yes yes"
+    else:
+        assert answer.json()["text"] == "yes yes yes"
+    answer = await post(client, TRANSLATE, language="en", to_language="ja", data=sound(70))
+    assert answer.json()["text"] == "yesyesyes"
+
+
 async def test_the_progress_of_long_files_is_logged(connect: Any, caplog: Any) -> None:
     caplog.set_level("INFO", "headrace_server.speech")
     await post(connect(engine("x")), language="en", data=sound(300))
@@ -236,6 +250,15 @@ async def test_subtitles(connect: Any) -> None:
     answer = await post(client, language="en", response_format="vtt", data=sound(35))
     assert answer.text.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.000\none\n\n")
     assert answer.headers["content-type"] == "text/vtt; charset=utf-8"
+
+
+async def test_subtitles_hold_text_and_no_markup(connect: Any) -> None:
+    said = timed((0, " ", 1), (1, " a <b> & --> c", 2))
+    client = connect(engine(said))
+    answer = await post(client, language="en", response_format="vtt")
+    assert answer.text == ("WEBVTT\n\n00:00:01.000 --> 00:00:02.000\na &lt;b&gt; &amp; -&gt; c\n")
+    answer = await post(client, language="en", response_format="srt")
+    assert answer.text == "1\n00:00:01,000 --> 00:00:02,000\na <b> & -> c\n"
 
 
 async def test_words(connect: Any) -> None:

@@ -171,7 +171,7 @@ class SpeechCall:
         timed = self.body.response_format in ("verbose_json", "srt", "vtt")
         task = await self._plan(audio, timestamps=timed, tell_silence=self._is_verbose)
         heard = await self._hear_all(audio, task)
-        text = joined([h.text for h in heard], task.to_language or task.language)
+        text = joined([h.text for h in heard], task.written)
         usage = AudioUsage(seconds=math.ceil(audio.seconds))
         if not timed:
             return (
@@ -255,7 +255,7 @@ class SpeechCall:
         ]
         return [
             Word(word=word.text.strip(), start=times[word.begin], end=times[word.end])
-            for word in words_of(await self._pieces(tokens), task.language)
+            for word in words_of(await self._pieces(tokens), task.written)
         ]
 
     async def _pieces(self, tokens: Sequence[int]) -> list[TokenWord]:
@@ -277,7 +277,7 @@ class SpeechCall:
         """The answer as server-sent events, the terminal one left out."""
         audio = await self._decode()
         task = await self._plan(audio, timestamps=False, tell_silence=False)
-        joiner, said, reason = Joiner(task.to_language or task.language), list[str](), "stop"
+        joiner, said, reason = Joiner(task.written), list[str](), "stop"
         async for index, part in self._in_order(audio, task):
             if index is not None:
                 joiner.next_clip()
