@@ -276,6 +276,31 @@ async def test_words(connect: Any) -> None:
     ]  # fmt: skip
 
 
+async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
+    connect: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("headrace_server.speech.run.AT_ONCE", 2)
+    fake = engine(
+        "x", FakeSpeech(SHORT, word_timestamps=True), model={"tasks": ("transcription", "align")}
+    )
+    align, running = fake.align, [0]
+    most = 0
+
+    async def watched(*args: Any) -> Any:
+        nonlocal most
+        running[0] += 1
+        most = max(most, running[0])
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return await align(*args)
+
+    fake.align = watched  # type: ignore[method-assign]
+    form = {"timestamp_granularities[]": ["word"], "response_format": "verbose_json"}
+    body = (await post(connect(fake), language="en", data=sound(150), **form)).json()
+    assert [word["word"] for word in body["words"]] == ["x"] * 5
+    assert most == 2
+
+
 @pytest.mark.parametrize(
     ("speech", "form", "param", "message"),
     [

@@ -11,12 +11,12 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, NamedTuple, TypeVar
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from msgspec import UNSET
@@ -31,6 +31,7 @@ from headrace_server import convert
 from headrace_server.counting import Tally
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
+from headrace_server.side_by_side import in_order
 from headrace_server.speech.clips import LADDER, Clip, Heard, Listener, Task
 from headrace_server.speech.joining import Joiner, joined
 from headrace_server.speech.protocol import (
@@ -65,8 +66,6 @@ _COPIED = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-
-T = TypeVar("T")
 
 
 class Audio(NamedTuple):
@@ -199,15 +198,13 @@ class SpeechCall:
     async def _hear_all(self, audio: Audio, task: Task) -> list[Heard]:
         """All clips, some at a time; in order."""
         progress = _Progress(self.id, audio)
-        places = asyncio.Semaphore(AT_ONCE)
 
-        async def hear(clip: Clip) -> Heard:
-            async with places:
-                heard = await self._listener.hear(clip, task)
+        async def hear(_: int, clip: Clip) -> Heard:
+            heard = await self._listener.hear(clip, task)
             progress.done(clip)
             return heard
 
-        return await _together([hear(clip) for clip in audio.clips])
+        return await in_order(hear, audio.clips, AT_ONCE)
 
     async def _segments(self, heard: Sequence[Heard]) -> list[Segment]:
         found: list[Segment] = []
@@ -231,7 +228,10 @@ class SpeechCall:
         return found
 
     async def _words(self, heard: Sequence[Heard], task: Task) -> list[Word]:
-        words = await _together([self._words_of(h, task) for h in heard])
+        async def words_in(_: int, clip: Heard) -> list[Word]:
+            return await self._words_of(clip, task)
+
+        words = await in_order(words_in, heard, AT_ONCE)
         return [word for of_clip in words for word in of_clip]
 
     async def _words_of(self, heard: Heard, task: Task) -> list[Word]:
@@ -278,20 +278,21 @@ class SpeechCall:
         audio = await self._decode()
         task = await self._plan(audio, timestamps=False, tell_silence=False)
         joiner, said, reason = Joiner(task.written), list[str](), "stop"
-        async for index, part in self._in_order(audio, task):
-            if index is not None:
-                joiner.next_clip()
-            if part.finish_reason == "length":
-                reason = "length"
-            shown = joiner.add(part.text)
-            if shown:
-                said.append(shown)
-                yield event(self._chunk(shown, audio))
+        async with aclosing(self._parts(audio, task)) as parts:
+            async for index, part in parts:
+                if index is not None:
+                    joiner.next_clip()
+                if part.finish_reason == "length":
+                    reason = "length"
+                shown = joiner.add(part.text)
+                if shown:
+                    said.append(shown)
+                    yield event(self._chunk(shown, audio))
         yield event(self._end("".join(said), reason, audio))
         if self.body.stream_include_usage or self.state.settings.enable_force_include_usage:
             yield event(self._wrap([], audio, counted=True))
 
-    async def _in_order(
+    async def _parts(
         self, audio: Audio, task: Task
     ) -> AsyncGenerator[tuple[int | None, CompletionOutput], None]:
         """Outputs of all clips, clip by clip; the first of each with the clip's index. Later clips run
@@ -436,17 +437,6 @@ async def _counted(
             yield output
     finally:
         await close(outputs)
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first error ends the others."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _placed(parts: Sequence[AudioClip]) -> Iterator[Clip]:
