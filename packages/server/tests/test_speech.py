@@ -279,7 +279,7 @@ async def test_words(connect: Any) -> None:
 async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
     connect: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("headrace_server.speech.run.AT_ONCE", 2)
+    monkeypatch.setattr("headrace_server.speech.times.AT_ONCE", 2)
     fake = engine(
         "x", FakeSpeech(SHORT, word_timestamps=True), model={"tasks": ("transcription", "align")}
     )

@@ -20,6 +20,10 @@ from headrace_core.sampling import SamplingParams
 from headrace_core.speech import AudioClip, SpeechModel, SpeechTask
 from headrace_server.stream import close
 
+AT_ONCE = 16
+"""Clips of one request that the engine has at a time."""
+HEAVY = 1 << 16
+"""Cost of looking through long audio, or of aligning; more than is done on the event loop."""
 LADDER = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that are tried where the client asks for none."""
 LEAST_LOGPROB = -1.0

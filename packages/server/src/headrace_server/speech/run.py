@@ -32,7 +32,7 @@ from headrace_server.counting import Tally
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.side_by_side import in_order
-from headrace_server.speech.clips import LADDER, Clip, Heard, Listener, Task
+from headrace_server.speech.clips import AT_ONCE, HEAVY, LADDER, Clip, Heard, Listener, Task
 from headrace_server.speech.joining import Joiner, joined
 from headrace_server.speech.protocol import (
     AudioUsage,
@@ -44,28 +44,21 @@ from headrace_server.speech.protocol import (
     Transcription,
     TranscriptionRequest,
     VerboseTranscription,
-    Word,
 )
-from headrace_server.speech.segments import spans
 from headrace_server.speech.subtitles import srt, vtt
+from headrace_server.speech.times import Times
 from headrace_server.speech.upload import Upload
-from headrace_server.speech.words import TokenWord, words_of
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, close, event
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16
-"""Clips of one request that the engine has at a time."""
 LONG = 10
 """Clips from which on progress is logged."""
 _SUBTITLES: Mapping[str, Callable[[list[Segment]], str]] = {"srt": srt, "vtt": vtt}
-_HEAVY = 1 << 16
-"""Cost of looking through long audio, or of aligning; more than is done on the event loop."""
 _COPIED = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Audio(NamedTuple):
@@ -127,6 +120,7 @@ class SpeechCall:
             LADDER if body.temperature == 0 else [body.temperature]
         )
         self._listener = Listener(state.engine, self._run, self._params, temperatures)
+        self._times = Times(self.speech, state, self._engine_id)
         self._params(temperatures[0]).validate()
 
     def _check_form(self, granularities: Sequence[str]) -> None:
@@ -178,7 +172,7 @@ class SpeechCall:
                 if self.body.response_format == "text"
                 else Transcription(text=text, usage=usage)
             )
-        segments = await self._segments(heard)
+        segments = await self._times.segments(heard)
         if not self._is_verbose:
             return _SUBTITLES[self.body.response_format](segments)
         return VerboseTranscription(
@@ -187,7 +181,7 @@ class SpeechCall:
             duration=round(audio.seconds, 2),
             text=text,
             segments=segments if self._with_segments else None,
-            words=await self._words(heard, task) if self._with_words else None,
+            words=await self._times.words(heard, task) if self._with_words else None,
             usage=usage,
         )
 
@@ -205,71 +199,6 @@ class SpeechCall:
             return heard
 
         return await in_order(hear, audio.clips, AT_ONCE)
-
-    async def _segments(self, heard: Sequence[Heard]) -> list[Segment]:
-        found: list[Segment] = []
-        for h in heard:
-            for span in spans(h.token_ids, self.speech.timestamp, h.clip.audio.seconds):
-                text = await self._text(span.text_tokens)
-                found.append(
-                    Segment(
-                        id=len(found),
-                        seek=round(h.clip.start * 100),
-                        start=round(h.clip.start + span.start, 3),
-                        end=round(h.clip.start + span.end, 3),
-                        text=text,
-                        tokens=span.tokens,
-                        temperature=h.temperature,
-                        avg_logprob=h.avg_logprob,
-                        compression_ratio=h.compression_ratio,
-                        no_speech_prob=h.no_speech_prob,
-                    )
-                )
-        return found
-
-    async def _words(self, heard: Sequence[Heard], task: Task) -> list[Word]:
-        async def words_in(_: int, clip: Heard) -> list[Word]:
-            return await self._words_of(clip, task)
-
-        words = await in_order(words_in, heard, AT_ONCE)
-        return [word for of_clip in words for word in of_clip]
-
-    async def _words_of(self, heard: Heard, task: Task) -> list[Word]:
-        """When a clip's words were spoken, by which part of it each token attends to."""
-        tokens = [t for t in heard.token_ids if self.speech.timestamp(t) is None]
-        if not tokens:
-            return []
-        plain = self.speech.prompt(heard.clip.audio, language=task.language, task=task.task)
-        # The end token is aligned, too: where it begins the last word ends.
-        sequence = [*tokens, *self.state.engine.model.eos_token_ids[:1]]
-        weights = await self.state.engine.align(
-            self.speech.continued(plain, sequence), self._engine_id()
-        )
-        times = await self.state.off_loop(
-            _HEAVY, self.speech.token_times, weights, len(sequence), heard.clip.audio.seconds
-        )
-        start = heard.clip.start
-        times = [
-            *(round(start + time, 2) for time in times),
-            round(start + heard.clip.audio.seconds, 2),
-        ]
-        return [
-            Word(word=word.text.strip(), start=times[word.begin], end=times[word.end])
-            for word in words_of(await self._pieces(tokens), task.written)
-        ]
-
-    async def _pieces(self, tokens: Sequence[int]) -> list[TokenWord]:
-        """Tokens with their texts; those that share a character together."""
-        found, begin = list[TokenWord](), 0
-        for end in range(1, len(tokens) + 1):
-            text = await self._text(tokens[begin:end])
-            if not text.endswith(_BROKEN) or end == len(tokens):
-                found.append(TokenWord(text, begin, end))
-                begin = end
-        return found
-
-    async def _text(self, tokens: Sequence[int]) -> str:
-        return await self.state.engine.detokenize(tokens, skip_special_tokens=True)
 
     # ---- as a stream
 
@@ -355,7 +284,7 @@ class SpeechCall:
             upload.data, name=upload.name, sample_rate=config.sample_rate
         )
         self._upload = upload._replace(data=b"")  # megabytes, while the answer is made
-        parts = await self.state.off_loop(_HEAVY, self.speech.split, whole, config)
+        parts = await self.state.off_loop(HEAVY, self.speech.split, whole, config)
         return Audio(list(_placed(parts)), whole.seconds)
 
     async def _plan(self, audio: Audio, *, timestamps: bool, tell_silence: bool) -> Task:
