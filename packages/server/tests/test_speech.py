@@ -276,6 +276,30 @@ async def test_words(connect: Any) -> None:
     ]  # fmt: skip
 
 
+class _Terse(FakeSpeech):
+    """Asked for times, it is told one token less."""
+
+    def prompt(self, audio: Any, *, timestamps: bool = False, **told: Any) -> Any:
+        ids = [1, 2, 3] if timestamps else [1, 2, 3, 4]
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"audio": (audio.samples, audio.sample_rate)},
+        }
+
+
+async def test_words_of_a_text_that_fills_the_context(connect: Any) -> None:
+    fake = engine(
+        "abcdefghijkl",
+        _Terse(SHORT, word_timestamps=True),
+        model={"tasks": ("transcription", "align"), "max_model_len": 10},
+    )
+    form = {"timestamp_granularities[]": ["word"], "response_format": "verbose_json"}
+    answer = await post(connect(fake), language="en", **form)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["text"] == "abcdefg"
+    assert answer.json()["words"] == [{"word": "abcdef", "start": 0.0, "end": 2.0}]
+
+
 async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
     connect: Any, monkeypatch: Any
 ) -> None:

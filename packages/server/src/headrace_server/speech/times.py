@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from headrace_core.speech import SpeechModel
 from headrace_server.side_by_side import in_order
-from headrace_server.speech.clips import AT_ONCE, HEAVY, Heard, Task
+from headrace_server.speech.clips import AT_ONCE, HEAVY, Heard, Task, num_told
 from headrace_server.speech.protocol import Segment, Word
 from headrace_server.speech.segments import spans
 from headrace_server.speech.words import TokenWord, words_of
@@ -63,12 +63,15 @@ class Times:
 
     async def _words_of(self, heard: Heard, task: Task) -> list[Word]:
         """When a clip's words were spoken, by which part of it each token attends to."""
-        tokens = [t for t in heard.token_ids if self._speech.timestamp(t) is None]
+        model = self._state.engine.model
+        plain = self._speech.prompt(heard.clip.audio, language=task.language, task=task.task)
+        # Without times the prompt is longer: what filled the context may not fit any more.
+        room = model.max_model_len - num_told(plain)
+        tokens = [t for t in heard.token_ids if self._speech.timestamp(t) is None][:room]
         if not tokens:
             return []
-        plain = self._speech.prompt(heard.clip.audio, language=task.language, task=task.task)
         # The end token is aligned, too: where it begins the last word ends.
-        sequence = [*tokens, *self._state.engine.model.eos_token_ids[:1]]
+        sequence = [*tokens, *model.eos_token_ids[:1]][:room]
         weights = await self._state.engine.align(
             self._speech.continued(plain, sequence), self._engine_id()
         )
