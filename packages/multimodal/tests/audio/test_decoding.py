@@ -20,6 +20,7 @@ import soundfile
 from headrace_core.errors import MissingDependency, QueueFull, RequestError
 from headrace_multimodal.audio import decoding
 from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
+from headrace_multimodal.audio.formats import says_length
 
 RATE = 16_000
 SECONDS = 1.5
@@ -125,6 +126,20 @@ def test_mp3_without_a_note_of_its_length_is_not_taken_for_cut_off(decoder):
         for rate in (32_000, 256_000)
     ]
     assert abs(decode(decoder, b"".join(parts)).seconds - 2 * SECONDS) < 0.2
+
+
+def _tagged(mp3: bytes, text: bytes) -> bytes:
+    frame = b"TXXX" + struct.pack(">I", len(text)) + b"\0\0" + text
+    size = bytes(len(frame) >> shift & 0x7F for shift in (21, 14, 7, 0))
+    return b"ID3\3\0\0" + size + frame + mp3
+
+
+def test_what_an_mp3s_tag_says_is_no_note(decoder):
+    data = encoded("mp3", "libmp3lame", write_xing="0", id3v2_version="0")
+    assert not says_length(_tagged(data, b"\0Info"), "mp3")
+    assert decode(decoder, _tagged(data, b"\0Info" * 3)).seconds > SECONDS - 0.1
+    noted = encoded("mp3", "libmp3lame", id3v2_version="0")
+    assert says_length(_tagged(noted, b"\0" * 20_000), "mp3")
 
 
 def test_mp3_with_a_note_that_is_cut_off(decoder):
