@@ -128,6 +128,16 @@ def test_mp3_without_a_note_of_its_length_is_not_taken_for_cut_off(decoder):
     assert abs(decode(decoder, b"".join(parts)).seconds - 2 * SECONDS) < 0.2
 
 
+def test_a_codec_that_nobody_knows_is_no_crash(decoder):
+    data = bytearray(wav(tone()))
+    place = data.index(b"fmt ") + 8
+    data[place : place + 2] = b"\xad\xde"
+    before = decoder._workers[0].pid
+    with pytest.raises(RequestError, match="codec is not known"):
+        decode(decoder, bytes(data))
+    assert decoder._workers[0].pid == before
+
+
 def _tagged(mp3: bytes, text: bytes) -> bytes:
     frame = b"TXXX" + struct.pack(">I", len(text)) + b"\0\0" + text
     size = bytes(len(frame) >> shift & 0x7F for shift in (21, 14, 7, 0))

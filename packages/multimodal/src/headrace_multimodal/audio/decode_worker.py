@@ -93,6 +93,8 @@ def _with_ffmpeg(data: bytes, kind: str, sample_rate: int, max_seconds: float) -
         if not container.streams.audio:
             raise BadAudio("no sound in it")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:  # no decoder at all
+            raise BadAudio("its codec is not known")
         if stream.codec_context.name not in CODECS:
             raise BadAudio(f"its codec {stream.codec_context.name!r} is not read")
         stream.codec_context.thread_count = 1
