@@ -18,7 +18,7 @@ import openai
 import pytest
 import torch
 from listening import RATE, SECONDS, features, save_whisper, sound
-from servers import RunningServer, serving
+from servers import RunningServer, alive, children_of, serving, wait_for
 
 from headrace_core.speech import AudioClip, SpeechToTextConfig
 from headrace_multimodal.audio.splitting import split
@@ -50,21 +50,26 @@ def server(whisper: Whisper) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def timed(whisper: Whisper, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def timed_folder(whisper: Whisper, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, but it may say timestamps."""
     folder = tmp_path_factory.mktemp("timed") / "whisper"
     shutil.copytree(whisper.folder, folder)
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps({**settings, "suppress_tokens": [3, 4]}), encoding="utf-8")
-    with _serving(folder) as running:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def timed(timed_folder: Path) -> Iterator[RunningServer]:
+    with _serving(timed_folder) as running:
         yield running
 
 
-def _serving(folder: Path) -> AbstractContextManager[RunningServer]:
+def _serving(folder: Path, *more: str) -> AbstractContextManager[RunningServer]:
     words = ("--served-model-name", NAME, "--dtype", "float32", "--enforce-eager",
              "--num-threads", "1", "--kv-cache-memory-bytes", "16M")  # fmt: skip
-    return serving(str(folder), *words)
+    return serving(str(folder), *words, *more)
 
 
 def _client(server: RunningServer) -> openai.OpenAI:
@@ -181,6 +186,37 @@ def _starts() -> list[int]:
     """Where the clips begin, in hundredths of a second."""
     lengths = [len(samples) / RATE for samples in clips(LONG)]
     return [round(100 * sum(lengths[:index])) for index in range(len(lengths))]
+
+
+@pytest.mark.parametrize("more", [("--engine-process",), ("--api-server-count", "2")])
+def test_several_processes_hear_the_same(
+    more: tuple[str, ...], timed: RunningServer, timed_folder: Path
+) -> None:
+    """Clips, the probe for the language and the weights that words are aligned by go to the engine's
+    process and back; each HTTP process decodes by itself, and leaves no decoder behind."""
+    given: dict[str, Any] = {
+        "model": NAME, "file": ("a.wav", LONG), "response_format": "verbose_json",
+        "timestamp_granularities": ["segment", "word"], "extra_body": ONCE,
+    }  # fmt: skip
+    with _client(timed) as client:
+        wanted = client.audio.transcriptions.create(**given)
+    with _serving(timed_folder, *more) as server:
+        for _ in range(6):  # with two processes, connections to both
+            with _client(server) as client:
+                assert client.audio.transcriptions.create(**given) == wanted
+        started = _descendants(server.process.pid)
+        assert sum("decode_worker" in words for words in map(_command, started)) >= 1
+        assert server.stop() == 0
+    wait_for(lambda: not any(map(alive, started)), 10, "processes are left")
+
+
+def _descendants(pid: int) -> list[int]:
+    found = children_of(pid)
+    return [*found, *(below for child in found for below in _descendants(child))]
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_the_language_is_found_out(timed: RunningServer) -> None:

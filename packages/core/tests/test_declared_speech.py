@@ -68,6 +68,10 @@ class New(SupportsTranscription):
         return token_id / 2 if token_id < 5 else None
 
     @classmethod
+    def get_seconds_per_state(cls, model_config):
+        return 0.04
+
+    @classmethod
     def get_no_speech_token_id(cls, model_config):
         return model_config.vocab_size - 1
 
@@ -115,6 +119,7 @@ def test_everything_reaches_a_class_that_declares_it(info):
     assert prompt["prompt"] == "(200, 'de', 'translate', 'x', 'en', True)"
     assert speech.num_audio_tokens(2.0, "transcribe") == 200
     assert speech.no_speech_token_id == 9
+    assert speech.seconds_per_state == 0.04
     assert speech.timestamp(3) == 1.5
 
 
@@ -146,6 +151,7 @@ def test_a_plain_value_error_is_the_clients_fault(info):
         ("get_num_audio_tokens", lambda cls, audio_duration_s: -1, "must be whole and grow"),
         ("get_timestamp", lambda cls, token_id: None, "a time for no token"),
         ("get_no_speech_token_id", lambda cls: 10, "not in the vocabulary"),
+        ("get_seconds_per_state", lambda cls: 0.0, "must be above 0"),
         ("get_language_probe", lambda cls, audio: LanguageProbe(TextPrompt(
             prompt="", multi_modal_data=media(audio)), {1: "fr"}), "knows ['fr']"),
     ],

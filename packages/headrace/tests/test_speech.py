@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from headrace.assembly.speech import audio_limits
+from headrace.assembly.speech import ServedSpeech, audio_limits
 from headrace.assembly.transcription import missing_libraries
 from headrace.cli.serve import prepare
 from headrace_core.config import SpeechConfig
 from headrace_core.errors import ConfigError
+from headrace_core.packed import PackedArray
+from headrace_core.speech import SupportsTranscription
 
 
 def test_limits_are_25_mib_and_two_hours():
@@ -50,3 +53,27 @@ def test_missing_libraries_are_named_with_the_extra(monkeypatch):
     lines = missing_libraries()
     assert len(lines) == 3
     assert "'soundfile' is not installed: run pip install 'headrace[audio]'" in lines[0]
+
+
+class _Even(SupportsTranscription):
+    """Says nothing of its states."""
+
+
+class _Whisperish(SupportsTranscription):
+    @classmethod
+    def get_seconds_per_state(cls, model_config):
+        return 0.02
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds", "times"),
+    [(_Whisperish, 0.139, [0.0, 0.06, 0.1]), (_Whisperish, 0.09, [0.0, 0.06, 0.09]),
+     (_Even, 0.12, [0.0, 0.06, 0.1])],
+)  # fmt: skip
+def test_times_of_words_go_by_the_length_of_a_state(model, seconds, times):
+    """139 ms are 13 frames, 6 states; a clip's length over that is more than a state's."""
+    states = np.full((3, 6), -1.0, np.float32)
+    states[0, :3] = states[1, 3:5] = states[2, 5:] = 1.0
+    speech = ServedSpeech(model, info=None, decoder=None)
+    weights = PackedArray("float32", states.shape, states.tobytes())
+    assert speech.token_times(weights, 3, seconds) == pytest.approx(times)

@@ -224,6 +224,7 @@ def test_probe_timestamps_silence_and_sizes(tmp_path):
     assert Whisper.get_timestamp(first + 1500, model) == pytest.approx(30.0)
     assert Whisper.get_timestamp(first + 1501, model) is None
     assert Whisper.get_no_speech_token_id(model) == ids["<|nospeech|>"]
+    assert Whisper.get_seconds_per_state(model) == 0.02
     assert Whisper.get_num_audio_tokens(2.5, config, model) == 125
 
 

@@ -153,6 +153,20 @@ async def test_a_language_without_spaces_is_joined_without(connect: Any) -> None
     assert answer.json()["text"] == "はいはいはい"
 
 
+@pytest.mark.parametrize("stream", ["false", "true"])
+async def test_a_translation_is_not_in_the_language_that_is_spoken(
+    connect: Any, events: Any, stream: str
+) -> None:
+    client = connect(engine("yes"))
+    answer = await post(client, TRANSLATE, language="ja", data=sound(70), stream=stream)
+    if stream == "true":
+        assert events(answer.text)[-1]["text"] == "yes yes yes"
+    else:
+        assert answer.json()["text"] == "yes yes yes"
+    answer = await post(client, TRANSLATE, language="en", to_language="ja", data=sound(70))
+    assert answer.json()["text"] == "yesyesyes"
+
+
 async def test_the_progress_of_long_files_is_logged(connect: Any, caplog: Any) -> None:
     caplog.set_level("INFO", "headrace_server.speech")
     await post(connect(engine("x")), language="en", data=sound(300))
@@ -238,6 +252,15 @@ async def test_subtitles(connect: Any) -> None:
     assert answer.headers["content-type"] == "text/vtt; charset=utf-8"
 
 
+async def test_subtitles_hold_text_and_no_markup(connect: Any) -> None:
+    said = timed((0, " ", 1), (1, " a <b> & --> c", 2))
+    client = connect(engine(said))
+    answer = await post(client, language="en", response_format="vtt")
+    assert answer.text == ("WEBVTT\n\n00:00:01.000 --> 00:00:02.000\na &lt;b&gt; &amp; -&gt; c\n")
+    answer = await post(client, language="en", response_format="srt")
+    assert answer.text == "1\n00:00:01,000 --> 00:00:02,000\na <b> & -> c\n"
+
+
 async def test_words(connect: Any) -> None:
     fake = engine(
         timed((0, " ab, c", 2)),
@@ -251,6 +274,55 @@ async def test_words(connect: Any) -> None:
     assert body["words"] == [
         {"word": "ab,", "start": 0.0, "end": 1.14}, {"word": "c", "start": 1.14, "end": 1.71},
     ]  # fmt: skip
+
+
+class _Terse(FakeSpeech):
+    """Asked for times, it is told one token less."""
+
+    def prompt(self, audio: Any, *, timestamps: bool = False, **told: Any) -> Any:
+        ids = [1, 2, 3] if timestamps else [1, 2, 3, 4]
+        return {
+            "prompt_token_ids": ids,
+            "multi_modal_data": {"audio": (audio.samples, audio.sample_rate)},
+        }
+
+
+async def test_words_of_a_text_that_fills_the_context(connect: Any) -> None:
+    fake = engine(
+        "abcdefghijkl",
+        _Terse(SHORT, word_timestamps=True),
+        model={"tasks": ("transcription", "align"), "max_model_len": 10},
+    )
+    form = {"timestamp_granularities[]": ["word"], "response_format": "verbose_json"}
+    answer = await post(connect(fake), language="en", **form)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["text"] == "abcdefg"
+    assert answer.json()["words"] == [{"word": "abcdef", "start": 0.0, "end": 2.0}]
+
+
+async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
+    connect: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("headrace_server.speech.times.AT_ONCE", 2)
+    fake = engine(
+        "x", FakeSpeech(SHORT, word_timestamps=True), model={"tasks": ("transcription", "align")}
+    )
+    align, running = fake.align, [0]
+    most = 0
+
+    async def watched(*args: Any) -> Any:
+        nonlocal most
+        running[0] += 1
+        most = max(most, running[0])
+        await asyncio.sleep(0)
+        running[0] -= 1
+        return await align(*args)
+
+    fake.align = watched  # type: ignore[method-assign]
+    form = {"timestamp_granularities[]": ["word"], "response_format": "verbose_json"}
+    body = (await post(connect(fake), language="en", data=sound(150), **form)).json()
+    assert [word["word"] for word in body["words"]] == ["x"] * 5
+    assert most == 2
 
 
 @pytest.mark.parametrize(

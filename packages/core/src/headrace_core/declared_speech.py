@@ -117,6 +117,11 @@ class DeclaredSpeech:
         found: int | None = self._ask("get_no_speech_token_id")
         return found
 
+    @property
+    def seconds_per_state(self) -> float | None:
+        found: float | None = self._ask("get_seconds_per_state")
+        return found
+
     def _ask(self, method: str, **keywords: Any) -> Any:
         """Call a method of the class with those keywords that it declares."""
         keywords["model_config"] = self._info

@@ -162,6 +162,12 @@ class SupportsTranscription:
         speaks; None: there is none."""
         return None
 
+    @classmethod
+    def get_seconds_per_state(cls, model_config: ModelInfo) -> float | None:
+        """How much audio an encoder state stands for, of a class that aligns words; None: those that
+        :meth:`~headrace_core.model.SupportsAlignment.align` tells of share the clip evenly."""
+        return None
+
 
 def check_languages(name: str, languages: object) -> None:
     """Raises: ModelError naming what is wrong with a class's ``supported_languages``."""
@@ -227,6 +233,11 @@ class SpeechMembers(Protocol):
 
     @property
     def no_speech_token_id(self) -> int | None: ...
+
+    @property
+    def seconds_per_state(self) -> float | None:
+        """See :meth:`SupportsTranscription.get_seconds_per_state`."""
+        ...
 
 
 class SpeechModel(SpeechMembers, Protocol):

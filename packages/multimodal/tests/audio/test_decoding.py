@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
+import queue
 import struct
+import sys
+import threading
 import wave
+from contextlib import suppress
 
 import av
 import numpy as np
@@ -15,6 +20,7 @@ import soundfile
 from headrace_core.errors import MissingDependency, QueueFull, RequestError
 from headrace_multimodal.audio import decoding
 from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
+from headrace_multimodal.audio.formats import says_length
 
 RATE = 16_000
 SECONDS = 1.5
@@ -122,6 +128,30 @@ def test_mp3_without_a_note_of_its_length_is_not_taken_for_cut_off(decoder):
     assert abs(decode(decoder, b"".join(parts)).seconds - 2 * SECONDS) < 0.2
 
 
+def test_a_codec_that_nobody_knows_is_no_crash(decoder):
+    data = bytearray(wav(tone()))
+    place = data.index(b"fmt ") + 8
+    data[place : place + 2] = b"\xad\xde"
+    before = decoder._workers[0].pid
+    with pytest.raises(RequestError, match="codec is not known"):
+        decode(decoder, bytes(data))
+    assert decoder._workers[0].pid == before
+
+
+def _tagged(mp3: bytes, text: bytes) -> bytes:
+    frame = b"TXXX" + struct.pack(">I", len(text)) + b"\0\0" + text
+    size = bytes(len(frame) >> shift & 0x7F for shift in (21, 14, 7, 0))
+    return b"ID3\3\0\0" + size + frame + mp3
+
+
+def test_what_an_mp3s_tag_says_is_no_note(decoder):
+    data = encoded("mp3", "libmp3lame", write_xing="0", id3v2_version="0")
+    assert not says_length(_tagged(data, b"\0Info"), "mp3")
+    assert decode(decoder, _tagged(data, b"\0Info" * 3)).seconds > SECONDS - 0.1
+    noted = encoded("mp3", "libmp3lame", id3v2_version="0")
+    assert says_length(_tagged(noted, b"\0" * 20_000), "mp3")
+
+
 def test_mp3_with_a_note_that_is_cut_off(decoder):
     data = encoded("mp3", "libmp3lame")
     with pytest.raises(RequestError, match=r"cut off: .* of the .* samples"):
@@ -216,6 +246,90 @@ def test_whoever_gives_up_frees_the_child():
     finally:
         decoder.close()
     assert decoder._workers[0].pid is None
+
+
+async def _waits(condition) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+def test_whoever_gives_up_in_the_queue_leaves_no_file_there(monkeypatch):
+    decoder = AudioDecoder()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(job):
+        begun.set()
+        go_on.wait(60)
+        return decoding.GOOD + bytes(4)
+
+    monkeypatch.setattr(decoder._workers[0], "decode", slow)
+
+    async def give_up() -> None:
+        first = asyncio.create_task(decoder.decode(b"first", name="a", sample_rate=RATE))
+        await _waits(begun.is_set)
+        data = bytes(1000)
+        references = sys.getrefcount(data)
+        second = asyncio.create_task(decoder.decode(data, name="b", sample_rate=RATE))
+        await _waits(lambda: decoder._num_jobs == 2)
+        second.cancel()
+        with suppress(asyncio.CancelledError):
+            await second
+        del second
+        await asyncio.sleep(0)
+        gc.collect()  # tracebacks
+        left = sys.getrefcount(data)
+        assert left == references
+        go_on.set()
+        await first
+
+    try:
+        asyncio.run(give_up())
+    finally:
+        go_on.set()
+        decoder.close()
+
+
+def test_a_process_that_was_killed_after_its_answer_gets_no_other_file():
+    """Else the next client would be told that its file is damaged."""
+    calls = []
+
+    class Worker:
+        def decode(self, job):
+            task.cancel()  # the client leaves just now
+            return b"answer"
+
+        def interrupt(self):
+            calls.append("interrupt")
+
+        def kill(self):
+            calls.append(("kill", idle.empty()))
+
+    idle = queue.SimpleQueue()
+    idle.put(Worker())
+    task = decoding._Task(idle, decoding.Job(b"", RATE))
+    assert task.run() == b"answer"
+    assert calls == ["interrupt", ("kill", True)]
+    assert not idle.empty()
+
+
+def test_sound_in_use_is_bounded():
+    decoder = AudioDecoder(AudioLimits(seconds=2 * SECONDS, held_seconds=2 * SECONDS))
+    try:
+        kept = [decode(decoder, wav(tone())) for _ in range(2)]
+        with pytest.raises(QueueFull, match="3 seconds of audio are in work; with 2 more"):
+            decode(decoder, wav(tone()))
+        part = kept.pop().samples[10:20]
+        with pytest.raises(QueueFull):
+            decode(decoder, wav(tone()))
+        del part
+        assert decode(decoder, wav(tone())).seconds == SECONDS
+        kept.clear()
+        assert decode(decoder, wav(tone(seconds=2 * SECONDS))).seconds == 2 * SECONDS
+    finally:
+        decoder.close()
 
 
 def test_only_so_many_files_wait(monkeypatch):

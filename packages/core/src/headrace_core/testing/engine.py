@@ -271,6 +271,11 @@ class FakeEngine:
         if "align" not in self._model.tasks:
             raise UnsupportedFeature(f"{self._model.name}: has no task 'align'", param="model")
         _, ids = self._tokens(prompt, False)
+        if len(ids) > self._model.max_model_len:
+            raise PromptTooLong(
+                f"prompt: {len(ids)} tokens; must be 1 to {self._model.max_model_len}",
+                param="prompt",
+            )
         weights = array("f", [0.0] * len(ids) ** 2)
         weights[:: len(ids) + 1] = array("f", [1.0] * len(ids))
         return PackedArray("float32", (len(ids), len(ids)), weights.tobytes())

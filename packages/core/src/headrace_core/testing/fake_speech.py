@@ -70,6 +70,7 @@ class FakeSpeech:
         self.max_file_bytes = max_file_bytes
         self.languages: Mapping[str, str] = {"en": "English", "de": "German", "ja": "Japanese"}
         self.no_speech_token_id = NO_SPEECH if no_speech else None
+        self.seconds_per_state = None
         self.closed = False
         self._probes = probes
         self._starts: dict[int, float] = {}

@@ -134,6 +134,11 @@ def has_a_token_for_silence_or_none(model: type, info: ModelInfo, speech: Speech
     )
 
 
+def has_states_of_a_length_or_none(model: type, info: ModelInfo, speech: SpeechMembers) -> None:
+    found = speech.seconds_per_state
+    assert found is None or found > 0, f"get_seconds_per_state gives {found!r}: must be above 0"
+
+
 CHECKS: Sequence[Check] = (
     has_every_member,
     has_a_task,
@@ -146,6 +151,7 @@ CHECKS: Sequence[Check] = (
     probes_for_known_languages,
     has_times_if_it_says_so,
     has_a_token_for_silence_or_none,
+    has_states_of_a_length_or_none,
 )
 """All of them; each raises an AssertionError that says what is wrong. Without the first none makes sense."""
 

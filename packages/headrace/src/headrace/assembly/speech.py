@@ -76,7 +76,8 @@ class ServedSpeech(DeclaredSpeech):
         from headrace_multimodal.audio.word_times import token_times
 
         matrix = np.frombuffer(weights.data, np.float32).reshape(weights.shape)
-        return token_times(matrix[-num_tokens:], seconds / weights.shape[1])
+        state = self.seconds_per_state or seconds / weights.shape[1]
+        return [min(time, seconds) for time in token_times(matrix[-num_tokens:], state)]
 
     def warm_up(self) -> None:
         """Have the processes that decode start now, beside what else is loaded."""

@@ -240,6 +240,10 @@ class WhisperForConditionalGeneration(Decoder, SupportsTranscription):
     def get_no_speech_token_id(cls, model_config: ModelInfo) -> int | None:
         return _tokens(model_config).no_speech
 
+    @classmethod
+    def get_seconds_per_state(cls, model_config: ModelInfo) -> float | None:
+        return 1 / _STATES_PER_SECOND
+
 
 class WhisperBlock(Block):
     """Self-attention, attention to the encoder's states, feed-forward, a norm before each."""

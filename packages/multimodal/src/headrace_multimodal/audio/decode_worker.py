@@ -93,6 +93,8 @@ def _with_ffmpeg(data: bytes, kind: str, sample_rate: int, max_seconds: float) -
         if not container.streams.audio:
             raise BadAudio("no sound in it")
         stream = container.streams.audio[0]
+        if stream.codec_context is None:  # no decoder at all
+            raise BadAudio("its codec is not known")
         if stream.codec_context.name not in CODECS:
             raise BadAudio(f"its codec {stream.codec_context.name!r} is not read")
         stream.codec_context.thread_count = 1
@@ -109,8 +111,9 @@ def _with_ffmpeg(data: bytes, kind: str, sample_rate: int, max_seconds: float) -
 
 
 def _blocks(container: Any, stream: Any) -> Iterator[np.ndarray[Any, Any]]:
-    """Decoded audio, [frames, channels] float32, in the stream's own rate and channels."""
-    to_float = av.AudioResampler(format="fltp")
+    """Decoded audio, [frames, channels] float32, in the stream's own channels and at the rate that it
+    states, which a decoder may double (HE-AAC)."""
+    to_float = av.AudioResampler(format="fltp", rate=stream.codec_context.sample_rate)
     for frame in container.decode(stream):
         for part in to_float.resample(frame):
             yield part.to_ndarray().T

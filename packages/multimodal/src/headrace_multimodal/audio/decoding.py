@@ -18,6 +18,7 @@ import numpy as np
 from headrace_core.errors import MissingDependency, QueueFull, RequestError
 from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong
 from headrace_core.speech import AudioClip
+from headrace_multimodal.audio.held import HeldAudio
 
 LIBRARIES = ("soundfile", "av", "soxr")
 INSTALL = "pip install 'headrace[audio]'"
@@ -42,6 +43,8 @@ class AudioLimits:
     """Of sound, whatever the file's size: 25 MB may hold days."""
     decode_seconds: float = 60.0
     """On the wall clock; then the child is killed."""
+    held_seconds: float = 28_800.0
+    """Of sound, over all files that are decoded and still in use; at least one file's."""
 
 
 class Job(NamedTuple):
@@ -84,6 +87,7 @@ class AudioDecoder:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(processes, "headrace-audio")
+        self._held = HeldAudio(max(self.limits.held_seconds, self.limits.seconds))
         self._lock = threading.Lock()
         self._num_jobs = 0
 
@@ -109,7 +113,7 @@ class AudioDecoder:
 
         Raises:
             RequestError: over a limit, of no known format, damaged or cut off; says which.
-            QueueFull: too many files wait.
+            QueueFull: too many files wait, or too much sound is in use.
         """
         with self._admitted(data):
             task = _Task(self._idle, Job(data, sample_rate))
@@ -120,7 +124,7 @@ class AudioDecoder:
                 raise
             except _Unfit as error:
                 raise _refused(name, error) from error
-        return _clip(answer, sample_rate)
+        return self._clip(answer, sample_rate)
 
     def decode_now(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """:meth:`decode` for a thread, which waits. Raises: the same."""
@@ -135,7 +139,7 @@ class AudioDecoder:
                 ) from None
             except _Unfit as error:
                 raise _refused(name, error) from error
-        return _clip(answer, sample_rate)
+        return self._clip(answer, sample_rate)
 
     @contextmanager
     def _admitted(self, data: bytes) -> Iterator[None]:
@@ -152,6 +156,11 @@ class AudioDecoder:
             with self._lock:
                 self._num_jobs -= 1
 
+    def _clip(self, answer: bytes, sample_rate: int) -> AudioClip:
+        clip = AudioClip(np.frombuffer(answer, np.float32, offset=len(GOOD)), sample_rate)
+        self._held.add(clip)
+        return clip
+
     def close(self) -> None:
         """End the processes. Idempotent."""
         for worker in self._workers:
@@ -159,10 +168,6 @@ class AudioDecoder:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.kill()
-
-
-def _clip(answer: bytes, sample_rate: int) -> AudioClip:
-    return AudioClip(np.frombuffer(answer, np.float32, offset=len(GOOD)), sample_rate)
 
 
 def _refused(name: str, error: _Unfit) -> RequestError:
@@ -217,32 +222,40 @@ class _Worker:
 
 
 class _Task:
-    """One job, in a thread until a worker has done it."""
+    """One job, in a thread until a worker has done it.
+
+    The threads' queue keeps it until its turn, though its client has left; without the file.
+    """
 
     def __init__(self, idle: queue.SimpleQueue[_Worker], job: Job) -> None:
         self._idle = idle
-        self._job = job
         self._lock = threading.Lock()
+        self._job: Job | None = job
+        """None: nobody wants it any more."""
         self._worker: _Worker | None = None
-        self._cancelled = False
+        self._interrupted = False
 
     def run(self) -> bytes:
         """Raises: _Unfit."""
         worker = self._idle.get_nowait()  # as many as threads
         try:
             with self._lock:
-                if self._cancelled:
+                if self._job is None:
                     raise _Unfit("nobody wants it any more")
-                self._worker = worker
-            return worker.decode(self._job)
+                job, self._worker = self._job, worker
+            return worker.decode(job)
         finally:
             with self._lock:
                 self._worker = None
+            if self._interrupted:
+                # Its process may have answered first, and be dying under the next file.
+                worker.kill()
             self._idle.put(worker)
 
     def cancel(self) -> None:
         """Have nobody wait for it: the worker's process is killed if it is at it."""
         with self._lock:
-            self._cancelled = True
+            self._job = None
             if self._worker is not None:
+                self._interrupted = True
                 self._worker.interrupt()

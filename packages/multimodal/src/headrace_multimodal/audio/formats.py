@@ -26,6 +26,9 @@ DEMUXERS: Mapping[str, str] = {
 SOUNDFILE_FORMATS = frozenset({"wav", "flac", "ogg", "mp3"})
 """What libsndfile reads; it is tried first."""
 
+_FIRST_FRAME = 8192
+"""Bytes that hold the first frame of an MP3 file, and then some."""
+
 CODECS = (
     "aac", "aac_latm", "mp3", "mp3float", "mp2", "mp2float", "mp1", "mp1float", "opus", "libopus",
     "vorbis", "libvorbis", "flac", "alac", "ac3", "eac3", "amrnb", "amrwb", "adpcm_ima_wav",
@@ -68,7 +71,20 @@ def _frame_format(data: bytes) -> str | None:
 def says_length(data: bytes, kind: str) -> bool:
     """Whether a file says how long it is. MP3 does if it begins with an encoder's note; what libraries
     say of one without is a guess from its first frames."""
-    return kind != "mp3" or any(note in data[:8192] for note in (b"Xing", b"Info", b"VBRI"))
+    begin = _behind_tag(data)
+    return kind != "mp3" or any(
+        note in data[begin : begin + _FIRST_FRAME] for note in (b"Xing", b"Info", b"VBRI")
+    )
+
+
+def _behind_tag(data: bytes) -> int:
+    """Where an MP3's first frame is: a tag (https://id3.org/id3v2.3.0) may hold any text, and pictures."""
+    if data[:3] != b"ID3" or len(data) < 10:
+        return 0
+    size = 0
+    for byte in data[6:10]:  # seven bits each
+        size = size << 7 | byte & 0x7F
+    return 10 + size
 
 
 def missing_bytes(data: bytes) -> int:

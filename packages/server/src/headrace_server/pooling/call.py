@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Request
@@ -21,6 +20,7 @@ from headrace_server.offload import encoded
 from headrace_server.protocol.pooling import PoolingBody
 from headrace_server.protocol.usage import PromptTokensDetails, Usage
 from headrace_server.request_log import log_request
+from headrace_server.side_by_side import in_order
 from headrace_server.state import ServerState
 from headrace_server.stream import wait_watching
 
@@ -33,9 +33,6 @@ _NUMBERS = 32
 _PARAMS = (
     "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
 )  # fmt: skip
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Respondent(Protocol):
@@ -109,7 +106,7 @@ class PoolingCall:
                 add_special_tokens=special,
             )
 
-        return await in_order(encode, prompts)
+        return await in_order(encode, prompts, PARALLEL)
 
     def ids_of(self, output: PoolingRequestOutput[Any]) -> dict[str, Any]:
         """What an item says of its tokens, if that was asked for."""
@@ -148,25 +145,3 @@ class PoolingCall:
                 "usage": self.usage(outputs).model_dump(),
             }
         )
-
-
-async def in_order(work: Callable[[int, T], Awaitable[R]], items: Sequence[T]) -> list[R]:
-    """The results of ``work(position, item)``, of which at most :data:`PARALLEL` run at a time.
-
-    The first error ends all others; so does cancelling.
-    """
-    results: dict[int, R] = {}
-    waiting = iter(enumerate(items))
-
-    async def run() -> None:
-        for position, item in waiting:
-            results[position] = await work(position, item)
-
-    runners = [asyncio.create_task(run()) for _ in range(min(PARALLEL, len(items)))]
-    try:
-        await asyncio.gather(*runners)
-    finally:
-        for runner in runners:
-            runner.cancel()
-        await asyncio.gather(*runners, return_exceptions=True)
-    return [results[position] for position in range(len(items))]

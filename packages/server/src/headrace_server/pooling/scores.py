@@ -14,7 +14,7 @@ from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.scoring import ScoreInput, pair_up
 from headrace_server import convert
 from headrace_server.offload import encoded
-from headrace_server.pooling.call import PoolingCall, in_order
+from headrace_server.pooling.call import PARALLEL, PoolingCall
 from headrace_server.pooling.inputs import document_text, side_of, texts_of
 from headrace_server.protocol.pooling import (
     ContentObject,
@@ -23,6 +23,7 @@ from headrace_server.protocol.pooling import (
     ScoreRequest,
 )
 from headrace_server.routing import JsonAnswer
+from headrace_server.side_by_side import in_order
 from headrace_server.state import ServerState
 
 Outputs = Sequence[PoolingRequestOutput[ScoringOutput]]
@@ -119,7 +120,7 @@ class Rerank(_Scoring):
     async def respond(self) -> Response:
         texts = self._texts
         if self._most_tokens is not None:
-            texts = await in_order(self._shortened, texts)
+            texts = await in_order(self._shortened, texts, PARALLEL)
         outputs = await self.score([self._query], list(texts))
         return await self.state.off_loop(self.cost(outputs, len(outputs)), self._json, outputs)
 

@@ -20,6 +20,10 @@ from headrace_core.sampling import SamplingParams
 from headrace_core.speech import AudioClip, SpeechModel, SpeechTask
 from headrace_server.stream import close
 
+AT_ONCE = 16
+"""Clips of one request that the engine has at a time."""
+HEAVY = 1 << 16
+"""Cost of looking through long audio, or of aligning; more than is done on the event loop."""
 LADDER = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that are tried where the client asks for none."""
 LEAST_LOGPROB = -1.0
@@ -48,7 +52,6 @@ class Heard:
     """What became of a clip."""
 
     clip: Clip
-    prompt: Prompt
     text: str
     token_ids: Sequence[int]
     """End tokens left out."""
@@ -71,6 +74,11 @@ class Task:
     timestamps: bool
     tell_silence: bool
     """Whether each clip is asked if anybody speaks."""
+
+    @property
+    def written(self) -> str | None:
+        """The language of the text; None: unknown, as a translation says only what it is not in."""
+        return self.to_language or (self.language if self.task == "transcribe" else None)
 
 
 class Listener:
@@ -115,13 +123,13 @@ class Listener:
             silence = await self._no_speech_prob(clip, task)
         for temperature in self._temperatures:
             heard = self._heard(
-                clip, prompt, temperature, silence, await self._attempt(prompt, temperature)
+                clip, temperature, silence, await self._attempt(prompt, temperature)
             )
             improbable = (heard.avg_logprob or 0.0) < LEAST_LOGPROB
             if improbable and silence is None:
                 silence = await self._no_speech_prob(clip, task)
             if improbable and silence is not None and silence > SILENCE:
-                return self._heard(clip, prompt, temperature, silence, _NOTHING)
+                return self._heard(clip, temperature, silence, _NOTHING)
             if not improbable and heard.compression_ratio <= MOST_COMPRESSION:
                 break
         return heard
@@ -157,7 +165,6 @@ class Listener:
     def _heard(
         self,
         clip: Clip,
-        prompt: Prompt,
         temperature: float,
         silence: float | None,
         part: CompletionOutput,
@@ -167,7 +174,6 @@ class Listener:
             mean = part.cumulative_logprob / max(1, len(part.token_ids))
         return Heard(
             clip=clip,
-            prompt=prompt,
             text=part.text,
             token_ids=[token for token in part.token_ids if token not in self._eos],
             temperature=temperature,
@@ -179,9 +185,12 @@ class Listener:
     async def _no_speech_prob(self, clip: Clip, task: Task) -> float | None:
         """How likely it is that nobody speaks; None: the model does not say."""
         token = self._speech.no_speech_token_id
-        prompt = self._speech.prompt(clip.audio, language=task.language, task=task.task)
-        opening = first_token_of(prompt)
-        if token is None or opening is None:
+        if token is None:
+            return None
+        opening = first_token_of(
+            self._speech.prompt(clip.audio, language=task.language, task=task.task)
+        )
+        if opening is None:
             return None
         params = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=[token], detokenize=False
@@ -203,11 +212,26 @@ def compression_ratio(text: str) -> float:
 
 def first_token_of(prompt: Prompt) -> Prompt | None:
     """The prompt up to its decoder's first token; None: it is not given as tokens."""
+    found = _told(prompt)
+    if found is None:
+        return None
+    field, ids = found
+    return cast(Prompt, {**cast(Mapping[str, Any], prompt), field: ids[:1]})
+
+
+def num_told(prompt: Prompt) -> int:
+    """How many tokens a prompt gives to be continued; 0: it is not given as tokens."""
+    found = _told(prompt)
+    return 0 if found is None else len(found[1])
+
+
+def _told(prompt: Prompt) -> tuple[str, list[int]] | None:
+    """The field with the tokens that are continued, and these."""
     if not isinstance(prompt, Mapping):
         return None
     given = cast(Mapping[str, Any], prompt)
     for field in ("decoder_prompt", "prompt_token_ids"):
         ids = given.get(field)
         if isinstance(ids, list) and ids:
-            return cast(Prompt, {**given, field: ids[:1]})
+            return field, ids
     return None

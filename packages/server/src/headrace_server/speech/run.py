@@ -11,12 +11,12 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, NamedTuple, TypeVar
+from contextlib import aclosing
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from msgspec import UNSET
@@ -31,7 +31,8 @@ from headrace_server import convert
 from headrace_server.counting import Tally
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
-from headrace_server.speech.clips import LADDER, Clip, Heard, Listener, Task
+from headrace_server.side_by_side import in_order
+from headrace_server.speech.clips import AT_ONCE, HEAVY, LADDER, Clip, Heard, Listener, Task
 from headrace_server.speech.joining import Joiner, joined
 from headrace_server.speech.protocol import (
     AudioUsage,
@@ -43,30 +44,21 @@ from headrace_server.speech.protocol import (
     Transcription,
     TranscriptionRequest,
     VerboseTranscription,
-    Word,
 )
-from headrace_server.speech.segments import spans
 from headrace_server.speech.subtitles import srt, vtt
+from headrace_server.speech.times import Times
 from headrace_server.speech.upload import Upload
-from headrace_server.speech.words import TokenWord, words_of
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, close, event
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16
-"""Clips of one request that the engine has at a time."""
 LONG = 10
 """Clips from which on progress is logged."""
 _SUBTITLES: Mapping[str, Callable[[list[Segment]], str]] = {"srt": srt, "vtt": vtt}
-_HEAVY = 1 << 16
-"""Cost of looking through long audio, or of aligning; more than is done on the event loop."""
 _COPIED = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
-
-T = TypeVar("T")
 
 
 class Audio(NamedTuple):
@@ -128,6 +120,7 @@ class SpeechCall:
             LADDER if body.temperature == 0 else [body.temperature]
         )
         self._listener = Listener(state.engine, self._run, self._params, temperatures)
+        self._times = Times(self.speech, state, self._engine_id)
         self._params(temperatures[0]).validate()
 
     def _check_form(self, granularities: Sequence[str]) -> None:
@@ -171,7 +164,7 @@ class SpeechCall:
         timed = self.body.response_format in ("verbose_json", "srt", "vtt")
         task = await self._plan(audio, timestamps=timed, tell_silence=self._is_verbose)
         heard = await self._hear_all(audio, task)
-        text = joined([h.text for h in heard], task.to_language or task.language)
+        text = joined([h.text for h in heard], task.written)
         usage = AudioUsage(seconds=math.ceil(audio.seconds))
         if not timed:
             return (
@@ -179,7 +172,7 @@ class SpeechCall:
                 if self.body.response_format == "text"
                 else Transcription(text=text, usage=usage)
             )
-        segments = await self._segments(heard)
+        segments = await self._times.segments(heard)
         if not self._is_verbose:
             return _SUBTITLES[self.body.response_format](segments)
         return VerboseTranscription(
@@ -188,7 +181,7 @@ class SpeechCall:
             duration=round(audio.seconds, 2),
             text=text,
             segments=segments if self._with_segments else None,
-            words=await self._words(heard, task) if self._with_words else None,
+            words=await self._times.words(heard, task) if self._with_words else None,
             usage=usage,
         )
 
@@ -199,77 +192,13 @@ class SpeechCall:
     async def _hear_all(self, audio: Audio, task: Task) -> list[Heard]:
         """All clips, some at a time; in order."""
         progress = _Progress(self.id, audio)
-        places = asyncio.Semaphore(AT_ONCE)
 
-        async def hear(clip: Clip) -> Heard:
-            async with places:
-                heard = await self._listener.hear(clip, task)
+        async def hear(_: int, clip: Clip) -> Heard:
+            heard = await self._listener.hear(clip, task)
             progress.done(clip)
             return heard
 
-        return await _together([hear(clip) for clip in audio.clips])
-
-    async def _segments(self, heard: Sequence[Heard]) -> list[Segment]:
-        found: list[Segment] = []
-        for h in heard:
-            for span in spans(h.token_ids, self.speech.timestamp, h.clip.audio.seconds):
-                text = await self._text(span.text_tokens)
-                found.append(
-                    Segment(
-                        id=len(found),
-                        seek=round(h.clip.start * 100),
-                        start=round(h.clip.start + span.start, 3),
-                        end=round(h.clip.start + span.end, 3),
-                        text=text,
-                        tokens=span.tokens,
-                        temperature=h.temperature,
-                        avg_logprob=h.avg_logprob,
-                        compression_ratio=h.compression_ratio,
-                        no_speech_prob=h.no_speech_prob,
-                    )
-                )
-        return found
-
-    async def _words(self, heard: Sequence[Heard], task: Task) -> list[Word]:
-        words = await _together([self._words_of(h, task) for h in heard])
-        return [word for of_clip in words for word in of_clip]
-
-    async def _words_of(self, heard: Heard, task: Task) -> list[Word]:
-        """When a clip's words were spoken, by which part of it each token attends to."""
-        tokens = [t for t in heard.token_ids if self.speech.timestamp(t) is None]
-        if not tokens:
-            return []
-        plain = self.speech.prompt(heard.clip.audio, language=task.language, task=task.task)
-        # The end token is aligned, too: where it begins the last word ends.
-        sequence = [*tokens, *self.state.engine.model.eos_token_ids[:1]]
-        weights = await self.state.engine.align(
-            self.speech.continued(plain, sequence), self._engine_id()
-        )
-        times = await self.state.off_loop(
-            _HEAVY, self.speech.token_times, weights, len(sequence), heard.clip.audio.seconds
-        )
-        start = heard.clip.start
-        times = [
-            *(round(start + time, 2) for time in times),
-            round(start + heard.clip.audio.seconds, 2),
-        ]
-        return [
-            Word(word=word.text.strip(), start=times[word.begin], end=times[word.end])
-            for word in words_of(await self._pieces(tokens), task.language)
-        ]
-
-    async def _pieces(self, tokens: Sequence[int]) -> list[TokenWord]:
-        """Tokens with their texts; those that share a character together."""
-        found, begin = list[TokenWord](), 0
-        for end in range(1, len(tokens) + 1):
-            text = await self._text(tokens[begin:end])
-            if not text.endswith(_BROKEN) or end == len(tokens):
-                found.append(TokenWord(text, begin, end))
-                begin = end
-        return found
-
-    async def _text(self, tokens: Sequence[int]) -> str:
-        return await self.state.engine.detokenize(tokens, skip_special_tokens=True)
+        return await in_order(hear, audio.clips, AT_ONCE)
 
     # ---- as a stream
 
@@ -277,21 +206,22 @@ class SpeechCall:
         """The answer as server-sent events, the terminal one left out."""
         audio = await self._decode()
         task = await self._plan(audio, timestamps=False, tell_silence=False)
-        joiner, said, reason = Joiner(task.to_language or task.language), list[str](), "stop"
-        async for index, part in self._in_order(audio, task):
-            if index is not None:
-                joiner.next_clip()
-            if part.finish_reason == "length":
-                reason = "length"
-            shown = joiner.add(part.text)
-            if shown:
-                said.append(shown)
-                yield event(self._chunk(shown, audio))
+        joiner, said, reason = Joiner(task.written), list[str](), "stop"
+        async with aclosing(self._parts(audio, task)) as parts:
+            async for index, part in parts:
+                if index is not None:
+                    joiner.next_clip()
+                if part.finish_reason == "length":
+                    reason = "length"
+                shown = joiner.add(part.text)
+                if shown:
+                    said.append(shown)
+                    yield event(self._chunk(shown, audio))
         yield event(self._end("".join(said), reason, audio))
         if self.body.stream_include_usage or self.state.settings.enable_force_include_usage:
             yield event(self._wrap([], audio, counted=True))
 
-    async def _in_order(
+    async def _parts(
         self, audio: Audio, task: Task
     ) -> AsyncGenerator[tuple[int | None, CompletionOutput], None]:
         """Outputs of all clips, clip by clip; the first of each with the clip's index. Later clips run
@@ -354,7 +284,7 @@ class SpeechCall:
             upload.data, name=upload.name, sample_rate=config.sample_rate
         )
         self._upload = upload._replace(data=b"")  # megabytes, while the answer is made
-        parts = await self.state.off_loop(_HEAVY, self.speech.split, whole, config)
+        parts = await self.state.off_loop(HEAVY, self.speech.split, whole, config)
         return Audio(list(_placed(parts)), whole.seconds)
 
     async def _plan(self, audio: Audio, *, timestamps: bool, tell_silence: bool) -> Task:
@@ -436,17 +366,6 @@ async def _counted(
             yield output
     finally:
         await close(outputs)
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first error ends the others."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _placed(parts: Sequence[AudioClip]) -> Iterator[Clip]:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from html import escape
 
 from headrace_server.speech.protocol import Segment
 
 
 def srt(segments: Iterable[Segment]) -> str:
+    """What is said and when; segments without text are left out."""
     blocks = (
         f"{number}\n{_time(s.start, ',')} --> {_time(s.end, ',')}\n{_line(s.text)}\n"
-        for number, s in enumerate(segments, 1)
+        for number, s in enumerate(_spoken(segments), 1)
     )
     return "\n".join(blocks)
 
 
 def vtt(segments: Iterable[Segment]) -> str:
-    blocks = (f"{_time(s.start, '.')} --> {_time(s.end, '.')}\n{_line(s.text)}\n" for s in segments)
+    """The same; what would be markup in a cue is escaped."""
+    blocks = (
+        f"{_time(s.start, '.')} --> {_time(s.end, '.')}\n{escape(_line(s.text), quote=False)}\n"
+        for s in _spoken(segments)
+    )
     return "\n".join(["WEBVTT\n", *blocks])
+
+
+def _spoken(segments: Iterable[Segment]) -> Iterator[Segment]:
+    return (segment for segment in segments if segment.text.strip())
 
 
 def _line(text: str) -> str:

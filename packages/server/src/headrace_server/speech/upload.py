@@ -69,7 +69,7 @@ def _bounded(request: Request, max_file_bytes: int) -> Request:
     """The request, whose body ends in an error where no file that is taken can be so long."""
     most = max_file_bytes + OVERHEAD
     announced = request.headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > most:
+    if announced.isdecimal() and int(announced) > most:
         raise _too_large(max_file_bytes)
     seen = 0
 
