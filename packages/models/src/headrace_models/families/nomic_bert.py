@@ -113,8 +113,8 @@ class NomicBertModel(RotaryBert):
         """The op's name of what gates."""
         stated = self.context.config.get(self.either("activation_function", "hidden_act"))
         gated = {**_GATED, **{name: ACTIVATIONS[name] for name in ("silu", "gelu")}}
-        if stated not in gated:
+        if not isinstance(stated, str) or stated not in gated:
             raise UnsupportedModel(
                 f"config.json: activation_function = {stated!r}: must be one of {', '.join(gated)}"
             )
-        return gated[str(stated)]
+        return gated[stated]
