@@ -121,7 +121,7 @@ def test_what_it_is_resolved_to(reference, folder):
 
 
 def test_it_cannot_be_made_to_pool(reference, folder):
-    with pytest.raises(ConfigError, match="encoder-decoder.*must be generate or auto"):
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*must be generate or auto"):
         resolved(folder, runner="pooling")
 
 
