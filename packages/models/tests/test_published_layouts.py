@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_decoder_classifiers
 import test_encoders
 import test_pooling_decoders
 import test_rotary_encoders
@@ -242,3 +243,38 @@ class TestCrossEncoders:
         for prompt, result in zip(prompts, suite.pooled(suite.open(tmp_path), prompts, wanted)):
             logits = suite.expected(checkpoint, prompt)
             suite.assert_close(result, logits if activation else logits.sigmoid())
+
+
+@pytest.mark.parametrize(
+    ("suite", "architecture"),
+    [
+        (test_encoders.TestBertForSequenceClassification, "BertModel"),
+        (test_encoders.TestRobertaForSequenceClassification, "RobertaModel"),
+        (test_encoders.TestDistilBertForSequenceClassification, "DistilBertModel"),
+        (test_encoders.TestElectraForSequenceClassification, "ElectraModel"),
+        (test_rotary_encoders.TestModernBertForSequenceClassification, "ModernBertModel"),
+        (test_rotary_encoders.TestGteForSequenceClassification, "GteModel"),
+        (test_decoder_classifiers.TestQwen3ForSequenceClassification, None),
+    ],
+)
+def test_a_classifier_may_be_asked_to_embed(
+    tmp_path: Path, suite: Any, architecture: str | None
+) -> None:
+    """Encoders by override, as the error of ``--convert embed`` says; decoders by ``--convert``."""
+    found = Published(suite(), tmp_path)
+    overrides = {"architectures": [architecture]}
+    chosen: dict[str, Any] = {"hf_overrides": overrides} if architecture else {"convert": "embed"}
+    info = found.suite.resolve(tmp_path, runner="pooling", **chosen)
+    assert info.tasks == ("embed", "token_embed")
+    prompts = found.suite.prompts()
+    wanted = [found.suite.params("embed", normalize=False)] * len(prompts)
+    model = found.suite.open(tmp_path, **chosen)
+    base = found.checkpoint.reference.base_model
+    row = 0 if architecture else -1
+    for prompt, result in zip(prompts, found.suite.pooled(model, prompts, wanted)):
+        extra: dict[str, Any] = {}
+        if found.suite.segments:
+            extra["token_type_ids"] = torch.tensor(found.suite.segment_ids([prompt]))
+        with torch.inference_mode():
+            states = base(torch.tensor([prompt]), **extra).last_hidden_state[0]
+        found.suite.assert_close(result, states[row])

@@ -6,11 +6,10 @@ overrides say that ``GteNewModel`` is meant. Gates are stored behind what they g
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.families.bert import UNUSED_HEADS
 from headrace_models.families.rotary_bert import (
     SPLIT_NAMES,
     LayerNames,
@@ -46,10 +45,6 @@ class GteModel(RotaryBert):
     """Embeds by its first token."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = _RULES
-    ignored_weights: ClassVar[Mapping[str, str]] = {
-        **UNUSED_HEADS,
-        r"classifier\..*": "weighs words; gte-multilingual-base keeps it beside its encoder",
-    }
     base_name: ClassVar[str] = "new"
     theta: ClassVar[float] = 160_000.0
     num_segments: ClassVar[int] = 1
