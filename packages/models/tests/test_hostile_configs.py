@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import test_families as families
 import test_qwen2_audio
+import test_rotary_encoders as rotary
 import test_whisper
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,8 @@ SUITES: dict[str, Any] = {
     for name, suite in vars(families).items()
     if name in ("TestLlama", "TestQwen2", "TestGemma3", "TestPhi3", "TestGPT2", "TestMixtral")
 }
+SUITES.update(ModernBert=rotary.TestModernBertForSequenceClassification())
+SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceClassification())
 SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)

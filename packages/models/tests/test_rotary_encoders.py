@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pooling_families_conformance import PoolingFamilyConformance
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
 
 from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint
+from headrace_core.testing.model import Checkpoint, randomise
 
 pytestmark = pytest.mark.spec("MODEL-POOL-TEXT")
 
@@ -114,14 +117,107 @@ class TestNomicBert(PoolingFamilyConformance):
             assert torch.equal(states, expected)
         assert self.resolve(tmp_path).max_model_len == 64  # what it was trained for
 
-    def test_mixture_of_experts_is_refused(self, checkpoint: Checkpoint) -> None:
-        with pytest.raises(UnsupportedModel, match="num_experts = 8"):
-            self.open(checkpoint.path, hf_overrides={"num_experts": 8})
+    @pytest.mark.parametrize("activation", ["glu", 3, {"gelu": 1}])
+    def test_activations_are_known(self, checkpoint: Checkpoint, activation: object) -> None:
+        with pytest.raises(UnsupportedModel, match="activation_function = "):
+            self.open(checkpoint.path, hf_overrides={"activation_function": activation})
 
     def test_names_of_transformers(
         self, checkpoint: Checkpoint, model: Any, tmp_path: Path
     ) -> None:
         check_names_of_transformers(self, checkpoint, model, tmp_path)
+
+
+class _Experts(torch.nn.Module):
+    """What stands in a layer of nomic-embed-text-v2-moe, row by row."""
+
+    def __init__(self, hidden: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(hidden, experts, bias=False)
+        self.w1 = torch.nn.Parameter(torch.empty(experts * inner, hidden))
+        self.w2 = torch.nn.Parameter(torch.empty(experts * inner, hidden))
+        self.bias = torch.nn.Parameter(torch.empty(hidden))
+        self.shape = (experts, inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ups, downs = self.w1.view(self.shape), self.w2.view(self.shape)
+        rows = []
+        for row in x.flatten(0, -2):
+            out = self.bias
+            for weight, expert in zip(*self.layer(row).softmax(-1).topk(2)):
+                out = out + weight * (functional.gelu(ups[expert] @ row) @ downs[expert])
+            rows.append(out)
+        return torch.stack(rows).view_as(x)
+
+
+class TestNomicBertWithExperts(PoolingFamilyConformance):
+    """transformers has none: its layers get other MLPs and biases here."""
+
+    default_pooling: ClassVar[str] = "MEAN"
+    a_matrix: ClassVar[str] = ".1.mlp.router"
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import NomicBertConfig
+
+        return NomicBertConfig(**{**TINY, "type_vocab_size": 1, **overrides})
+
+    def hf_class(self) -> Any:
+        from transformers import NomicBertModel
+
+        return NomicBertModel
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        reference = self.hf_class()(self.hf_config(**overrides)).eval()
+        for index, layer in enumerate(reference.layers):
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                setattr(layer.self_attn, name, torch.nn.Linear(48, 48))
+            plain = (torch.nn.Linear(48, 52), torch.nn.GELU(), torch.nn.Linear(52, 48))
+            layer.mlp = _Experts(48, 52, 5) if index % 2 else torch.nn.Sequential(*plain)
+        randomise(reference, seed)
+        own = {
+            **_OLD_NOMIC,
+            "activation_function": "gelu",
+            "moe_every_n_layers": 2,
+            "moe_top_k": 2,
+            "num_experts": 5,
+            "type_vocab_size": 1,
+            **dict.fromkeys(("mlp_fc1_bias", "mlp_fc2_bias", "qkv_proj_bias"), True),
+            **dict.fromkeys(("expert_choice_router", "moe_normalize_expert_weights"), False),
+        }
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(own))
+        save_file(_own_names(reference.state_dict()), folder / "model.safetensors")
+        return Checkpoint(reference, folder)
+
+    def test_more_experts_for_a_token_than_there_are(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(UnsupportedModel, match="moe_top_k = 6: must be at most 5"):
+            self.open(checkpoint.path, hf_overrides={"moe_top_k": 6})
+
+    @pytest.mark.parametrize("name", ["moe_normalize_expert_weights", "expert_choice_router"])
+    def test_other_ways_to_choose_are_refused(self, checkpoint: Checkpoint, name: str) -> None:
+        with pytest.raises(UnsupportedModel, match=f"{name} = True: must be False"):
+            self.open(checkpoint.path, hf_overrides={name: True})
+
+
+def _own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of transformers' tensors, with :class:`_Experts` among them, the names of its authors."""
+    names = {
+        "embeddings.LayerNorm": "emb_ln", "layers.": "encoder.layers.", "self_attn.": "attn.",
+        "o_proj": "out_proj", "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2",
+        "mlp.0": "mlp.fc1", "mlp.2": "mlp.fc2", "mlp.layer": "mlp.router.layer",
+        "mlp.w": "mlp.experts.mlp.w", "mlp.bias": "mlp.experts.bias",
+    }  # fmt: skip
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if "inv_freq" in name or name.endswith("position_ids"):
+            continue
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor.contiguous()
+    for name in [name for name in found if ".q_proj." in name]:
+        parts = [found.pop(name.replace("q_proj", f"{x}_proj")) for x in "qkv"]
+        found[name.replace("q_proj", "Wqkv")] = torch.cat(parts)
+    return found
 
 
 _OLD_NOMIC = {
@@ -232,8 +328,6 @@ def check_names_of_transformers(
     suite: PoolingFamilyConformance, checkpoint: Checkpoint, model: Any, folder: Path
 ) -> None:
     """``save_pretrained`` writes the names of the first repositories; transformers' own load, too."""
-    from safetensors.torch import load_file, save_file
-
     for file in checkpoint.path.glob("*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     own = {name: x.contiguous() for name, x in checkpoint.reference.state_dict().items()}

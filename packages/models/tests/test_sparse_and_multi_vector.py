@@ -343,3 +343,11 @@ class TestColbert:
                "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
         write(folder / "1_Dense/config.json", {**own, **config})
         save_file({"linear.weight": weight}, folder / "1_Dense/model.safetensors")
+
+    @pytest.mark.parametrize("words", [True, 3, ["!", 4], {"!": 1}])
+    def test_words_to_be_skipped_must_be_words(self, tmp_path: Path, words: object) -> None:
+        self.test_as_pylate_stores_it(tmp_path, BERT)
+        file = tmp_path / "config_sentence_transformers.json"
+        write(file, {**json.loads(file.read_text()), "skiplist_words": words})
+        with pytest.raises(UnsupportedModel, match="must be a list of words"):
+            BERT().resolve(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headrace_core.config import LoadConfig, ModelConfig
-from headrace_core.errors import UnsupportedFeature, UnsupportedModel, WeightsError
+from headrace_core.errors import ConfigError, UnsupportedFeature, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo, SupportsAlignment, SupportsEncoderDecoder
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.encoder_decoder import EncoderDecoderDriver
@@ -118,6 +118,11 @@ def test_what_it_is_resolved_to(reference, folder):
     assert (info.runner, info.max_model_len, info.vocab_size) == ("generate", 40, 131)
     without = resolved(folder, override_generation_config={"alignment_heads": None})
     assert without.tasks == ("transcription",)
+
+
+def test_it_cannot_be_made_to_pool(reference, folder):
+    with pytest.raises(ConfigError, match=r"encoder-decoder.*must be generate or auto"):
+        resolved(folder, runner="pooling")
 
 
 def test_it_has_the_capabilities(model):

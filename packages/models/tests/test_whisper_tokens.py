@@ -248,3 +248,16 @@ def test_damaged_json_in_the_tokenizer_json_names_the_folder(tmp_path):
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|en|>": "x"}))
     with pytest.raises(UnsupportedModel, match=tmp_path.name):
         WhisperTokens.of(tmp_path, {})
+
+
+def test_what_is_known_of_checkpoints_is_bounded(tmp_path, monkeypatch):
+    """Models come and go; those that stay are found again."""
+    from headrace_models.families import whisper
+
+    monkeypatch.setattr(whisper, "_KNOWN", {})
+    monkeypatch.setattr(whisper, "_MOST_KNOWN", 2)
+    ids = checkpoint(tmp_path)
+    models = [info(tmp_path) for _ in range(5)]
+    for model in [*models, models[0]]:
+        assert Whisper.get_no_speech_token_id(model) == ids["<|nospeech|>"]
+        assert len(whisper._KNOWN) <= 2

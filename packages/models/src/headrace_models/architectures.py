@@ -18,6 +18,8 @@ POOLING = (
     "EmbeddingModel", "ForRewardModeling", "Model",
 )  # fmt: skip
 """Ends of the names of what is made of language models, longest first."""
+MASKED = "ForMaskedLM"
+"""End of the names of encoders with the head of their pre-training."""
 
 
 def served_by(architecture: str, known: Container[str]) -> str | None:
@@ -30,7 +32,15 @@ def served_by(architecture: str, known: Container[str]) -> str | None:
             found = next((name for name in names if name in known), None)
             if found is not None:
                 return found
-    return None
+    encoder = without_head(architecture)
+    return encoder if encoder in known else None
+
+
+def without_head(architecture: str) -> str:
+    """``MPNetForMaskedLM`` -> ``MPNetModel``: many repositories of embedders keep the name of the
+    pre-training, whose head nobody needs. Other names stay."""
+    stem = architecture.removesuffix(MASKED)
+    return architecture if stem == architecture else f"{stem}Model"
 
 
 def generates(architecture: str) -> bool:

@@ -59,7 +59,8 @@ class PoolingDecoder(Decoder):
     )
     """The last is for classifiers made of the language model's head."""
     ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"(.*\.)?lm_head\..*": "the head of a language model; this one pools"
+        r"(.*\.)?lm_head\..*": "the head of a language model; this one pools",
+        r"(score|classifier)\..*": "labels, of a checkpoint that is to embed",
     }
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:

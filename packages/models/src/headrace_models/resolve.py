@@ -16,7 +16,7 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
-from headrace_models.architectures import served_by
+from headrace_models.architectures import served_by, without_head
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import checkpoint_headers
 from headrace_models.generating import generating_traits, processor_of
@@ -59,6 +59,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     architecture = choose_architecture(whole.get("architectures"), config.model)
     entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
     sentence = _sentence_modules(config, path, architecture, entries)
+    architecture = _read_as(architecture, sentence)
     run, traits = _run(config, architecture, text, sentence)
     stored_generation = read_object(path / "generation_config.json", required=False)
     generation = generation_config(config, path)
@@ -119,6 +120,18 @@ def _sentence_modules(
         return SentenceModules()
     found = read_modules(path, config.pooler.pooling_type)
     return projected(found, entries) if architecture == "HF_ColBERT" else found
+
+
+def _read_as(architecture: str, sentence: SentenceModules) -> str:
+    """The class that the files make of an encoder with the head of its pre-training: that head is
+    pooled, or passed over."""
+    registered = architecture in plugins.installed("headrace.models")
+    passed_over = sentence.pools or sentence.multi_vector or not registered
+    encoder = without_head(architecture)
+    if not passed_over or encoder == architecture or sentence.sparse:
+        return architecture
+    logger.info("%s: read as %s, without the head of its pre-training", architecture, encoder)
+    return encoder
 
 
 def _run(

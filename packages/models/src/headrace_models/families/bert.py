@@ -25,6 +25,7 @@ UNUSED_HEADS: Mapping[str, str] = {
     r"cls\..*": "heads of the pre-training",
     r"lm_head\..*": "the head of the pre-training",
     r"(.*\.)?pooler\..*": "made for guessing the next sentence",
+    r"classifier\..*": "labels, of a checkpoint that is to embed",
 }
 """Tensors that checkpoints of this line hold for other tasks."""
 

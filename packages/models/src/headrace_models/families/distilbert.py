@@ -48,7 +48,8 @@ _ENCODER = (*_rules("distilbert."), *_rules(""))
 class DistilBertModel(PostNormEncoder):
     weight_rules: ClassVar[Sequence[WeightRule]] = _ENCODER
     ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"vocab_(transform|layer_norm|projector)\..*": "the head of the pre-training"
+        r"vocab_(transform|layer_norm|projector)\..*": "the head of the pre-training",
+        r"(pre_)?classifier\..*": "labels, of a checkpoint that is to embed",
     }
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:

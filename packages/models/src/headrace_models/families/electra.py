@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.families.bert import BertModel, encoder_rules
+from headrace_models.families.bert import UNUSED_HEADS, BertModel, encoder_rules
 from headrace_models.layers.base import Part
 from headrace_models.layers.encoder import Embeddings
 from headrace_models.layers.linear import Linear
@@ -38,9 +38,10 @@ _ENCODER = (
 class ElectraModel(BertModel):
     weight_rules: ClassVar[Sequence[WeightRule]] = _ENCODER
     ignored_weights: ClassVar[Mapping[str, str]] = {
+        **UNUSED_HEADS,
         r"(discriminator_predictions|generator_predictions|generator_lm_head)\..*": (
             "heads of the pre-training"
-        )
+        ),
     }
     base_name: ClassVar[str] = "electra"
 

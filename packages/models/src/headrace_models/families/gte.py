@@ -49,7 +49,7 @@ class GteModel(RotaryBert):
     theta: ClassVar[float] = 160_000.0
     num_segments: ClassVar[int] = 1
 
-    def make_mlp(self, context: BuildContext, name: str) -> MLPLayer:
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         return GatedMLP(
             context,
             name,

@@ -45,7 +45,7 @@ class JinaEmbeddingsV3Model(RotaryBert):
     theta: ClassVar[float] = 20_000.0
     num_segments: ClassVar[int] = 1
 
-    def make_mlp(self, context: BuildContext, name: str) -> MLPLayer:
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         return MLP(
             context,
             f"{name}.fc1",

@@ -69,7 +69,8 @@ class ModernBertModel(PreNormEncoder):
 
     weight_rules: ClassVar[Sequence[WeightRule]] = _ENCODER
     ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"(head|decoder)\..*": "the head of the pre-training"
+        r"(head|decoder)\..*": "the head of the pre-training",
+        r"classifier\..*": "labels, of a checkpoint that is to embed",
     }
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:

@@ -1,7 +1,8 @@
 """NomicBert: rotary BERT with gated MLPs and few biases (nomic-embed-text v1 and v1.5,
-arctic-embed-m-long).
+arctic-embed-m-long), or ungated ones and experts on every second layer (v2).
 
-Nussbaum et al. 2024, arXiv:2402.01613. The config is spelled as GPT-2's (``n_embd``) or as BERT's.
+Nussbaum et al. 2024, arXiv:2402.01613; Nussbaum and Duderstadt 2025, arXiv:2502.07972. The config is
+spelled as GPT-2's (``n_embd``) or as BERT's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from headrace_models.families.rotary_bert import (
     RotaryBert,
     encoder_rules,
 )
-from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.mlp import MLP, GatedMLP, MLPLayer
 from headrace_models.layers.rotary import rotary_table
+from headrace_models.layers.ungated_experts import UngatedMoE
 from headrace_models.rope import rope_settings
-from headrace_models.settings import ACTIVATIONS, MAX_LAYERS
+from headrace_models.settings import ACTIVATIONS, MAX_EXPERTS, MAX_LAYERS
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -30,7 +32,12 @@ _OWN_NAMES = LayerNames("encoder.layers.{}", "attn.Wqkv", "attn.out_proj", "norm
 _OWN_MLP = (
     WeightRule("mlp.fc12", "mlp.gate_up", part=0),
     WeightRule("mlp.fc11", "mlp.gate_up", part=1),
+    WeightRule("mlp.fc1", "mlp.up"),
     WeightRule("mlp.fc2", "mlp.down"),
+    WeightRule("mlp.router.layer", "mlp.router"),
+    WeightRule("mlp.experts.mlp.w1", "mlp.experts.up"),
+    WeightRule("mlp.experts.mlp.w2", "mlp.experts.down"),
+    WeightRule("mlp.experts.bias", "mlp.experts.bias"),
 )
 _SPLIT_MLP = (
     WeightRule("mlp.gate_proj", "mlp.gate_up", part=0),
@@ -40,14 +47,15 @@ _SPLIT_MLP = (
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
 _FIXED: dict[str, Any] = {
     "prenorm": False, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False,
-    "rotary_emb_scale_base": None, "use_rms_norm": False, "parallel_block": False, "num_experts": 0,
-    "causal": False,
+    "rotary_emb_scale_base": None, "use_rms_norm": False, "parallel_block": False, "causal": False,
+    "num_shared_experts": 0, "expert_choice_router": False, "moe_normalize_expert_weights": False,
+    "ffn_div": 1,
 }  # fmt: skip
 """Keys of variants that no checkpoint served here has."""
 
 
 class NomicBertModel(RotaryBert):
-    """Embeds by the mean. Its mixture-of-experts variant (v2) is not served: experts are not gated."""
+    """Embeds by the mean."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *encoder_rules(_PREFIXES, _OWN_NAMES, _OWN_MLP, norm="emb_ln"),
@@ -96,25 +104,47 @@ class NomicBertModel(RotaryBert):
         rope = rope_settings(context.config, theta=theta, max_positions=limit)
         self.rotary = rotary_table(context, rope, self.head_dim(), max_positions=limit)
 
-    def make_mlp(self, context: BuildContext, name: str) -> MLPLayer:
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         hidden = self.hidden_size()
-        inner = self.either("n_inner", "intermediate_size")
-        return GatedMLP(
-            context,
-            name,
-            hidden,
-            self.settings.integer(inner, 4 * hidden),
-            self.gate(),
-            bias=self.settings.flag("mlp_fc1_bias", False),
-            down_bias=self.settings.flag("mlp_fc2_bias", False),
-        )
+        inner = self.settings.integer(self.either("n_inner", "intermediate_size"), 4 * hidden)
+        biases = [self.settings.flag(f"mlp_fc{layer}_bias", False) for layer in (1, 2)]
+        plain = self.plain_activation()
+        if plain is None:
+            return GatedMLP(
+                context, name, hidden, inner, self.gate(), bias=biases[0], down_bias=biases[1]
+            )
+        if self.has_experts(index):
+            return UngatedMoE(
+                context,
+                name,
+                hidden_size=hidden,
+                intermediate_size=inner,
+                num_experts=self.settings.integer("num_experts", maximum=MAX_EXPERTS),
+                top_k=self.settings.integer("moe_top_k", 1),
+                activation=plain,
+            )
+        if biases[0] != biases[1]:
+            raise UnsupportedModel(f"config.json: mlp_fc2_bias = {biases[1]}: must be mlp_fc1_bias")
+        return MLP(context, f"{name}.fc1", f"{name}.fc2", hidden, inner, plain, bias=biases[0])
+
+    def has_experts(self, index: int) -> bool:
+        """Counted from the second layer on."""
+        every = self.settings.integer("moe_every_n_layers", 0, minimum=0)
+        return every > 0 and index % every == 1
+
+    def plain_activation(self) -> str | None:
+        """The op's name of the activation of MLPs without gates, which only the own spelling says."""
+        stated = self.context.config.get("activation_function")
+        if stated in (None, *_GATED):
+            return None
+        if not isinstance(stated, str) or stated not in ACTIVATIONS:
+            raise UnsupportedModel(
+                f"config.json: activation_function = {stated!r:.200}: must be one of "
+                f"{', '.join((*_GATED, *ACTIVATIONS))}"
+            )
+        return ACTIVATIONS[stated]
 
     def gate(self) -> str:
         """The op's name of what gates."""
-        stated = self.context.config.get(self.either("activation_function", "hidden_act"))
-        gated = {**_GATED, **{name: ACTIVATIONS[name] for name in ("silu", "gelu")}}
-        if stated not in gated:
-            raise UnsupportedModel(
-                f"config.json: activation_function = {stated!r}: must be one of {', '.join(gated)}"
-            )
-        return gated[str(stated)]
+        stated = self.context.config.get("activation_function")
+        return self.settings.activation("hidden_act") if stated is None else _GATED[stated]

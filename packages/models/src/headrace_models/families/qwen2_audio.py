@@ -62,12 +62,7 @@ class Qwen2AudioForConditionalGeneration(Qwen2ForCausalLM, SupportsTranscription
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         super().prepare(context, prefix)
-        stated = context.whole_config.get("audio_config") or {}
-        if not isinstance(stated, Mapping):
-            raise UnsupportedModel(
-                f"config.json: audio_config = {stated!r:.200}: must be an object"
-            )
-        settings = Settings({**_ENCODER, **stated})
+        settings = _encoder_settings(context.whole_config)
         outer = prefix.removesuffix(_TEXT)
         self.encoder = AudioEncoder(context, settings, f"{outer}audio_tower", pools=True)
         self.projector = Linear(

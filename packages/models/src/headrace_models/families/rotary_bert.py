@@ -183,7 +183,7 @@ class RotaryBert(PostNormEncoder, ABC):
         return PostNormBlock(
             self.make_attention(context, f"{name}.self_attn"),
             LayerNorm(context, f"{name}.post_attention_layernorm", size, self.eps()),
-            self.make_mlp(context, f"{name}.mlp"),
+            self.make_mlp(context, index, f"{name}.mlp"),
             LayerNorm(context, f"{name}.post_mlp_layernorm", size, self.eps()),
         )
 
@@ -202,5 +202,5 @@ class RotaryBert(PostNormEncoder, ABC):
         )
 
     @abstractmethod
-    def make_mlp(self, context: BuildContext, name: str) -> MLPLayer:
-        """The feed-forward layer of a block."""
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        """The feed-forward layer of a block; ``name`` as the checkpoint spells it."""

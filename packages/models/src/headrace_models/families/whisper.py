@@ -298,13 +298,18 @@ class WhisperBlock(Block):
 _KNOWN: dict[tuple[Path, int], tuple[Mapping[str, Any], WhisperTokens]] = {}
 """By folder and identity of the generation config, which is kept so that no other gets its identity:
 a token's time is asked for with every token."""
+_MOST_KNOWN = 64
+"""Models may be loaded and unloaded as long as a server lives."""
 
 
 def _tokens(info: ModelInfo) -> WhisperTokens:
     key = info.path, id(info.generation_config)
     if key not in _KNOWN:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
         tokens = WhisperTokens.of(info.path, info.generation_config)
         _KNOWN[key] = info.generation_config, tokens
+        return tokens
     return _KNOWN[key][1]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig, PoolingTraits
 from headrace_models.architectures import generates, is_bidirectional
+from headrace_models.generating import generating_traits
 from headrace_models.reranker import token_classifier
 from headrace_models.settings import Settings
 
@@ -26,6 +27,12 @@ def converted_traits(
     Raises:
         ConfigError: the conversion does not fit; names the field.
     """
+    if generating_traits(architecture).is_encoder_decoder:
+        raise ConfigError(
+            f"model.runner = 'pooling': {architecture} is an encoder-decoder, which cannot be made to "
+            "pool; must be generate or auto",
+            field="model.runner",
+        )
     causal = not is_bidirectional(architecture, config)
     if user.pooling_type == "STEP" and generates(architecture):
         vocab = Settings(config).integer("vocab_size")

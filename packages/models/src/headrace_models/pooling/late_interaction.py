@@ -41,7 +41,7 @@ def late_interaction(
     expansion = stated["expansion"]
     known = _known(folder)
     query, document = str(stated["query"] or ""), str(stated["document"] or "")
-    words = tuple(map(str, stated["skip"] or ()))
+    words = _words(stated["skip"])
     return LateInteraction(
         query_marker=query,
         document_marker=document,
@@ -126,6 +126,15 @@ def _filler(token: object, known: Mapping[str, int]) -> int | None:
             f"query_expansion.token = {token!r}: must be null, or a token of tokenizer.json"
         )
     return known[token]
+
+
+def _words(given: object) -> tuple[str, ...]:
+    """Each character of a string is a word."""
+    if given is None or isinstance(given, str):
+        return tuple(given or "")
+    if not isinstance(given, list) or not all(isinstance(word, str) for word in given):
+        raise UnsupportedModel(f"skiplist_words = {given!r:.200}: must be a list of words")
+    return tuple(given)
 
 
 def _known(folder: Path) -> Mapping[str, int]:
