@@ -1,0 +1,86 @@
+"""From a request to the application of the model that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from starlette.routing import Match
+from starlette.types import Receive, Scope, Send
+
+from headrace_core.errors import RequestError
+from headrace_server.errors import answer
+from headrace_server.several.models import Models, OneModel
+from headrace_server.several.naming import Named, read_name
+
+Part = Callable[[OneModel], FastAPI | None]
+"""What of a model answers: its application, or that of the admin port."""
+
+
+class Dispatcher:
+    """ASGI application: passes each request on to the model that it names.
+
+    A request that no model could answer, whatever it names (an unknown path, a body that is no
+    JSON), goes to one that refuses it as it would alone. With one model served, it gets everything.
+    """
+
+    def __init__(self, models: Models, part: Part) -> None:
+        self._models = models
+        self._part = part
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        named = Named(None, receive)
+        try:
+            model = self._only_one(scope)
+            if model is None:
+                named = await read_name(scope, receive)
+                model = self._chosen(scope, named)
+        except RequestError as error:
+            await answer(error).response()(scope, named.receive, send)
+            return
+        app = self._part(model)
+        assert app is not None, "a model without this part was chosen"
+        scope.pop("router", None)  # the one around this; the application's own comes now
+        with model.answering():
+            await app(scope, named.receive, send)
+
+    def _only_one(self, scope: Scope) -> OneModel | None:
+        """The model to take a request without a look at what it names."""
+        models = [model for model in self._models if self._part(model) is not None]
+        if not models:
+            self._models.find("")
+        if len(models) == 1:
+            return models[0]
+        serving = [model for model in models if self._serves(model, scope)]
+        if not serving:
+            return models[0]
+        return serving[0] if len(serving) == 1 and not _has_body(scope) else None
+
+    def _chosen(self, scope: Scope, named: Named) -> OneModel:
+        if isinstance(named.name, str):
+            return self._models.find(named.name)
+        if named.name is None and named.readable and _may_name(scope):
+            served = ", ".join(map(repr, self._models.names))
+            raise RequestError(
+                f"model: must be given, as several are served: {served}"
+                + ("" if _has_body(scope) else "; without a body, as ?model=NAME"),
+                param="model",
+            )
+        return next(model for model in self._models if self._serves(model, scope))
+
+    def _serves(self, model: OneModel, scope: Scope) -> bool:
+        app = self._part(model)
+        return app is not None and any(
+            route.matches(scope)[0] is not Match.NONE for route in app.routes
+        )
+
+
+def _has_body(scope: Scope) -> bool:
+    return any(name == b"content-type" for name, _ in scope["headers"])
+
+
+def _may_name(scope: Scope) -> bool:
+    """Whether the request has a form in which a model could have been named."""
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    kind = kind.partition(b";")[0].strip().lower()
+    return kind in (b"", b"application/json", b"multipart/form-data")
