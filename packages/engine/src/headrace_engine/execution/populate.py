@@ -35,6 +35,7 @@ def populated_bytes() -> int:
     """
     return sum(populator.num_bytes for populator in list(_LIVING))
 
+
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change no content
 _PIECE = 8 << 20
 """Bytes populated by one call: how long a stop waits."""

@@ -93,9 +93,7 @@ class EngineLoader:
             raise
         taken = _memory_of(engine)
         self._memory[entry.name] = {**taken, "limit": limit}
-        self._budget.claim(
-            entry.name, limit, sum(taken.values()), is_share=asked is not None
-        )
+        self._budget.claim(entry.name, limit, sum(taken.values()), is_share=asked is not None)
         logger.info("model %r: loaded:\n%s", entry.name, engine.client.memory_plan)
         return Loaded(engine, settings)
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
-from headrace_core.errors import RequestError
+from headrace_core.errors import RequestError, UnknownModel
 from headrace_server.errors import answer
 from headrace_server.several.models import Models, OneModel
 from headrace_server.several.naming import Named, read_name
@@ -48,12 +48,12 @@ class Dispatcher:
         """The model to take a request without a look at what it names."""
         models = [model for model in self._models if self._part(model) is not None]
         if not models:
-            self._models.find("")
+            raise UnknownModel("no model is served at present", param="model")
         if len(models) == 1:
             return models[0]
-        serving = [model for model in models if self._serves(model, scope)]
+        serving = self._serving(scope)
         if not serving:
-            return models[0]
+            return next((m for m in models if self._match(m, scope) is Match.PARTIAL), models[0])
         return serving[0] if len(serving) == 1 and not _has_body(scope) else None
 
     def _chosen(self, scope: Scope, named: Named) -> OneModel:
@@ -66,13 +66,19 @@ class Dispatcher:
                 + ("" if _has_body(scope) else "; without a body, as ?model=NAME"),
                 param="model",
             )
-        return next(model for model in self._models if self._serves(model, scope))
+        return self._serving(scope)[0]
 
-    def _serves(self, model: OneModel, scope: Scope) -> bool:
+    def _serving(self, scope: Scope) -> list[OneModel]:
+        """The models that have the path and the method."""
+        return [model for model in self._models if self._match(model, scope) is Match.FULL]
+
+    def _match(self, model: OneModel, scope: Scope) -> Match:
         app = self._part(model)
-        return app is not None and any(
-            route.matches(scope)[0] is not Match.NONE for route in app.routes
-        )
+        routes = app.routes if app is not None else ()
+        return max((route.matches(scope)[0] for route in routes), key=_HOW_WELL, default=Match.NONE)
+
+
+_HOW_WELL = [Match.NONE, Match.PARTIAL, Match.FULL].index
 
 
 def _has_body(scope: Scope) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from headrace_server import errors
 from headrace_server.app import (
     Gates,
     add_control,
@@ -49,6 +50,7 @@ def create_front(loaded: Sequence[Loaded], settings: ServerSettings, loader: Loa
         connections=connection_limits(settings),
     )
     app.state.headrace = state
+    errors.install(app, stacks=bool(settings.log_error_stack))
     add_gauges(state)
 
     def compose(one: Loaded) -> OneModel:

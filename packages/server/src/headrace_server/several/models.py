@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import fastapi.dependencies.models
 from fastapi import FastAPI
 
 from headrace_core.errors import UnknownModel
@@ -69,9 +70,19 @@ class OneModel:
         await self.state.engine.shutdown()
         if self.state.tracing is not None:
             await asyncio.to_thread(self.state.tracing.shutdown)
+        _forget_routes()
+
+
+def _forget_routes() -> None:
+    """FastAPI remembers of some thousand functions what kind they are, and so keeps what routes that
+    are gone close over: the application, and all that was read for its engine."""
+    for value in vars(fastapi.dependencies.models).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 _LOOK = 0.02
+"""Seconds between looks whether requests still run."""
 
 
 class Models:
