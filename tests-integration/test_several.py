@@ -98,9 +98,9 @@ async def test_a_load_that_fails_says_why_and_changes_nothing(server: RunningSer
 def test_a_model_that_cannot_be_loaded_ends_the_start_with_its_name(tmp_path: Path) -> None:
     file = tmp_path / "models.yaml"
     file.write_text("- {name: nothing, model: /no/such/folder}\n")
-    with pytest.raises(RuntimeError, match="model 'nothing': .*/no/such/folder"):
-        with serving("--models-config", str(file)):
-            pass
+    message = r"model 'nothing': .*/no/such/folder"
+    with pytest.raises(RuntimeError, match=message), serving("--models-config", str(file)):
+        pass
 
 
 def test_shares_beyond_the_whole_end_the_start(tmp_path: Path) -> None:
@@ -109,6 +109,6 @@ def test_shares_beyond_the_whole_end_the_start(tmp_path: Path) -> None:
         "- {name: a, model: /a, gpu_memory_utilization: 0.7}\n"
         "- {name: b, model: /b, gpu_memory_utilization: 0.7}\n"
     )
-    with pytest.raises(RuntimeError, match=r"are 1\.4 of the budget"):
-        with serving("--models-config", str(file)):
-            pass
+    message = r"are 1\.4 of the budget"
+    with pytest.raises(RuntimeError, match=message), serving("--models-config", str(file)):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import gc
 import logging
@@ -13,6 +14,7 @@ from headrace.assembly import connect, starting
 from headrace.several.budget import Budget
 from headrace.several.entries import Entry, name_of, read_entry
 from headrace_core.errors import HeadraceError
+from headrace_core.log_lines import MODEL
 from headrace_server.several.loading import Loaded
 
 if TYPE_CHECKING:
@@ -57,8 +59,6 @@ class EngineLoader:
             for position, entry in enumerate(entries):
                 loaded.append(self.load_entry(entry, entries[position + 1 :]))
         except BaseException:
-            import asyncio
-
             for one in loaded:
                 asyncio.run(one.engine.shutdown())
             raise
@@ -73,6 +73,13 @@ class EngineLoader:
         Raises:
             HeadraceError: with the model's name; nothing of it is left.
         """
+        token = MODEL.set(entry.name)
+        try:
+            return self._load(entry, coming)
+        finally:
+            MODEL.reset(token)
+
+    def _load(self, entry: Entry, coming: Sequence[Entry]) -> Loaded:
         asked = self._asked(entry)
         others = [self._asked(other) for other in coming]
         limit = self._budget.limit_of(
@@ -80,7 +87,7 @@ class EngineLoader:
         )
         cache = dataclasses.replace(entry.config.cache, max_memory_bytes=limit)
         settings, config = entry.prepared.settings, entry.config
-        logger.info("model %r: loading, within %.1f MiB", entry.name, limit / 2**20)
+        logger.info("loading, within %.1f MiB", limit / 2**20)
         try:
             with starting() as timeline:
                 engine = connect(
@@ -94,7 +101,8 @@ class EngineLoader:
         taken = _memory_of(engine)
         self._memory[entry.name] = {**taken, "limit": limit}
         self._budget.claim(entry.name, limit, sum(taken.values()), is_share=asked is not None)
-        logger.info("model %r: loaded:\n%s", entry.name, engine.client.memory_plan)
+        if config.engine_process:  # the plan was made, and logged, in the other process
+            logger.info("memory plan:\n%s", engine.client.memory_plan)
         return Loaded(engine, settings)
 
     def _asked(self, entry: Entry) -> int | None:

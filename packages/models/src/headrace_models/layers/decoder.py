@@ -110,7 +110,9 @@ class Decoder(Layer, ABC):
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
-        return LinearSpec(f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype)
+        return LinearSpec(
+            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+        )
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""

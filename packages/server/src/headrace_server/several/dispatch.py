@@ -9,6 +9,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError, UnknownModel
+from headrace_core.log_lines import MODEL
 from headrace_server.errors import answer
 from headrace_server.several.models import Models, OneModel
 from headrace_server.several.naming import Named, read_name
@@ -41,8 +42,12 @@ class Dispatcher:
         app = self._part(model)
         assert app is not None, "a model without this part was chosen"
         scope.pop("router", None)  # the one around this; the application's own comes now
-        with model.answering():
-            await app(scope, named.receive, send)
+        token = MODEL.set(model.name)
+        try:
+            with model.answering():
+                await app(scope, named.receive, send)
+        finally:
+            MODEL.reset(token)
 
     def _only_one(self, scope: Scope) -> OneModel | None:
         """The model to take a request without a look at what it names."""
