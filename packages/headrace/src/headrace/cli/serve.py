@@ -116,7 +116,7 @@ def serve_alone(prepared: Prepared) -> int:
     from headrace.assembly import connect, starting
     from headrace.assembly.inspection import start_block
 
-    settings, config = prepared
+    settings, config = prepared.settings, prepared.config
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
             with timeline.phase("import server"):

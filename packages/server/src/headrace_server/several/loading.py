@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import HeadraceError, RequestError
@@ -14,6 +14,8 @@ from headrace_server.settings import ServerSettings
 from headrace_server.several.models import Models, OneModel
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
@@ -147,8 +149,8 @@ class Loading:
             self._leaving = [other for other in self._leaving if other.name != name]
         logger.info("model %r is unloaded", name)
 
-    async def _to_the_end(self, work: Any) -> Any:
-        task = asyncio.ensure_future(work)
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
