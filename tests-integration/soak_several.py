@@ -82,7 +82,9 @@ async def guests(client: httpx.AsyncClient, tally: Tally, until: float) -> None:
 
 
 async def resident(client: httpx.AsyncClient) -> int:
-    """Bytes that the server holds, once nothing runs."""
+    """Bytes that the server holds once nothing runs and a last guest has left."""
+    await client.post("/models/load", json=GUEST)
+    await client.post("/models/unload", json={"name": GUEST["name"]})
     budget = (await client.get("/models")).json()["budget"]
     return int(budget["resident"])
 
@@ -99,12 +101,10 @@ async def soak(url: str, seconds: float, streams: int) -> int:
         # What is made once and kept (threads, buffers, a first guest's code) is there before.
         warm = time.monotonic() + min(10.0, seconds / 4)
         await _all(client, tally, warm, streams)
-        await asyncio.sleep(1)
         before = await resident(client)
         began = time.monotonic()
         await _all(client, tally, began + seconds, streams)
         took = time.monotonic() - began
-        await asyncio.sleep(1)
         after = await resident(client)
     for name in MODELS:
         print(f"{name:>6}: {tally.answered[name]} answers, slowest {tally.slowest[name]:.2f} s")

@@ -134,7 +134,9 @@ class Loading:
         model = self._models.find(name)
         self._models.remove(model)
         self._leaving.append(model)
-        await self._to_the_end(self._unload(model, drain_seconds))
+        work = self._unload(model, drain_seconds)
+        del model  # what it held is to be found free at the end
+        await self._to_the_end(work)
 
     async def _unload(self, model: OneModel, drain_seconds: float) -> None:
         name = model.name
@@ -143,7 +145,7 @@ class Loading:
             async with self._turn:
                 await model.end()
                 self._leaving.remove(model)
-                del model  # what it held is to be found free
+                del model
                 await asyncio.to_thread(self._loader.unloaded, name)
         finally:
             self._leaving = [other for other in self._leaving if other.name != name]
