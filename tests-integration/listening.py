@@ -46,8 +46,12 @@ def token_ids(folder: Path, text: str) -> list[int]:
     return ids
 
 
-def save_whisper(folder: Path, **overrides: Any) -> Any:
-    """A Whisper checkpoint, which never says timestamps; returns the model that is the oracle."""
+def save_whisper(folder: Path, seconds: int = SECONDS, **overrides: Any) -> Any:
+    """A Whisper checkpoint, which never says timestamps; returns the model that is the oracle.
+
+    Args:
+        seconds: the longest clip.
+    """
     from transformers import (
         GenerationConfig,
         WhisperConfig,
@@ -57,11 +61,11 @@ def save_whisper(folder: Path, **overrides: Any) -> Any:
 
     ids = save_tokenizer(folder)
     end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
-    size = ids["<|notimestamps|>"] + 1 + SECONDS * 50 + 1
+    size = ids["<|notimestamps|>"] + 1 + seconds * 50 + 1
     settings = {
         "vocab_size": size, "num_mel_bins": 16, "d_model": 48, "encoder_layers": 2,
         "encoder_attention_heads": 3, "encoder_ffn_dim": 80, "decoder_layers": 3,
-        "decoder_attention_heads": 3, "decoder_ffn_dim": 80, "max_source_positions": SECONDS * 50,
+        "decoder_attention_heads": 3, "decoder_ffn_dim": 80, "max_source_positions": seconds * 50,
         "max_target_positions": 64, "decoder_start_token_id": start, "eos_token_id": end,
         "pad_token_id": end, "bos_token_id": end, "suppress_tokens": None,
         "begin_suppress_tokens": None, "median_filter_width": 5,
@@ -79,7 +83,7 @@ def save_whisper(folder: Path, **overrides: Any) -> Any:
         begin_suppress_tokens=[5, end], prev_sot_token_id=ids["<|startofprev|>"],
     )  # fmt: skip
     model.save_pretrained(folder)
-    WhisperFeatureExtractor(feature_size=16, chunk_length=SECONDS).save_pretrained(folder)
+    WhisperFeatureExtractor(feature_size=16, chunk_length=seconds).save_pretrained(folder)
     return model
 
 

@@ -6,9 +6,11 @@ import base64
 import contextlib
 
 import numpy as np
+import openai
 import pytest
 import torch
 from listening import features, save_qwen2_audio, sound, token_ids, wav
+from servers import serving
 from together import together
 
 from headrace import LLM, SamplingParams
@@ -181,3 +183,40 @@ def test_what_is_refused_by_name(listener):
         cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
         with pytest.raises(RequestError, match="would cut placeholders"):
             llm.generate(asked("<|AUDIO|>", "a"), cut, use_tqdm=False)
+
+
+@pytest.mark.spec("MM-ONLINE")
+def test_the_openai_client_sends_audio(listener):
+    pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
+    pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
+    data = base64.b64encode(wav(clip("a"))).decode()
+    content = [
+        {"type": "text", "text": "the water"},
+        {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+    ]
+    chat = [{"role": "user", "content": content}]
+    with LLM(str(listener[1]), **SETTINGS) as llm:
+        [expected] = llm.chat(chat, PARAMS, use_tqdm=False)
+    words = (str(listener[1]), "--dtype", "float32", "--num-threads", "1", "--block-size", "8",
+             "--kv-cache-memory-bytes", "16M", "--limit-mm-per-prompt", '{"audio": 1}')  # fmt: skip
+    with (
+        serving(*words) as running,
+        openai.OpenAI(base_url=running.api, api_key="none", max_retries=0) as client,
+    ):
+        model = client.models.list().data[0].id
+
+        def ask(messages):
+            return client.chat.completions.create(
+                model=model, messages=messages, temperature=0, max_tokens=8,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+
+        answer = ask(chat)
+        assert answer.choices[0].message.content == expected.outputs[0].text
+        assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+        with pytest.raises(openai.BadRequestError, match="2 items; at most 1 are taken"):
+            ask([{"role": "user", "content": [*content, content[1]]}])
+        broken = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+        with pytest.raises(openai.BadRequestError, match="content"):
+            ask([{"role": "user", "content": [broken]}])
+        assert ask(chat).choices[0].message.content == answer.choices[0].message.content

@@ -102,8 +102,9 @@ def expected_weights(oracle, folder, tokens, seed):
             features(folder, sound(seed, LENGTHS[seed])), decoder_input_ids=torch.tensor([tokens]),
             output_attentions=True,
         ).cross_attentions  # fmt: skip
-    heads = AlignmentHeads(oracle.generation_config.alignment_heads, 5)
-    weights = {layer: found[0] for layer, found in enumerate(attention)}
+    pairs = [tuple(pair) for pair in oracle.generation_config.alignment_heads]
+    heads = AlignmentHeads(pairs, 5)
+    weights = {(layer, head): attention[layer][0, head] for layer, head in pairs}
     return heads.matrix(weights, len(PREFIX), round(LENGTHS[seed] * 50))
 
 
@@ -192,3 +193,23 @@ def test_no_speech_probabilities_come_with_every_token(whisper):
     found = output.outputs[0].logprobs[0]
     assert found[silent].logprob == pytest.approx(float(logits.log_softmax(-1)[silent]), abs=1e-4)
     assert len(found) == 2
+
+
+def bits(outputs):
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.mark.spec("BATCH-INVARIANCE", "ENCDEC-PROMPT")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_outputs_do_not_depend_on_the_batch_by_one_bit(whisper, dtype):
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
+    settings = {**SETTINGS, "dtype": dtype}
+    with LLM(str(whisper[1]), **settings) as llm:
+        wanted = [bits(llm.generate(p, params, use_tqdm=False))[0] for p in prompts()]
+        assert bits(llm.generate(prompts(), params, use_tqdm=False)) == wanted
+    few = {"num_gpu_blocks_override": 44, "kv_cache_memory_bytes": None, "enforce_eager": True}
+    with LLM(str(whisper[1]), **{**settings, **few}) as llm:
+        with together(llm, len(wanted)):
+            outputs = llm.generate(prompts(), params, use_tqdm=False)
+        assert llm.engine.stats().num_preemptions > 0
+    assert bits(outputs) == wanted

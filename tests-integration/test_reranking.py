@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pooling_checkpoints import write_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from headrace_core.testing.model import randomise
 from headrace_engine.intake.sandbox import render_template
@@ -121,25 +127,18 @@ def test_scores_of_a_language_model(reranker: tuple[Path, Any]) -> None:
         assert output.outputs.score == pytest.approx(float(expected), abs=1e-4)
 
 
-@pytest.mark.spec("POOL-TOKEN-EMBED")
-def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
-    """Saved by Sentence Transformers, whose own encoder is the oracle: markers, expansion that is
-    attended to, skipped punctuation, projection, MaxSim."""
-    pytest.importorskip("sentence_transformers")
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT whose tokenizer has the markers of all who store ColBERT."""
     import transformers
-    from encoders import save_tokenizer
-    from sentence_transformers import MultiVectorEncoder
-    from sentence_transformers.base.modules import Normalize, Transformer
-    from sentence_transformers.base.modules.dense import Dense
-    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 
-    from headrace import LLM
-
-    base, folder = tmp_path / "bert", tmp_path / "colbert"
-    save_tokenizer(base)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[Q]", "[D]"]})
-    tokenizer.save_pretrained(base)
+    folder = tmp_path_factory.mktemp("bert")
+    write_tokenizer(folder, marked=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([",", "."])
+    markers = ["[Q]", "[D]", "[unused0]", "[unused1]", "[Q] ", "[D] "]
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    tokenizer.save_pretrained(folder)
     model = transformers.BertModel(
         transformers.BertConfig(
             vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -148,26 +147,101 @@ def test_colbert_beside_sentence_transformers(tmp_path: Path) -> None:
         add_pooling_layer=False,
     )  # fmt: skip
     randomise(model)
-    model.save_pretrained(base)
-    oracle = MultiVectorEncoder(
-        modules=[
-            Transformer(
-                str(base),
-                query_expansion={"strategy": "fixed", "attend": True, "length": 12},
-                document_length=24,
-            ),
-            Dense(32, 16, bias=False, activation_function=torch.nn.Identity(),
-                  module_input_name="token_embeddings"),
-            MultiVectorMask(skiplist_words=[",", "."]),
-            Normalize(module_input_name="token_embeddings"),
-        ],
-        prompts={"query": "[Q] ", "document": "[D] "},
-        device="cpu",
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def projection() -> Tensor:
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(5)) * 0.3
+
+
+def as_sentence_transformers_store_it(encoder: Path, folder: Path, **expansion: Any) -> None:
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.base.modules.dense import Dense
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    expansion = {"strategy": "fixed", "length": 12, **expansion}
+    modules: list[Any] = [
+        Transformer(str(encoder), query_expansion=expansion, document_length=24),
+        Dense(32, 16, bias=False, activation_function=torch.nn.Identity(),
+              init_weight=projection(), module_input_name="token_embeddings"),
+        MultiVectorMask(skiplist_words=[",", "."]),
+        Normalize(module_input_name="token_embeddings"),
+    ]  # fmt: skip
+    prompts = {"query": "[Q] ", "document": "[D] "}
+    MultiVectorEncoder(modules=modules, prompts=prompts, device="cpu").save_pretrained(str(folder))
+
+
+def as_its_authors_store_it(encoder: Path, folder: Path) -> None:
+    shutil.copytree(encoder, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", {**config, "architectures": ["HF_ColBERT"]})
+    write_json(folder / "artifact.metadata", {"doc_maxlen": 24})
+    tensors = load_file(folder / "model.safetensors")
+    named = {f"bert.{name}": tensor for name, tensor in tensors.items()}
+    save_file(
+        {**named, "linear.weight": projection()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def as_pylate_stores_it(encoder: Path, folder: Path) -> None:
+    shutil.copytree(encoder, folder)
+    dense = {"in_features": 32, "out_features": 16, "bias": False,
+             "activation_function": "torch.nn.modules.linear.Identity"}  # fmt: skip
+    write_json(folder / "1_Dense/config.json", dense)
+    save_file({"linear.weight": projection()}, folder / "1_Dense/model.safetensors")
+    kinds = [("", "sentence_transformers.models.Transformer"),
+             ("1_Dense", "pylate.models.Dense.Dense")]  # fmt: skip
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(
+        folder / "config_sentence_transformers.json",
+        {"model_type": "ColBERT", "query_prefix": "[Q] ", "document_prefix": "[D] ",
+         "document_length": 24, "skiplist_words": [",", "."]},
     )  # fmt: skip
-    oracle.save_pretrained(str(folder))
-    query, documents = "river mill", ["water, wheel.", "stone grain flour bread", "dam"]
-    expected = oracle.similarity(oracle.encode_query([query]), oracle.encode_document(documents))[0]
+
+
+@pytest.mark.spec("POOL-TOKEN-EMBED")
+@pytest.mark.parametrize(
+    "store",
+    [
+        as_sentence_transformers_store_it,
+        partial(as_sentence_transformers_store_it, attend=True),
+        partial(as_sentence_transformers_store_it, token="bears"),
+        as_its_authors_store_it,
+        as_pylate_stores_it,
+    ],
+    ids=["sentence-transformers", "attended", "another token", "authors", "pylate"],
+)
+def test_colbert_beside_sentence_transformers(
+    encoder: Path, tmp_path: Path, store: Callable[[Path, Path], None]
+) -> None:
+    """Its own encoder of such checkpoints is the oracle: markers, queries filled up with tokens that
+    ask and (unless it is said) are not asked, skipped punctuation, projection, MaxSim."""
+    pytest.importorskip("sentence_transformers")
+    from sentence_transformers import MultiVectorEncoder
+
+    from headrace import LLM
+
+    folder = tmp_path / "colbert"
+    store(encoder, folder)
+    oracle = MultiVectorEncoder(str(folder), device="cpu")
+    queries = ["quiet rivers", "stars", "seven bears sleep in quiet woods while rivers run down"]
+    documents = ["a wide, blue sea.", "seven bears sleep in woods", "dog"]
+    asked, found = oracle.encode_query(queries), oracle.encode_document(documents)
+    pairs = [(q, d) for q in range(3) for d in range(3)]
     with LLM(str(folder), dtype="float32") as llm:
-        scored = llm.score(query, documents)
-    for output, score in zip(scored, expected.tolist()):
-        assert output.outputs.score == pytest.approx(score, abs=1e-3)
+        scored = llm.score([queries[q] for q, _ in pairs], [documents[d] for _, d in pairs])
+    expected = oracle.similarity(asked, found)
+    for output, (q, d) in zip(scored, pairs, strict=True):
+        assert len(output.prompt_token_ids) > len(asked[q])
+        assert output.outputs.score == pytest.approx(float(expected[q][d]), abs=1e-4)

@@ -41,7 +41,8 @@ def test_dashes_and_underscores_are_the_same(parser):
 
 
 def test_booleans_have_a_no_form(parser):
-    assert parser.parse_args([]).enable_prefix_caching is True
+    assert parser.parse_args([]).enable_prefix_caching is None
+    assert parser.parse_args(["--enable-prefix-caching"]).enable_prefix_caching is True
     assert parser.parse_args(["--no-enable-prefix-caching"]).enable_prefix_caching is False
     assert parser.parse_args(["--async-scheduling"]).async_scheduling is True
 

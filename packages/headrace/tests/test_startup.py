@@ -54,8 +54,8 @@ def test_a_started_engine_accounts_for_its_time_and_imports_little() -> None:
     )
     phases, pieces, accounted, heavy = out.splitlines()[-4:]
     assert phases.split(",") == [
-        "resolve model", "import front end", "read tokenizer", "import torch", "import core",
-        "import engine",
+        "resolve model", "import front end", "read tokenizer", "prepare intake", "import torch",
+        "import core", "import engine",
         "start workers", "load model", "profile memory", "allocate cache", "warm up", "scheduler",
     ]  # fmt: skip
     assert {

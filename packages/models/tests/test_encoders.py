@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from pooling_families_conformance import PoolingFamilyConformance
 from torch import Tensor
 
@@ -104,11 +103,11 @@ class TestRobertaForMaskedLM(_Roberta):
 
         return RobertaForMaskedLM
 
-    def expected(self, checkpoint: Checkpoint, prompt: Sequence[int]) -> Tensor:
-        with torch.inference_mode():
-            out = checkpoint.reference.roberta(torch.tensor([list(prompt)]))
-        states: Tensor = out.last_hidden_state[0]
-        return states
+    def expected(
+        self, checkpoint: Checkpoint, prompt: Sequence[int], num_keys: int | None = None
+    ) -> Tensor:
+        encoder = Checkpoint(checkpoint.reference.roberta, checkpoint.path)
+        return super().expected(encoder, prompt, num_keys)
 
 
 class TestXLMRoberta(TestRoberta):

@@ -54,13 +54,23 @@ def test_a_class_of_another_distribution_is_asked(monkeypatch):
     assert traits == GeneratingTraits(
         transcribes=True, generates=False, is_encoder_decoder=True, aligns=False
     )
-    assert traits.tasks({}) == ("transcription",)
+    assert traits.tasks({}, {}) == ("transcription",)
 
 
 def test_a_checkpoint_without_alignment_heads_does_not_align():
     traits = GeneratingTraits(transcribes=True, aligns=True)
-    assert traits.tasks({}) == ("generate", "transcription")
-    assert traits.tasks({"alignment_heads": [[0, 1]]}) == ("generate", "transcription", "align")
+    config = {"decoder_layers": 2, "decoder_attention_heads": 3}
+    assert traits.tasks({}, config) == ("generate", "transcription")
+    named = traits.tasks({"alignment_heads": [[0, 1], [1, 2]]}, config)
+    assert named == ("generate", "transcription", "align")
+
+
+@pytest.mark.parametrize("heads", [[[2, 0]], [[0, 3]], [[0]], [[0, True]], "all", [[-1, 0]], {}])
+def test_wrong_alignment_heads_are_told_and_cost_the_times_of_words_only(heads, caplog):
+    traits = GeneratingTraits(transcribes=True, aligns=True)
+    config = {"decoder_layers": 2, "decoder_attention_heads": 3}
+    assert traits.tasks({"alignment_heads": heads}, config) == ("generate", "transcription")
+    assert "below 2 and a head below 3" in caplog.text
 
 
 def test_what_is_no_class_generates():

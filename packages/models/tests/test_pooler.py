@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from test_pooling_info import DENSE, DENSE_CONFIG, NORMALIZE, run, sentence_tran
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
-from headrace_core.errors import WeightsError
+from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.model import PoolingBatch
 from headrace_core.pooling import PoolingParams
 from headrace_core.testing.model import build_context
@@ -215,3 +216,11 @@ def test_the_first_checkpoints_names_of_norms_load(embedder: Path) -> None:
         token_type_ids=torch.zeros(2, dtype=torch.int64),
     )
     assert model.forward(batch).shape == (2, 16)
+
+
+def test_a_class_that_cannot_pool_is_refused(folder: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_act": "silu",
+              "num_attention_heads": 2, "intermediate_size": 8}  # fmt: skip
+    info = dataclasses.replace(run(folder, config, runner="pooling"), convert="none")
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has no pooler"):
+        load_model(info, build_context(info))

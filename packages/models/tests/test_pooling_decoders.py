@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,6 +135,37 @@ class TestBidirectionalGemma3(_Bidirectional):
         return PoolingDecoderConformance.hf_config(self, **{**own, **overrides})
 
 
+@pytest.mark.spec("MODEL-POOL-TEXT")
+class TestGritLM:
+    """Instructions are attended to and left out of the mean."""
+
+    overrides: ClassVar[dict[str, Any]] = {"architectures": ["GritLM"]}
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Checkpoint:
+        suite = _Bidirectional()
+        suite.reference, suite.generating = "MistralModel", families.TestMistral
+        found = suite.make_checkpoint(tmp_path, sliding_window=None)
+        pieces = {"<": 40, "|": 41, "embed": 42, ">": 43, "<0x0A>": 44}
+        content = {"model": {"type": "BPE", "vocab": pieces}, "added_tokens": []}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        return found
+
+    def test_against_transformers(self, checkpoint: Checkpoint) -> None:
+        suite = _Bidirectional()
+        model = suite.open(checkpoint.path, hf_overrides=self.overrides)
+        marker = [40, 41, 42, 41, 43, 44]
+        prompts = [[1, 7, 8, *marker, 9, 10, 11], [1, *marker, 12], [1, 5, 6], [1, *marker]]
+        starts = [9, 7, 1, 6]
+        wanted = [suite.params("embed", normalize=False)] * len(prompts)
+        for result, prompt, start in zip(suite.pooled(model, prompts, wanted), prompts, starts):
+            suite.assert_close(result, suite.expected(checkpoint, prompt)[start:].mean(0))
+
+    def test_what_it_can_do(self, checkpoint: Checkpoint) -> None:
+        info = _Bidirectional().resolve(checkpoint.path, hf_overrides=self.overrides)
+        assert (info.runner, info.tasks) == ("pooling", ("embed",))
+
+
 def test_a_bidirectional_decoder_generates_nothing(tmp_path: Path) -> None:
     suite = TestBidirectionalQwen2()
     suite.reference = "Qwen2ForCausalLM"
@@ -144,8 +176,6 @@ def test_a_bidirectional_decoder_generates_nothing(tmp_path: Path) -> None:
 
 def rename_architecture(folder: Path, name: str) -> None:
     """Have ``config.json`` name another class."""
-    import json
-
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "architectures": [name]}))

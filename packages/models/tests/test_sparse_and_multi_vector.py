@@ -42,21 +42,35 @@ def linear(size: int, width: int, seed: int = 5) -> Tensor:
     return torch.randn(size, width, generator=torch.Generator().manual_seed(seed)) / width**0.5
 
 
+class _BertWords(BERT):
+    makes: Any = "logits"
+
+    def hf_class(self) -> Any:
+        from transformers import BertForMaskedLM
+
+        return BertForMaskedLM
+
+
 @pytest.mark.spec("MODEL-POOL-TEXT")
 class TestSplade:
-    class Suite(BERT):
-        makes: Any = "logits"
-
-        def hf_class(self) -> Any:
-            from transformers import BertForMaskedLM
-
-            return BertForMaskedLM
-
-        def hf_config(self, **overrides: Any) -> Any:
-            return super().hf_config(**{"hidden_act": "gelu", **overrides})
+    Suite: Any = _BertWords
 
     def make(self, folder: Path, **overrides: Any) -> Checkpoint:
         return self.Suite().make_checkpoint(folder, **overrides)
+
+    def write_modules(self, folder: Path, strategy: str, activation: str) -> None:
+        kind = "sentence_transformers.sparse_encoder.models"
+        write(
+            folder / "modules.json",
+            [
+                {"type": f"{kind}.MLMTransformer", "path": ""},
+                {"type": f"{kind}.SpladePooling", "path": "1_SpladePooling"},
+            ],
+        )
+        write(
+            folder / "1_SpladePooling/config.json",
+            {"pooling_strategy": strategy, "activation_function": activation},
+        )
 
     def embeddings(self, folder: Path, **settings: Any) -> list[Tensor]:
         suite = self.Suite()
@@ -90,18 +104,7 @@ class TestSplade:
         self, tmp_path: Path, strategy: str, activation: str
     ) -> None:
         checkpoint = self.make(tmp_path)
-        kind = "sentence_transformers.sparse_encoder.models"
-        write(
-            tmp_path / "modules.json",
-            [
-                {"type": f"{kind}.MLMTransformer", "path": ""},
-                {"type": f"{kind}.SpladePooling", "path": "1_SpladePooling"},
-            ],
-        )
-        write(
-            tmp_path / "1_SpladePooling/config.json",
-            {"pooling_strategy": strategy, "activation_function": activation},
-        )
+        self.write_modules(tmp_path, strategy, activation)
         for result, rows in zip(self.embeddings(tmp_path), self.weights(checkpoint)):
             rows = rows.log1p() if activation == "log1p_relu" else rows
             expected = rows.sum(0) if strategy == "sum" else rows.amax(0)
@@ -121,6 +124,34 @@ class TestSplade:
         monkeypatch.setattr("headrace_models.pooling.sparse._ROWS", 7)
         for few, many in zip(self.embeddings(tmp_path, hf_overrides=overrides), whole):
             torch.testing.assert_close(few, many, atol=1e-5, rtol=0)
+
+
+class _DistilBertWords(test_encoders.TestDistilBert):
+    makes: Any = "logits"
+
+    def hf_class(self) -> Any:
+        from transformers import DistilBertForMaskedLM
+
+        return DistilBertForMaskedLM
+
+
+@pytest.mark.spec("MODEL-POOL-TEXT")
+class TestDistilBertSplade(TestSplade):
+    """Known by its modules alone."""
+
+    Suite: Any = _DistilBertWords
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_by_override(self, tmp_path: Path, tied: bool) -> None:
+        checkpoint = self.make(tmp_path, tie_word_embeddings=tied)
+        self.write_modules(tmp_path, "max", "relu")
+        for result, rows in zip(self.embeddings(tmp_path), self.weights(checkpoint)):
+            torch.testing.assert_close(result, rows.amax(0), atol=1e-4, rtol=0)
+
+    def test_many_tokens_at_once_equal_few(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.skip("the same code as BERT's")
 
 
 @pytest.mark.spec("POOL-TOKEN-EMBED")
@@ -283,6 +314,29 @@ class TestColbert:
         assert (late.query_marker_id, late.document_marker_id) == (3, 4)
         assert (late.query_length, late.document_length, late.skip_ids) == (20, 40, (9,))
         assert (late.expand_queries, late.attend_to_expansion) == (True, False)
+        assert late.expansion_id is None
+
+    def expanded(self, folder: Path, token: object) -> None:
+        """A checkpoint that fills queries up with this token."""
+        BERT().make_checkpoint(folder)
+        dense = {"type": "pylate.models.Dense.Dense", "path": "1_Dense"}
+        write(folder / "modules.json", [TRANSFORMER, dense])
+        self.dense(folder, linear(20, 36))
+        expansion = {"strategy": "fixed", "length": 20, "token": token}
+        write(folder / "sentence_bert_config.json", {"query_expansion": expansion})
+        self.vocabulary(folder, **{"[Q]": 3, "[FILL]": 7})
+
+    def test_the_token_that_fills_queries_up(self, tmp_path: Path) -> None:
+        self.expanded(tmp_path, "[FILL]")
+        late = BERT().resolve(tmp_path).pooling.late_interaction  # type: ignore[union-attr]
+        assert late is not None
+        assert late.expansion_id == 7
+
+    @pytest.mark.parametrize("token", ["[GONE]", 9, ["!"]])
+    def test_a_filler_that_is_no_token(self, tmp_path: Path, token: object) -> None:
+        self.expanded(tmp_path, token)
+        with pytest.raises(UnsupportedModel, match=r"query_expansion\.token"):
+            BERT().resolve(tmp_path)
 
     def dense(self, folder: Path, weight: Tensor, **config: Any) -> None:
         own = {"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False,

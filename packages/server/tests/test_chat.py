@@ -391,3 +391,19 @@ async def test_a_model_without_template(connect: Any) -> None:
     error = await refused(connect(engine))
     assert "chat" in error["message"]
     await post(connect(engine, chat_template="{{ messages }}"))
+
+
+@pytest.mark.spec("MM-ONLINE")
+async def test_parts_with_audio_reach_models_that_take_it(connect: Any) -> None:
+    long = "A" * 400_000
+    parts = [
+        {"type": "text", "text": "hear"},
+        {"type": "input_audio", "input_audio": {"data": long, "format": "wav"}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}},
+    ]
+    messages = [{"role": "user", "content": parts}]
+    engine = FakeEngine("x", model=fake_served_model(modalities=("audio",)))
+    await post(connect(engine), messages=messages)
+    assert engine.requests[0].prompt.messages == messages
+    error = await refused(connect(FakeEngine("x")), messages=messages)
+    assert "'input_audio' are not served; this model takes text only" in error["message"]

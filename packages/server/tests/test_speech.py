@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from headrace_core.errors import RequestError
+from headrace_core.output import Logprob
 from headrace_core.sampling import SamplingParams
 from headrace_core.speech import SpeechToTextConfig
 from headrace_core.testing.engine import FakeEngine, fake_served_model
-from headrace_core.testing.fake_speech import FakeSpeech, time_mark, wav_file
+from headrace_core.testing.fake_speech import NO_SPEECH, FakeSpeech, time_mark, wav_file
 from headrace_core.testing.router import RouterConformance
 from headrace_server import ServerSettings
+from headrace_server.errors import ClientGone
 from headrace_server.routes.speech import ROUTER
+from headrace_server.speech.upload import read_upload
 
 TRANSCRIBE, TRANSLATE = "/v1/audio/transcriptions", "/v1/audio/translations"
 RATE = 100
@@ -155,6 +161,17 @@ async def test_the_progress_of_long_files_is_logged(connect: Any, caplog: Any) -
     assert "10 of 10 clips heard, 300 of 300 seconds" in lines[-1]
 
 
+def test_prompts_of_encoder_decoders_are_logged(caplog: Any) -> None:
+    from headrace_server.request_log import log_request
+
+    caplog.set_level("DEBUG", "headrace_server.request_log")
+    encoder = {"prompt": "", "multi_modal_data": {"audio": ([0.0] * 9999, RATE)}}
+    prompt: Any = {"encoder_prompt": encoder, "decoder_prompt": [7, 8]}
+    log_request(ServerSettings(enable_log_requests=True), "r", SamplingParams(), prompt)
+    assert "prompt [7, 8]" in caplog.text
+    assert len(caplog.text) < 4000
+
+
 # ---- languages
 
 
@@ -194,7 +211,7 @@ async def test_verbose_json_has_segments(connect: Any) -> None:
     body = answer.json()
     segments = body.pop("segments")
     assert body == {
-        "task": "transcribe", "language": "en", "duration": "35.00",
+        "task": "transcribe", "language": "en", "duration": 35.0,
         "text": f"{SPOKEN('transcribe:en:0.0:timed', 0)} {SPOKEN('transcribe:en:30.0:timed', 0)}",
         "words": None, "usage": {"type": "duration", "seconds": 35},
     }  # fmt: skip
@@ -305,6 +322,28 @@ async def test_a_body_that_is_too_long_is_not_read_to_its_end(connect: Any) -> N
     assert "1 MiB" in answer.json()["error"]["message"]
 
 
+async def test_a_client_that_leaves_in_the_middle_of_its_file() -> None:
+    pieces = iter([
+        {"type": "http.request", "more_body": True,
+         "body": b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nRIFF'},
+        {"type": "http.disconnect"},
+    ])  # fmt: skip
+
+    async def receive() -> Any:
+        return next(pieces)
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    with pytest.raises(ClientGone):
+        await read_upload(request, 1000)
+
+
+async def test_the_engines_names_of_fields_are_the_clients(connect: Any) -> None:
+    fake = engine(reject=RequestError("max_tokens: too many", param="max_tokens"))
+    error = await told(connect(fake), language="en", max_completion_tokens="9")
+    assert error["param"] == "max_completion_tokens"
+
+
 # ---- attempts
 
 
@@ -349,6 +388,40 @@ async def test_one_temperature_is_one_attempt(connect: Any) -> None:
     fake = engine("la " * 50)
     await post(connect(fake), language="en", temperature="0.3")
     assert len(fake.requests) == 1
+
+
+def silent(fake: FakeEngine, chance: float, mean: float) -> None:
+    """Make requests for the chance of silence say so, and all others improbable."""
+    generate = fake.generate
+
+    async def play(prompt: Any, params: SamplingParams, request_id: str, **rest: Any) -> Any:
+        async for output in generate(prompt, params, request_id, **rest):
+            (part,) = output.outputs
+            if params.logprob_token_ids:
+                part.logprobs = [{NO_SPEECH: Logprob(math.log(chance))}]
+            elif part.cumulative_logprob is not None:
+                part.cumulative_logprob = mean * len(part.token_ids)
+            yield output
+
+    fake.generate = play  # type: ignore[method-assign,assignment]
+
+
+async def test_improbable_words_where_nobody_speaks_are_none(connect: Any) -> None:
+    fake = engine("thanks for watching", FakeSpeech(SHORT, no_speech=True))
+    silent(fake, chance=0.9, mean=-2.0)
+    assert (await post(connect(fake), language="en")).json()["text"] == ""
+    words, asked = fake.requests
+    assert asked.prompt_text == words.prompt_text[:1], "after the first token of the prompt"
+    assert (asked.params.logprob_token_ids, asked.params.max_tokens) == ([NO_SPEECH], 1)
+
+
+async def test_probable_words_stay_and_verbose_json_tells_the_chance(connect: Any) -> None:
+    fake = engine(timed((0, " so", 1)), FakeSpeech(SHORT, no_speech=True))
+    silent(fake, chance=0.9, mean=-0.2)
+    body = (await post(connect(fake), language="en", response_format="verbose_json")).json()
+    (segment,) = body["segments"]
+    assert segment["text"] == " so"
+    assert segment["no_speech_prob"] == pytest.approx(0.9)
 
 
 # ---- streams

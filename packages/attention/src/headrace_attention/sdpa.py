@@ -11,7 +11,6 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scale
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -96,6 +95,7 @@ class SDPABackend(AttentionBackend, EncoderBackend):
         max_seqlen: int,
         *,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`headrace_core.attention.EncoderBackend.attend`.
 
@@ -104,11 +104,13 @@ class SDPABackend(AttentionBackend, EncoderBackend):
         """
         _check_layer(layer)
         output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-        for start, end in itertools.pairwise(cu_seqlens.tolist()):
-            rows = slice(start, end)
-            if end > start:
-                mask = _mask_both_ways(layer, end - start, query, distance_bias)
-                output[rows] = _attend(layer, query[rows], key[rows], value[rows], mask)
+        starts, lengths = cu_seqlens.tolist(), cu_seqlens.diff().tolist()
+        seen = lengths if key_lens is None else key_lens.tolist()
+        for start, length, num_keys in zip(starts, lengths, seen):
+            if num_keys > 0:
+                rows, keys = slice(start, start + length), slice(start, start + num_keys)
+                mask = _mask_both_ways(layer, length, num_keys, query, distance_bias)
+                output[rows] = _attend(layer, query[rows], key[keys], value[keys], mask)
         return output
 
 
@@ -156,15 +158,20 @@ def _attend(
 
 
 def _mask_both_ways(
-    layer: AttentionLayerSpec, length: int, query: Tensor, distance_bias: Tensor | None
+    layer: AttentionLayerSpec,
+    length: int,
+    num_keys: int,
+    query: Tensor,
+    distance_bias: Tensor | None,
 ) -> Tensor | None:
-    """What is added to scores (or, as bool, seen); None if all is seen as it is."""
+    """What is added to scores (or, as bool, seen) [.., length, num_keys]; None if all keys are seen as
+    they are."""
     window = layer.sliding_window
     reach = length if window is None or window <= 0 else min(window, length)
     if distance_bias is None and reach == length:
         return None
     at = torch.arange(length, device=query.device)
-    distance = at[None] - at[:, None]
+    distance = at[None, :num_keys] - at[:, None]
     seen = distance.abs() < reach
     if distance_bias is None:
         return seen

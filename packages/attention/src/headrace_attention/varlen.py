@@ -32,6 +32,7 @@ class VarlenBackend(EncoderBackend):
         max_seqlen: int,
         *,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`headrace_core.attention.EncoderBackend.attend`."""
         return self.ops.varlen_attention(
@@ -44,4 +45,5 @@ class VarlenBackend(EncoderBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             distance_bias=distance_bias,
+            key_lens=key_lens,
         )

@@ -203,6 +203,7 @@ class EncoderBackend(BackendFacts):
         max_seqlen: int,
         *,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer; sequences do not see each other.
 
@@ -213,6 +214,7 @@ class EncoderBackend(BackendFacts):
             cu_seqlens: [B + 1] int32.
             max_seqlen: the longest sequence.
             distance_bias: see :class:`headrace_core.ops.VarlenAttentionOp`.
+            key_lens: [B] int32: only so many of a sequence's first tokens are seen; None: all.
 
         Returns:
             [T, num_heads, head_dim], contiguous, query's dtype.

@@ -54,6 +54,9 @@ class ForwardBatch:
     """[T] int64; segments of a pair's texts. Always given to models that have such ids."""
     encoder_states: Tensor | None = None
     """[E, H]; what the encoder made of the media of requests that begin in this step."""
+    key_lens: Tensor | None = None
+    """[B] int32, at least 1; in attention in both directions only so many of a request's first tokens
+    are seen. None: all are, as in all steps but those with filled-up queries of late interaction."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Capability-specific inputs (media embeddings, ...), by a name that the capability owns."""
 

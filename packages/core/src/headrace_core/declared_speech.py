@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.speech import (
@@ -18,6 +18,7 @@ from headrace_core.speech import (
     SpeechToTextConfig,
     SupportsTranscription,
 )
+from headrace_core.speech_diagnosis import METHODS
 
 if TYPE_CHECKING:
     from headrace_core.model import ModelInfo
@@ -28,8 +29,6 @@ _OPTIONAL: Mapping[str, tuple[str, object]] = {
     "request_prompt": ("prompt", ""),
 }
 """Keyword that a class need not declare -> the client's field for it, and its value when unused."""
-
-T = TypeVar("T")
 
 
 class DeclaredSpeech:
@@ -43,6 +42,7 @@ class DeclaredSpeech:
     def __init__(self, model: type[SupportsTranscription], info: ModelInfo) -> None:
         self._model = model
         self._info = info
+        self._declared = {name: _declared(getattr(model, name)) for name in METHODS}
 
     @property
     def languages(self) -> Mapping[str, str]:
@@ -53,15 +53,17 @@ class DeclaredSpeech:
         return self._model.supports_segment_timestamp
 
     def config(self, task: SpeechTask) -> SpeechToTextConfig:
-        return self._ask(self._model.get_speech_to_text_config, task_type=task)
+        found: SpeechToTextConfig = self._ask("get_speech_to_text_config", task_type=task)
+        return found
 
     def validate_language(self, language: str | None) -> str | None:
         try:
-            return self._ask(self._model.validate_language, language=language)
+            found: str | None = self._ask("validate_language", language=language)
         except RequestError:
             raise
         except ValueError as error:  # how a foreign class says so
             raise RequestError(str(error), param="language", value=language) from error
+        return found
 
     def prompt(
         self,
@@ -74,16 +76,16 @@ class DeclaredSpeech:
         timestamps: bool = False,
     ) -> Prompt:
         """Raises: UnsupportedFeature for what the client sent and the class does not take."""
-        make: Callable[..., Prompt] = self._model.get_generation_prompt
+        make = "get_generation_prompt"
         sent = {"request_prompt": request_prompt, "to_language": to_language}
         for keyword, (field, unused) in _OPTIONAL.items():
-            if sent[keyword] != unused and not _declares(make, keyword):
+            if sent[keyword] != unused and keyword not in self._declared[make]:
                 raise UnsupportedFeature(
                     f"{field} = {sent[keyword]!r:.100}: {self._model.__qualname__} takes none; "
                     "leave it out",
                     param=field,
                 )
-        return self._ask(
+        found: Prompt = self._ask(
             make,
             audio=audio,
             stt_config=self.config(task),
@@ -92,31 +94,39 @@ class DeclaredSpeech:
             timestamps=timestamps and self.segment_timestamps,
             **sent,
         )
+        return found
 
     def num_audio_tokens(self, seconds: float, task: SpeechTask) -> int | None:
-        return self._ask(
-            self._model.get_num_audio_tokens, audio_duration_s=seconds, stt_config=self.config(task)
+        found: int | None = self._ask(
+            "get_num_audio_tokens", audio_duration_s=seconds, stt_config=self.config(task)
         )
+        return found
 
     def language_probe(self, audio: AudioClip) -> LanguageProbe | None:
-        return self._ask(
-            self._model.get_language_probe, audio=audio, stt_config=self.config("transcribe")
+        found: LanguageProbe | None = self._ask(
+            "get_language_probe", audio=audio, stt_config=self.config("transcribe")
         )
+        return found
 
     def timestamp(self, token_id: int) -> float | None:
-        return self._ask(self._model.get_timestamp, token_id=token_id)
+        found: float | None = self._ask("get_timestamp", token_id=token_id)
+        return found
 
     @property
     def no_speech_token_id(self) -> int | None:
-        return self._ask(self._model.get_no_speech_token_id)
+        found: int | None = self._ask("get_no_speech_token_id")
+        return found
 
-    def _ask(self, method: Callable[..., T], **keywords: Any) -> T:
+    def _ask(self, method: str, **keywords: Any) -> Any:
         """Call a method of the class with those keywords that it declares."""
         keywords["model_config"] = self._info
-        return method(**{k: v for k, v in keywords.items() if _declares(method, k)})
+        declared = self._declared[method]
+        return getattr(self._model, method)(**{k: v for k, v in keywords.items() if k in declared})
 
 
-def _declares(method: Callable[..., Any], keyword: str) -> bool:
+def _declared(method: Callable[..., Any]) -> frozenset[str]:
+    """The interface's keywords that a method takes."""
     parameters = inspect.signature(method).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return takes_any or keyword in parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return frozenset(keyword for keywords in METHODS.values() for keyword in keywords)
+    return frozenset(parameters)

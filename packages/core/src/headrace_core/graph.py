@@ -92,7 +92,7 @@ class StepGraph(ABC):
     @abstractmethod
     def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
         """Whether :meth:`replay` can take the batch: its size, and that it has nothing that was
-        not recorded."""
+        not recorded. One with ``key_lens`` never fits."""
 
     @abstractmethod
     def replay(self, batch: ForwardBatch, num_logits: int | None = None) -> Tensor:

@@ -212,11 +212,13 @@ class LateInteraction:
     expand_queries: bool = True
     """Fill queries up with the mask token."""
     attend_to_expansion: bool = False
-    """Whether the filled-up tokens are attended to."""
+    """Whether the filled-up tokens are attended to; they attend to the query's own in any case."""
     skip_words: tuple[str, ...] = ()
     """Tokens of documents whose vectors are left out (punctuation)."""
     skip_ids: tuple[int, ...] = ()
     """Their ids; words that are no token are left out."""
+    expansion_id: int | None = None
+    """Token that queries are filled up with; None: the tokenizer's mask token."""
 
 
 @dataclass(frozen=True, slots=True)

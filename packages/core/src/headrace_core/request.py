@@ -213,3 +213,6 @@ class CoreRequest:
     """In order of their offsets."""
     num_encoder_tokens: int = 0
     """Length of what the encoder of an encoder-decoder model makes of ``media``."""
+    num_attended_tokens: int | None = None
+    """Where a model attends in both directions: only so many of the prompt's first tokens are attended
+    to, at least 1. None: all."""

@@ -46,6 +46,8 @@ class NewRequest:
     token_type_ids: list[int] | None = None
     media: list[MediaInput] = field(default_factory=list)
     num_encoder_tokens: int = 0
+    num_attended_tokens: int | None = None
+    """See :attr:`~headrace_core.request.CoreRequest.num_attended_tokens`."""
 
 
 @dataclass(slots=True)

@@ -38,6 +38,7 @@ REQUEST = CoreRequest(
     bad_words_token_ids=[[1], [2, 3]],
     prompt_embeds=PromptEmbeds.of("bfloat16", 3, 2, bytes(range(12))),
     thinking=ThinkingBudget(4, [7], [5, 6]),
+    num_attended_tokens=2,
 )  # fmt: skip
 LOGPROBS = [TokenLogprobs([1, 2], [-0.5, -1.0], [1, 2])]
 OUTPUTS = CoreOutputs(

@@ -15,6 +15,7 @@ from headrace_core.kv import CrossAttentionSpec, KVCacheSpec
 from headrace_core.modality import MediaInput
 from headrace_core.model import INPUT_EMBEDS
 from headrace_core.packed import PackedArray
+from headrace_core.pooling import PoolingParams
 from headrace_core.reference.attention import attend
 from headrace_core.sampling import SamplingParams
 
@@ -261,3 +262,54 @@ def test_rows_are_used_again_without_their_media(tiny: Any, watching: Any) -> No
         [1, 2, 3, 4], 1
     )
     assert h.model.given[-1] == 0
+
+
+def aligned(h: Any, name: str, tokens: list[int], media: Sequence[MediaInput]) -> Any:
+    new = h.new(name, tokens, GREEDY, media=media)
+    new.pooling = PoolingParams(task="align")
+    return new
+
+
+@pytest.mark.spec("MODEL-ASR")
+def test_alignment_is_computed_beside_requests_that_decode(tiny: Any, hearing: Any) -> None:
+    class Aligning(hearing):  # type: ignore[misc]
+        def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+            assert batch.encoder_states is not None
+            self.forward(batch)
+            return batch.input_ids[:, None] * inputs["vectors"][:, 0]
+
+    h = tiny.Harness(Aligning())
+    heard, other = item(7, 1), item(5, 2)
+    h.step({"a": 5}, [h.new("a", PROMPT, GREEDY, media=[heard])])
+    new = [aligned(h, "x", [3, 4, 5], [other]), h.new("b", PROMPT, GREEDY, media=[other])]
+    results = h.step({"a": 1, "x": 3, "b": 5}, new).requests
+    assert list(results) == ["a", "x", "b"]
+    wanted = torch.tensor([3.0, 4.0, 5.0])[:, None] * vectors(other)[:, 0]
+    assert results["x"].token_ids == []
+    torch.testing.assert_close(torch.tensor(results["x"].pooled.tolist()), wanted)
+    assert results["a"].token_ids == h.model.heard_greedy(PROMPT, heard, 2)[1:]
+    assert results["b"].token_ids == h.model.heard_greedy(PROMPT, other, 1)
+
+
+def test_what_cannot_be_aligned_fails_alone(tiny: Any, hearing: Any) -> None:
+    class Raising(hearing):  # type: ignore[misc]
+        def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+            raise ValueError("no heads")
+
+    for model, message in ((hearing, "has no align"), (Raising, "ValueError: no heads")):
+        h = tiny.Harness(model())
+        new = [aligned(h, "x", [3], [item(5, 2)]), h.new("a", PROMPT, GREEDY, media=[item(7, 1)])]
+        results = h.step({"x": 1, "a": 5}, new).requests
+        assert message in results["x"].error
+        assert results["a"].token_ids == h.model.heard_greedy(PROMPT, item(7, 1), 1)
+
+
+def test_a_sequence_is_aligned_whole(tiny: Any, hearing: Any) -> None:
+    class Aligning(hearing):  # type: ignore[misc]
+        def align(self, batch: ForwardBatch, inputs: Mapping[str, Tensor]) -> Tensor:
+            raise AssertionError
+
+    h = tiny.Harness(Aligning())
+    new = aligned(h, "x", [3, 4, 5], [item(5, 2)])
+    error = h.step({"x": 2}, [new]).requests["x"].error
+    assert "2 of 3 tokens with 1 items" in error

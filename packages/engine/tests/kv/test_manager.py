@@ -5,6 +5,7 @@ import pytest
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     NULL_BLOCK,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
@@ -174,6 +175,7 @@ class UnknownSpec(KVCacheSpec):
         (1, [FullAttentionSpec(2, 1, 1, "int8")], "num_blocks = 1"),
         (8, [UnknownSpec(2, 1, 1, "int8")], "UnknownSpec of layer 'l0' is not served"),
         (8, [SlidingWindowSpec(2, 1, 1, "int8")], "sliding_window = 0"),
+        (8, [CrossAttentionSpec(2, 1, 1, "int8")], "max_encoder_tokens = 0"),
         (
             8,
             [FullAttentionSpec(2, 1, 1, "int8"), FullAttentionSpec(4, 1, 1, "int8")],

@@ -34,6 +34,7 @@ from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.core import EngineCore
 from headrace_engine.engine import Engine
 from headrace_engine.execution import ModelWorker
+from headrace_engine.execution.capture import Capture
 from headrace_engine.intake.intake import Intake
 from headrace_engine.offline import OfflineEngine
 from headrace_engine.startup import StartupTimeline
@@ -130,6 +131,8 @@ class Bidirectional(torch.nn.Module):
         self.pooler = StubPooler(info, poison)
         self.steps: list[int] = []
         """Tokens of each forward pass."""
+        self.filled: list[bool] = []
+        """Whether any of them were attended to by none."""
 
     def attention_layers(self) -> Mapping[str, Any]:
         return {}
@@ -139,28 +142,36 @@ class Bidirectional(torch.nn.Module):
         self.steps.append(batch.num_tokens)
         x = self.embedded(batch.input_ids, batch.positions, batch.token_type_ids)
         bounds = batch.cu_seqlens_q.tolist()
-        x = torch.cat([self.mixed(x[a:b]) for a, b in itertools.pairwise(bounds)])
+        seen = batch.seq_lens if batch.key_lens is None else batch.key_lens
+        self.filled.append(batch.key_lens is not None)
+        x = torch.cat(
+            [self.mixed(x[a:b], n) for (a, b), n in zip(itertools.pairwise(bounds), seen.tolist())]
+        )
         return x if batch.logits_rows is None else x[batch.logits_rows]
 
     def embedded(self, ids: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         x = self.table[ids] + self.place[positions]
         return x if types is None else x + self.types[types]
 
-    def mixed(self, x: Tensor) -> Tensor:
-        return x + x.mean(0)
+    def mixed(self, x: Tensor, num_keys: int | None = None) -> Tensor:
+        return x + x[:num_keys].mean(0)
 
     @torch.no_grad()
     def dense(
-        self, ids: Sequence[int], types: Sequence[int] | None = None, **params: Any
+        self,
+        ids: Sequence[int],
+        types: Sequence[int] | None = None,
+        num_keys: int | None = None,
+        **params: Any,
     ) -> Tensor:
-        """The result of one prompt."""
+        """The result of one prompt, of whose tokens the first ``num_keys`` are attended to."""
         given = PoolingParams(**params)
         given.verify(given.task or "embed", self.info)
         if self.info.token_types:
             types = types or [0] * len(ids)
         kinds = None if types is None else torch.tensor(types)
         x = self.embedded(torch.tensor(ids), torch.arange(len(ids)), kinds)
-        return self.pooler.one(self.mixed(x), given, ids)
+        return self.pooler.one(self.mixed(x, num_keys), given, ids)
 
 
 class CausalLayer:
@@ -196,7 +207,7 @@ class Causal(Bidirectional):
         x = x + out.reshape(x.shape)
         return x if batch.logits_rows is None else x[batch.logits_rows]
 
-    def mixed(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, num_keys: int | None = None) -> Tensor:
         heads = x.view(-1, HEADS, HEAD_DIM)
         return x + attend(heads, heads, heads, scale=1.0).reshape(x.shape)
 
@@ -250,6 +261,7 @@ class Setting:
     num_blocks: int | None = None
     prefix_caching: bool = True
     poison: int | None = None
+    capture: Capture | None = None
     served: dict[str, Any] = dataclasses.field(default_factory=dict)
     info: dict[str, Any] = dataclasses.field(default_factory=dict)
     scheduler: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -325,6 +337,7 @@ class Made:
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_num_seqs=setting.max_num_seqs,
             pooling=self.model.info,
+            capture=setting.capture,
         )
 
     def offline(self) -> OfflineEngine:

@@ -18,7 +18,7 @@ from headrace_core.owner import OWNER
 from headrace_core.pooling import PoolingParams
 from headrace_core.sampling import SamplingParams
 from headrace_engine.engine import Engine
-from headrace_engine.pooling.jobs import as_array
+from headrace_engine.pooling.vectors import as_array
 
 pytestmark = pytest.mark.asyncio
 

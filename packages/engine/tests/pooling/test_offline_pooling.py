@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from headrace_core.errors import (
     UnsupportedFeature,
 )
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
-from headrace_core.pooling import PoolingParams
+from headrace_core.pooling import LateInteraction, PoolingParams
 from headrace_core.sampling import SamplingParams
 from headrace_engine.offline import OfflineEngine
-from headrace_engine.pooling.jobs import as_array
+from headrace_engine.pooling.vectors import as_array
 
 LENGTHS = (3, 50, 20, 1, 60, 7, 33)
 TEXTS = ["".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(n)) for i, n in enumerate(LENGTHS)]
@@ -353,11 +354,15 @@ def test_a_salt_keeps_the_blocks_of_pairs_apart(template: str | None) -> None:
 
 
 def test_pairs_by_their_tokens() -> None:
-    from headrace_core.pooling import LateInteraction
-
-    marks = LateInteraction(query_marker="Q", document_marker="D", query_length=8,
-                            document_length=6, skip_words=(".",), skip_ids=(ord("."),),
-                            attend_to_expansion=True)  # fmt: skip
+    marks = LateInteraction(
+        query_marker="Q",
+        document_marker="two pieces",
+        document_marker_id=ord("D"),
+        query_length=8,
+        document_length=6,
+        skip_words=(".", "no token"),
+        attend_to_expansion=True,
+    )
     made = make(info={"scoring": "late_interaction", "late_interaction": marks})
     with engine(made) as llm:
         (score,) = llm.score(["ab"], ["x.yzuvw"], PoolingParams())
@@ -367,6 +372,57 @@ def test_pairs_by_their_tokens() -> None:
     rows = made.model.dense(document, task="token_embed")[[0, 1, 2, 4, 5]]
     want = (made.model.dense(query, task="token_embed") @ rows.T).max(1).values.sum()
     np.testing.assert_allclose(score.outputs.score, float(want), rtol=1e-5)
+
+
+def max_sim(query: Tensor, document: Tensor) -> float:
+    return float((query @ document.T).max(1).values.sum())
+
+
+@pytest.mark.spec("POOL-TOKEN-EMBED")
+def test_fillers_that_nothing_attends_to(caplog: pytest.LogCaptureFixture) -> None:
+    """They count in the score, and share steps with texts that have none."""
+    marks = LateInteraction(query_length=8, document_length=16)
+    made = make(info={"scoring": "late_interaction", "late_interaction": marks})
+    queries, documents = ["ab", "abcdef", "c"], ["xyz", "uvw", "x" * 10]
+    with engine(made) as llm:
+        scores = llm.score(queries, documents, PoolingParams())
+        alone = llm.encode(["ab"], PoolingParams(), task="token_embed")
+    dense = partial(made.model.dense, task="token_embed")
+    for score, query, document in zip(scores, queries, documents, strict=True):
+        own = ids(query)
+        filled = own + [3] * (8 - len(own))
+        assert score.prompt_token_ids == filled + ids(document)
+        want = max_sim(dense(filled, num_keys=len(own)), dense(ids(document)))
+        np.testing.assert_allclose(score.outputs.score, want, rtol=1e-5)
+        if len(own) < 8:
+            assert abs(want - max_sim(dense(filled), dense(ids(document)))) > 1e-3
+    assert made.model.filled[-2:] == [True, False]  # a row's number goes with its request
+    torch.testing.assert_close(tensor(alone[0]), dense(ids("ab")))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("keep", "num_fillers"), [(6, 2), (4, 0), (3, 0)])
+def test_fillers_are_cut_off_first(keep: int, num_fillers: int) -> None:
+    marks = LateInteraction(query_length=8, document_length=16)
+    made = make(info={"scoring": "late_interaction", "late_interaction": marks})
+    with engine(made) as llm:
+        params = PoolingParams(truncate_prompt_tokens=keep)
+        (score,) = llm.score(["ab"], ["x"], params)
+    own = ids("ab")[-keep:]
+    filled = own + [3] * num_fillers
+    assert score.prompt_token_ids == filled + ids("x")
+    dense = partial(made.model.dense, task="token_embed")
+    want = max_sim(dense(filled, num_keys=len(own)), dense(ids("x")))
+    np.testing.assert_allclose(score.outputs.score, want, rtol=1e-5)
+
+
+def test_a_causal_model_has_no_such_fillers(caplog: pytest.LogCaptureFixture) -> None:
+    marks = LateInteraction(query_length=8)
+    info = {"scoring": "late_interaction", "late_interaction": marks}
+    with caplog.at_level(logging.WARNING), engine(make(causal=True, info=info)) as llm:
+        (score,) = llm.score(["ab"], ["x"], PoolingParams())
+    assert score.prompt_token_ids == ids("ab") + ids("x")
+    assert "queries are not filled up" in caplog.text
 
 
 def test_a_model_that_cannot_compare_says_so() -> None:

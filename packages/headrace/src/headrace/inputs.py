@@ -1,7 +1,21 @@
 """Prompts, under the name that users import."""
 
-from headrace_core.request import ChatPrompt, EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from headrace_core.request import (
+    ChatPrompt,
+    EmbedsPrompt,
+    EncoderDecoderPrompt,
+    Prompt,
+    TextPrompt,
+    TokensPrompt,
+)
 
 PromptType = Prompt
 
-__all__ = ["ChatPrompt", "EmbedsPrompt", "PromptType", "TextPrompt", "TokensPrompt"]
+__all__ = [
+    "ChatPrompt",
+    "EmbedsPrompt",
+    "EncoderDecoderPrompt",
+    "PromptType",
+    "TextPrompt",
+    "TokensPrompt",
+]

@@ -23,6 +23,7 @@ class LLMEngine:
             from headrace_engine.offline import OfflineEngine
 
             self._engine = OfflineEngine(front.client, front.intake)
+        self._speech = front.speech
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
@@ -74,6 +75,8 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Stop and free everything. Idempotent."""
         self._engine.shutdown()
+        if self._speech is not None:
+            self._speech.close()
 
     def __enter__(self) -> LLMEngine:
         return self

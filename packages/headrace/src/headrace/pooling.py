@@ -88,7 +88,10 @@ class OfflinePooling:
         use_tqdm: Progress,
     ) -> list[ScoringRequestOutput]:
         """One score for each pair."""
+        pooling = self._engine.model.pooling
         total = max(len(data_1), len(data_2))
+        if pooling is not None and pooling.scoring != "cross":  # each text by itself, once
+            total = len({repr(text) for text in (*data_1, *data_2)})
         with prompt_bar(total, use_tqdm) as on_output:
             return self._engine.score(
                 data_1,

@@ -51,7 +51,7 @@ struct Attention {
   const void* query;
   const int32_t* block_table;  // null = keys and values are the request's rows, as its queries are
   const int32_t* cu_seqlens_q;
-  const int32_t* seq_lens;     // null = a request's context is its queries'
+  const int32_t* seq_lens;     // null = a request's context is its queries'; in rows, that of its first
   const float* sinks;
   Cache keys, values;
   int64_t tokens, requests, q_heads, kv_heads, dim;
@@ -340,6 +340,7 @@ struct Tile {
 
 inline int64_t position_of(const Attention& g, const Tile& t) {
   if (t.common) return int64_t(t.end) * PART;
+  if (g.block_table == nullptr) return t.first;  // in rows, whatever of them is context
   const int64_t length = g.cu_seqlens_q[t.request + 1] - g.cu_seqlens_q[t.request];
   return context_of(g, t.request) - length + t.first;
 }
@@ -450,9 +451,11 @@ struct UnitRows {
     const int64_t last = g.causal ? p + 1 : g.window > 0 ? min_of(p + g.window, context) : context;
     return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(last - base, PART), 0))};
   }
-  // ... that any of the rows [r, r + n) sees: positions rise with rows.
+  // ... that any of the rows [r, r + n) sees: positions rise with rows. What ends before it begins, as
+  // windows past the context do, is empty where it begins.
   Span span(int64_t r, int64_t n, int64_t base) const {
-    return {span(r, base).from, span(r + n - 1, base).to};
+    const int from = span(r, base).from;
+    return {from, int(max_of(from, span(r + n - 1, base).to))};
   }
 
   // Scores of row r -> weights in words at the same place, maximum and sum. `seen` is what any

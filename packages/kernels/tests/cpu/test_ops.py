@@ -89,6 +89,21 @@ def test_sequences_that_do_not_exist(ops, starts):
         bad.run(ops["varlen_attention"])
 
 
+@pytest.mark.parametrize("lens", [[3, 3], [-1, 2], [3, 2, 1]])
+def test_keys_that_do_not_exist(ops, lens):
+    case = varlen_case([3, 2], dtype="float32", key_lens=torch.tensor(lens, dtype=torch.int32))
+    with pytest.raises(ConfigError, match="key_lens"):
+        case.run(ops["varlen_attention"])
+
+
+def test_a_distance_bias_must_reach_from_the_last_token(ops):
+    """Which may be no key."""
+    lens, bias = torch.tensor([2], dtype=torch.int32), torch.zeros(4, 5)
+    case = varlen_case([5], dtype="float32", key_lens=lens, distance_bias=bias)
+    with pytest.raises(ConfigError, match="longer than distance_bias reaches"):
+        case.run(ops["varlen_attention"])
+
+
 def test_keys_of_another_dtype_are_refused(ops):
     case = varlen_case([3, 2], dtype="float32")
     with pytest.raises(ConfigError, match="of one dtype"):

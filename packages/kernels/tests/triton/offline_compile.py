@@ -112,6 +112,7 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
             )
         ends, bias = torch.tensor([0, 2, 5], dtype=torch.int32), torch.ones(8, 79)
         both_ways: dict[str, Any] = {"sliding_window": 20, "soft_cap": 5.0, "distance_bias": bias}
+        both_ways["key_lens"] = torch.tensor([2, 1], dtype=torch.int32)
         for extra in ({}, both_ways):
             varlen_attention.varlen_attention(
                 query, query[:, :2], query[:, :2], ends, max_seqlen=3, scale=0.1, **extra

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,12 +21,23 @@ OPTIONS = pytest.mark.parametrize(
         {"num_heads": 7, "num_kv_heads": 1, "head_dim": 128},
         {"sliding_window": 9, "soft_cap": 3.0, "padding": 3},
         {"reach": 70},
+        {"key_lens": (1, 3, 0, 20, 33)},
+        {"key_lens": (1, 1, 0, 60, 5), "sliding_window": 9},
     ],
     ids=str,
 )
 
 
-def make(dtype: str, device: str, *, reach: int = 0, **options: Any) -> Any:
+def make(
+    dtype: str,
+    device: str,
+    *,
+    reach: int = 0,
+    key_lens: Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
+    if key_lens is not None:
+        options["key_lens"] = torch.tensor(key_lens, dtype=torch.int32, device=device)
     if reach:
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(4, 2 * reach - 1, generator=generator)

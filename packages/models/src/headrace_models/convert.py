@@ -117,10 +117,11 @@ class StepDecoder(PoolingDecoder):
         return Classifier(self.make_rows(context, prefix, None))
 
 
-def pooling_class(
-    generating: type[Any], adapter: type[PoolingDecoder] = PoolingDecoder
-) -> type[PoolingDecoder]:
+def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> type[Any]:
     """The class that pools as ``generating`` would generate.
+
+    Args:
+        adapter: what comes before it in the MRO; default: :class:`PoolingDecoder`.
 
     Raises:
         UnsupportedModel: it is no :class:`Decoder`.
@@ -131,6 +132,7 @@ def pooling_class(
             "from headrace_models.layers.decoder.Decoder, or have a pooler and pooling_traits of its "
             "own"
         )
+    adapter = adapter or PoolingDecoder
     name = generating.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "weight_rules": (*pooling_rules(generating), *adapter.head_rules),

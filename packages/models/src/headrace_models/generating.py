@@ -6,13 +6,18 @@ not imported for it; a class of another distribution is imported and asked.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace_core import plugins
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import SupportsAlignment, SupportsEncoderDecoder
 from headrace_core.speech import SupportsTranscription
+from headrace_models.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +31,12 @@ class GeneratingTraits:
     aligns: bool = False
     """It can tell the times of words; a checkpoint may lack what it needs."""
 
-    def tasks(self, generation: Mapping[str, Any]) -> tuple[str, ...]:
-        """Of a checkpoint with that generation config."""
+    def tasks(self, generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Of a checkpoint with that generation config and that ``config.json``."""
         named = (
             ("generate", self.generates),
             ("transcription", self.transcribes),
-            ("align", self.aligns and bool(generation.get("alignment_heads"))),
+            ("align", self.aligns and _names_heads(generation, config)),
         )
         return tuple(task for task, can in named if can)
 
@@ -67,6 +72,43 @@ def traits_of(model_class: Any) -> GeneratingTraits:
         is_encoder_decoder=issubclass(model_class, SupportsEncoderDecoder),
         aligns=issubclass(model_class, SupportsAlignment),
     )
+
+
+def alignment_heads(generation: Mapping[str, Any], settings: Settings) -> list[tuple[int, int]]:
+    """(layer, head) of the decoder's attention that follows the audio, as a generation config names
+    them; empty: it names none.
+
+    Raises:
+        UnsupportedModel: they are no pairs, or not within the decoder.
+    """
+    stated = generation.get("alignment_heads")
+    if stated is None:
+        return []
+    layers = settings.integer("decoder_layers")
+    heads = settings.integer("decoder_attention_heads")
+    good = isinstance(stated, list) and all(
+        isinstance(pair, list)
+        and [type(number) for number in pair] == [int, int]
+        and 0 <= pair[0] < layers
+        and 0 <= pair[1] < heads
+        for pair in stated
+    )
+    if not good:
+        raise UnsupportedModel(
+            f"generation_config.json: alignment_heads = {stated!r:.200}: must be pairs of a layer "
+            f"below {layers} and a head below {heads}"
+        )
+    return [(layer, head) for layer, head in stated]
+
+
+def _names_heads(generation: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """A checkpoint with wrong heads transcribes all the same; models distilled from another may keep
+    its heads by mistake."""
+    try:
+        return bool(alignment_heads(generation, Settings(config)))
+    except UnsupportedModel as error:
+        logger.warning("times of words are not to be had: %s", error)
+        return False
 
 
 def processor_of(architecture: str) -> str:

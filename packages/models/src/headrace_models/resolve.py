@@ -82,7 +82,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         max_model_len=length,
         vocab_size=Settings(text).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
-        tasks=generating.tasks(generation) if pooling is None else pooling.tasks,
+        tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
         source=_source(architecture),
         runner=run.runner,
@@ -148,10 +148,12 @@ def choose_architecture(architectures: object, name: str) -> str:
     for architecture in found:
         near += difflib.get_close_matches(str(architecture), known, n=5, cutoff=0.5)
     nearest = ", ".join(dict.fromkeys(near[:5])) or ", ".join(known) or "none is installed"
+    packages = sorted({plugin.distribution for plugin in known.values()})
     raise UnsupportedModel(
         f"model {name!r}: config.json's architectures {architectures!r} are not supported. If the "
         "model has the shape of a supported one, say so with hf_overrides (--hf-overrides "
-        f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}'
+        f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}. '
+        f"Packages with models here: {', '.join(packages) or 'none'}"
     )
 
 

@@ -35,11 +35,15 @@ def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
     return file.getvalue()
 
 
-def encoded(container: str, codec: str, rate: int = 44_100) -> bytes:
+def encoded(
+    container: str, codec: str, rate: int = 44_100, bit_rate: int = 0, **options: str
+) -> bytes:
     """By FFmpeg."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as out:
+    with av.open(file, "w", format=container, options=options) as out:
         stream = out.add_stream(codec, rate=rate, layout="mono")
+        if bit_rate:
+            stream.bit_rate = bit_rate
         frame = av.AudioFrame.from_ndarray(tone(rate)[None], format="fltp", layout="mono")
         frame.sample_rate = rate
         to_codec = av.AudioResampler(
@@ -107,6 +111,21 @@ def test_the_formats_that_clients_may_send(decoder, container, codec, rate):
     clip = decode(decoder, encoded(container, codec, rate))
     assert abs(clip.seconds - SECONDS) < 0.15
     assert is_the_tone(clip.samples, tolerance=0.03)
+
+
+def test_mp3_without_a_note_of_its_length_is_not_taken_for_cut_off(decoder):
+    """Frames of a low rate first: from these, a library guesses several times the length."""
+    parts = [
+        encoded("mp3", "libmp3lame", 44_100, rate, write_xing="0", id3v2_version="0")
+        for rate in (32_000, 256_000)
+    ]
+    assert abs(decode(decoder, b"".join(parts)).seconds - 2 * SECONDS) < 0.2
+
+
+def test_mp3_with_a_note_that_is_cut_off(decoder):
+    data = encoded("mp3", "libmp3lame")
+    with pytest.raises(RequestError, match=r"cut off: .* of the .* samples"):
+        decode(decoder, data[: len(data) // 2])
 
 
 @pytest.mark.req("SEC-08")
@@ -218,3 +237,13 @@ def test_wav_files_of_writers_that_cannot_know_the_length(decoder):
     place = data.index(b"data") + 4
     data[place : place + 4] = struct.pack("<I", 0xFFFFFFFF)
     assert abs(decode(decoder, bytes(data)).seconds - SECONDS) < 0.01
+
+
+def test_a_thread_may_wait_for_its_file(decoder, monkeypatch):
+    clip = decoder.decode_now(wav(tone()), name="speech.x", sample_rate=RATE)
+    assert clip.seconds == SECONDS
+    with pytest.raises(RequestError, match=r"speech\.x.*no audio file"):
+        decoder.decode_now(b"text", name="speech.x", sample_rate=RATE)
+    monkeypatch.setattr(decoding, "WAIT_SECONDS", 0.0)
+    with pytest.raises(QueueFull):
+        decoder.decode_now(wav(tone(seconds=20)), name="speech.x", sample_rate=RATE)

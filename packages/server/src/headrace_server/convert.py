@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnknownModel, UnsupportedFeature
-from headrace_core.request import ChatPrompt, Prompt, TextPrompt, TokensPrompt
+from headrace_core.request import MEDIA_PARTS, ChatPrompt, Prompt, TextPrompt, TokensPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from headrace_server.embeds import decode_embeds
 from headrace_server.middleware import is_request_id
@@ -392,7 +392,10 @@ def chat_prompt(
             param="chat_template_kwargs",
         )
     return ChatPrompt(
-        messages=[_message(i, message) for i, message in enumerate(body.messages)],
+        messages=[
+            _message(i, message, state.engine.model.modalities)
+            for i, message in enumerate(body.messages)
+        ],
         tools=(body.tools or None) if with_tools else None,
         chat_template=body.chat_template or state.chat_template,
         chat_template_kwargs={
@@ -429,12 +432,12 @@ def _generation_prompt(body: ChatRequest | TokenizeChatRequest | ChatInput) -> b
     return False
 
 
-def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _message(index: int, message: ChatMessage, modalities: Sequence[str]) -> dict[str, Any]:
     where = f"messages[{index}]"
     check_size(where, message.model_extra or {})
     result: dict[str, Any] = dict(message.model_extra or {})
     result["role"] = message.role
-    result["content"] = _content(where, message.content)
+    result["content"] = _content(where, message.content, modalities)
     for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
@@ -448,10 +451,20 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     return result
 
 
-def _content(where: str, content: Any) -> Any:
+def _content(where: str, content: Any, modalities: Sequence[str]) -> Any:
     if content is None or isinstance(content, str):
         return content
-    return [text_part(f"{where}.content[{i}]", part) for i, part in enumerate(content)]
+    return [
+        part
+        if _is_audio(part) and "audio" in modalities
+        else text_part(f"{where}.content[{i}]", part)
+        for i, part in enumerate(content)
+    ]
+
+
+def _is_audio(part: Any) -> bool:
+    """Whether a part brings a file, which the engine looks into."""
+    return isinstance(part, dict) and part.get("type") in MEDIA_PARTS
 
 
 def text_part(where: str, part: str | dict[str, Any], param: str = "messages") -> dict[str, str]:

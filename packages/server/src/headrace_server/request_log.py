@@ -173,6 +173,9 @@ def _shown(prompt: Prompt, limit: int | None) -> Any:
     if isinstance(prompt, ChatPrompt):
         return str(list(prompt.messages))[:limit]
     if isinstance(prompt, Mapping):
-        given: Any = prompt.get("prompt") or prompt.get("prompt_token_ids")
+        decoder: Any = prompt.get("decoder_prompt")
+        if decoder is not None:
+            return _shown(decoder, limit)
+        given: Any = prompt.get("prompt") or prompt.get("prompt_token_ids") or ""
         return given[:limit]
     return prompt[:limit]

@@ -105,6 +105,7 @@ class VarlenAttentionOp(Protocol):
         sliding_window: int | None = None,
         soft_cap: float = 0.0,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         """Attention in both directions within each of several sequences, without a cache.
 
@@ -116,10 +117,13 @@ class VarlenAttentionOp(Protocol):
         with a window W only if ``|i - j| < W`` (None or not positive: unlimited). ``soft_cap`` as in
         :class:`PagedAttentionOp`. distance_bias [Hq, 2 P - 1] float32 with P >= max_seqlen is added to
         the scaled (and capped) score: entry ``P - 1 + j - i`` (T5's and MPNet's relative positions,
-        ALiBi in both directions).
+        ALiBi in both directions). Of sequence b only the first ``key_lens[b]`` tokens are seen
+        (key_lens [B] int32, 0 to the sequence's length; None: all): the others ask and are not asked,
+        as the fillers of ColBERT's queries do (arXiv:2004.12832). A row that sees nothing is 0.
 
         Raises:
-            ConfigError: shapes that do not fit, a sequence longer than distance_bias is for.
+            ConfigError: shapes that do not fit, a sequence longer than distance_bias is for, more keys
+                than tokens (where lengths are read on the host).
         """
         ...
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -64,16 +62,19 @@ def varlen_attention(
     sliding_window: int | None = None,
     soft_cap: float = 0.0,
     distance_bias: Tensor | None = None,
+    key_lens: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.VarlenAttentionOp`."""
     _check_rows(query, key, value, max_seqlen, distance_bias)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    bounds = cu_seqlens.tolist()
-    for start, end in itertools.pairwise(bounds):
-        if end > start:
-            rows = slice(start, end)
+    starts, lengths = cu_seqlens.tolist(), cu_seqlens.diff().tolist()
+    seen = lengths if key_lens is None else key_lens.tolist()
+    _check_key_lens(seen, lengths)
+    for start, length, num_keys in zip(starts, lengths, seen):
+        if num_keys > 0:
+            rows, keys = slice(start, start + length), slice(start, start + num_keys)
             out[rows] = _attend_both_ways(
-                query[rows], key[rows], value[rows], scale, sliding_window, soft_cap, distance_bias
+                query[rows], key[keys], value[keys], scale, sliding_window, soft_cap, distance_bias
             )
     return out
 
@@ -93,6 +94,15 @@ def _check_rows(
         )
 
 
+def _check_key_lens(key_lens: list[int], lengths: list[int]) -> None:
+    fit = len(key_lens) == len(lengths) and all(0 <= n <= m for n, m in zip(key_lens, lengths))
+    if not fit:
+        raise ConfigError(
+            f"varlen_attention: key_lens {key_lens} for sequences of {lengths} tokens: must be one "
+            "number for each, of its tokens at most"
+        )
+
+
 def _attend_both_ways(
     query: Tensor,
     key: Tensor,
@@ -102,22 +112,26 @@ def _attend_both_ways(
     soft_cap: float,
     distance_bias: Tensor | None,
 ) -> Tensor:
-    """One sequence: [L, Hq, D], [L, Hk, D] -> [L, Hq, D]."""
-    length, group = query.shape[0], query.shape[1] // key.shape[1]
+    """One sequence, of whose tokens the first K are seen: [L, Hq, D], [K, Hk, D] -> [L, Hq, D]."""
+    group = query.shape[1] // key.shape[1]
     wide_query = widened(query)
     wide_key = key.to(wide_query.dtype).repeat_interleave(group, dim=1)
     wide_value = value.to(wide_query.dtype).repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    at = torch.arange(length, device=query.device)
-    distance = at[None, :] - at[:, None]  # [i, j]: j - i
+    at = torch.arange(query.shape[0], device=query.device)
+    distance = at[None, : key.shape[0]] - at[:, None]  # [i, j]: j - i
     if distance_bias is not None:
         middle = (distance_bias.shape[1] - 1) // 2
         scores = scores + distance_bias.to(scores.dtype)[:, middle + distance]
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if sliding_window is not None and sliding_window > 0:
-        scores = scores.masked_fill(distance.abs() >= sliding_window, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, dim=-1), wide_value).to(query.dtype)
+        visible = distance.abs() < sliding_window
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    blind = ~visible.any(dim=1)  # the window holds no key; the weights are NaN
+    out = torch.einsum("hqk,khd->qhd", weights, wide_value).masked_fill(blind[:, None, None], 0.0)
+    return out.to(query.dtype)
 
 
 def gather(cache: Tensor, blocks: Tensor, seq_len: int, scale: Tensor | None = None) -> Tensor:

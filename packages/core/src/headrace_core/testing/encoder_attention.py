@@ -11,6 +11,7 @@ What the backend refuses is not tested, what it does not refuse must be right.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -40,6 +41,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "soft cap": {"soft_cap": 5.0},
     "distance bias": {"reach": 64},
     "wide distance bias, window": {"reach": 90, "sliding_window": 9},
+    "fewer keys": {"key_lens": (1, 3, 40)},
+    "fewer keys, distance bias": {"key_lens": (1, 5, 7), "reach": 64},
+    "rows that see nothing": {"key_lens": (1, 1, 20), "sliding_window": 4},
+    "rows that see nothing, distance bias": {
+        "key_lens": (0, 1, 20),
+        "sliding_window": 4,
+        "reach": 64,
+    },
 }
 
 
@@ -57,8 +66,17 @@ class EncoderBackendConformance:
     def backend(self, ops: OpTable) -> EncoderBackend:
         return self.backend_class(ops)
 
-    def case(self, dtype: str = "float32", *, reach: int = 0, **options: Any) -> VarlenCase:
+    def case(
+        self,
+        dtype: str = "float32",
+        *,
+        reach: int = 0,
+        key_lens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> VarlenCase:
         """Sequences of :data:`LENGTHS`; skips what the backend refuses."""
+        if key_lens is not None:
+            options["key_lens"] = torch.tensor(key_lens, dtype=torch.int32)
         case = varlen_case(LENGTHS, dtype=dtype, **options)
         need = AttentionNeed(
             head_dim=case.query.shape[2],
@@ -90,8 +108,8 @@ class EncoderBackendConformance:
         )
         longest = int(case.cu_seqlens.diff().max())
         arguments = (case.query, case.key, case.value, case.cu_seqlens, longest)
-        bias = case.options.get("distance_bias")
-        return backend.attend(layer, *arguments, distance_bias=bias, **changes)
+        bias, lens = case.options.get("distance_bias"), case.options.get("key_lens")
+        return backend.attend(layer, *arguments, distance_bias=bias, key_lens=lens, **changes)
 
     @pytest.mark.spec("ATTN-ENCODER-ONLY")
     @pytest.mark.parametrize("dtype", DTYPES)

@@ -190,6 +190,7 @@ class EncoderStepConformance:
         assert batch.token_type_ids is not None
         for types in (None, batch.token_type_ids.int(), batch.token_type_ids[1:]):
             assert not graph.fits(dataclasses.replace(batch, token_type_ids=types))
+        assert not graph.fits(dataclasses.replace(batch, key_lens=batch.seq_lens))
 
     def test_a_decoders_step_that_reads_encoder_states(
         self, made: tuple[Mapping[str, Any], str, StepGraph]

@@ -106,6 +106,7 @@ class ReferenceEncoderAttention(EncoderBackend):
         max_seqlen: int,
         *,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         return self.ops.varlen_attention(
             query,
@@ -117,6 +118,7 @@ class ReferenceEncoderAttention(EncoderBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             distance_bias=distance_bias,
+            key_lens=key_lens,
         )
 
 

@@ -6,6 +6,7 @@ checkpoint is resolved and loaded, and keep the tests. Needs torch, transformers
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -136,9 +137,17 @@ class PoolingConformance(ABC):
             return None
         return [[int(2 * i >= len(p) and len(p) > 1) for i in range(len(p))] for p in prompts]
 
-    def expected(self, checkpoint: Checkpoint, prompt: Sequence[int]) -> Tensor:
-        """What transformers makes of a prompt: hidden states [n, H], or logits."""
+    def expected(
+        self, checkpoint: Checkpoint, prompt: Sequence[int], num_keys: int | None = None
+    ) -> Tensor:
+        """What transformers makes of a prompt: hidden states [n, H], or logits.
+
+        Args:
+            num_keys: so many of its first tokens are attended to; None: all.
+        """
         extra = {}
+        if num_keys is not None:
+            extra["attention_mask"] = (torch.arange(len(prompt)) < num_keys).long()[None]
         segments = self.segment_ids([prompt])
         if segments is not None:
             extra["token_type_ids"] = torch.tensor(segments)
@@ -219,6 +228,22 @@ class PoolingConformance(ABC):
         results = self.pooled(model, prompts, [self.params(use_activation=False)] * len(prompts))
         for logits, prompt in zip(results, prompts):
             self.assert_close(logits, self.expected(checkpoint, prompt))
+
+    def test_tokens_that_nothing_attends_to(self, checkpoint: Checkpoint, model: Any) -> None:
+        """As the fillers of ColBERT's queries are: they attend to the others, and keep their places."""
+        if self.makes != "vectors" or self.causal:
+            pytest.skip("it has no attention in both directions, or no vectors for its tokens")
+        prompts, num_keys = [self.prompt(n, n) for n in (12, 9, 7)], [9, 9, 4]
+        batch = dataclasses.replace(
+            flat_batch(prompts, self.segment_ids(prompts)),
+            key_lens=torch.tensor(num_keys, dtype=torch.int32),
+        )
+        with torch.inference_mode():
+            hidden = model.forward(batch).split([len(prompt) for prompt in prompts])
+        for states, prompt, n in zip(hidden, prompts, num_keys):
+            self.assert_close(states, self.expected(checkpoint, prompt, n))
+        with pytest.raises(AssertionError):
+            self.assert_close(hidden[0], self.expected(checkpoint, prompts[0]))
 
     def test_a_batch_equals_its_prompts_alone(self, model: Any) -> None:
         prompts = self.prompts()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.model import INPUT_EMBEDS
+from headrace_engine.execution.attended import AttendedTokens
 from headrace_engine.execution.embeds import GivenVectors
 from headrace_engine.execution.media import PendingMedia
 from headrace_engine.execution.requests import RequestTable
@@ -134,6 +135,8 @@ class InputBuilder:
     ) -> None:
         self.token_types = TokenTypes(device) if token_types else None
         """By the table's rows; None: the model takes none."""
+        self.attended = AttendedTokens()
+        """How many tokens of a prompt are attended to, by the table's rows."""
         self.given = GivenVectors(device)
         """Tokens that are given as vectors, by the table's rows."""
         self.media = PendingMedia(table)
@@ -169,6 +172,7 @@ class InputBuilder:
         longest, device = int(seq_lens.max()), self._device
         encodes = self.media.to_encode(rows.tolist())
         embeds = self.given.inputs(rows, computed, cast.cu_seqlens)
+        key_lens = self.attended.key_lens(rows, seq_lens)
         batch = ForwardBatch(
             input_ids=_tensor(table.token_ids[cast.token_rows, positions].astype(np.int64), device),
             positions=_tensor(positions, device),
@@ -183,6 +187,7 @@ class InputBuilder:
                 if self.token_types is not None
                 else None
             ),
+            key_lens=None if key_lens is None else _tensor(key_lens, device),
             extra={} if embeds is None else {INPUT_EMBEDS: embeds},
         )
         return StepInputs(

@@ -13,7 +13,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,6 +67,8 @@ class PoolingRunner(ModelRunner):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._asked: dict[str, _Asked] = {}
+        self.all_rows = True
+        """Whether captured steps give the states of all rows, else those of ``logits_rows``."""
         self._kept: dict[str, list[Tensor]] = {}
         """Rows of earlier chunks, of prompts that are not complete."""
 
@@ -143,14 +146,18 @@ class PoolingRunner(ModelRunner):
     def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> Tensor:
         """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
         rows = _row_index(spans, batch.num_tokens, self.device)
-        every = dataclasses.replace(batch, logits_rows=None)
-        if self.graph is not None and self.graph.fits(every):
+        wanted = dataclasses.replace(batch, logits_rows=rows)
+        captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
+        if self.graph is not None and self.graph.fits(captured):
             try:
-                hidden = self.graph.replay(every)
-                return hidden if rows is None else hidden.index_select(0, rows)
+                hidden = self.graph.replay(captured)
             except ReplayFailed as error:
                 logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
-        return self.whole_step(dataclasses.replace(batch, logits_rows=rows))
+            else:
+                return (
+                    hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden
+                )
+        return self.whole_step(wanted)
 
     def _pool(
         self,
@@ -167,14 +174,15 @@ class PoolingRunner(ModelRunner):
             return
         asked = [self._asked[request_id] for request_id in complete]
         lengths = torch.tensor([0, *(one.num_rows for one in asked)], dtype=torch.int64)
-        pooled = self.model.pooler(
-            PoolingBatch(
-                hidden=hidden,
-                cu_rows=torch.cumsum(lengths, 0),
-                params=[one.params for one in asked],
-                token_ids=[one.token_ids for one in asked],
+        with _one_torch_thread(self.device):
+            pooled = self.model.pooler(
+                PoolingBatch(
+                    hidden=hidden,
+                    cu_rows=torch.cumsum(lengths, 0),
+                    params=[one.params for one in asked],
+                    token_ids=[one.token_ids for one in asked],
+                )
             )
-        )
         for request_id, tensor in zip(complete, pooled, strict=True):
             results[request_id] = self._result(request_id, tensor)
 
@@ -200,6 +208,24 @@ class PoolingRunner(ModelRunner):
         return RequestStepResult(pooled=PackedArray("float32", values.shape, values.tobytes()))
 
 
+@contextmanager
+def _one_torch_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU torch computes alone meanwhile.
+
+    Pooling is small, and the threads of torch's own pool spin for milliseconds after each piece of
+    work: on cores that the kernels' threads need for the next step.
+    """
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) -> Tensor | None:
     """[R] int64; None = all rows, in order."""
     if sum(span.end - span.start for span in spans) == num_tokens:
@@ -208,6 +234,16 @@ def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) ->
         return torch.tensor([num_tokens - 1], device=device)
     rows: Ints = np.concatenate([np.arange(span.start, span.end) for span in spans])
     return torch.from_numpy(rows).to(device)
+
+
+def needs_all_rows(model: SupportsPooling, info: PoolingInfo) -> bool:
+    """Whether the model's first task, which most requests will ask for, is made of all tokens."""
+    task = next((task for task in info.tasks if task != "plugin"), None)
+    if task is None:
+        return True
+    params = PoolingParams()
+    params.verify(task, info)
+    return model.pooler.rows(params) == "all"
 
 
 def pool_once(model: SupportsPooling, batch: ForwardBatch, info: PoolingInfo) -> None:

@@ -131,6 +131,7 @@ class ModelRunner:
             row = self.requests.remove(request_id)
             if row is not None:
                 self.inputs.given.clear(row)
+                self.inputs.attended.clear(row)
                 self.inputs.media.clear(row)
                 if self.inputs.token_types is not None:
                     self.inputs.token_types.clear(row)
@@ -140,6 +141,7 @@ class ModelRunner:
         for new in step.new_requests:
             row = self.requests.add(new)
             self.inputs.given.set(row, new.prompt_embeds)
+            self.inputs.attended.set(row, new.num_attended_tokens)
             self.inputs.media.set(row, new)
             self.alignments.take(new)
             if self.inputs.token_types is not None:

@@ -42,7 +42,7 @@ from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.media import embed, encode
-from headrace_engine.execution.pooling import PoolingRunner, pool_once
+from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.runner import ModelRunner
@@ -313,15 +313,18 @@ class ModelWorker:
         self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(prompt, tokens), 1)
         if self._capture is not None:
-            runner, cache = self._ready(), self._cache
+            runner, cache, all_rows = self._ready(), self._cache, False
             assert cache is not None
+            if isinstance(runner, PoolingRunner):
+                assert self._pooling is not None
+                all_rows = runner.all_rows = needs_all_rows(runner.model, self._pooling)
             runner.graph = capture_steps(
                 self._capture,
                 runner.whole_step,
                 max_num_seqs=seqs,
                 num_groups=len(runner.backends),
                 device=self._device.type,
-                all_rows=self._pooling is not None,
+                all_rows=all_rows,
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
             )

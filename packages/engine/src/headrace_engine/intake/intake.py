@@ -262,4 +262,6 @@ def _marked_texts(model: ServedModel, tokenizer: Tokenizer | None) -> MarkedText
     pooling = model.pooling
     if tokenizer is None or pooling is None or pooling.late_interaction is None:
         return None
-    return MarkedTexts(pooling.late_interaction, tokenizer, lower_case=pooling.lower_case)
+    return MarkedTexts(
+        pooling.late_interaction, tokenizer, lower_case=pooling.lower_case, causal=pooling.causal
+    )

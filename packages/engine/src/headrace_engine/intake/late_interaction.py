@@ -7,6 +7,7 @@ import logging
 from headrace_core.pooling import LateInteraction
 from headrace_core.request import TokensPrompt
 from headrace_core.text import Tokenizer
+from headrace_engine.intake.pooling import FilledPrompt
 
 logger = logging.getLogger(__name__)
 
@@ -18,45 +19,39 @@ class MarkedTexts:
         info: the checkpoint's rules.
         tokenizer: the checkpoint's.
         lower_case: texts are made lower-case first.
+        causal: the model attends to what stands before a token only.
     """
 
     def __init__(
-        self, info: LateInteraction, tokenizer: Tokenizer, *, lower_case: bool = False
+        self,
+        info: LateInteraction,
+        tokenizer: Tokenizer,
+        *,
+        lower_case: bool = False,
+        causal: bool = False,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._lower_case = lower_case
-        self._expands = info.expand_queries and info.attend_to_expansion
-        if info.expand_queries and not self._expands:
-            logger.warning(
-                "late interaction: queries are not filled up with mask tokens, as the model would "
-                "have to compute tokens that nothing attends to; scores sum over their own tokens"
-            )
-        self.skipped = frozenset(info.skip_ids)
-        """Tokens of documents whose vectors match nothing."""
+        self._filler = self._filler_ids(causal=causal)
         self._query_mark = self._mark(info.query_marker, info.query_marker_id)
         self._document_mark = self._mark(info.document_marker, info.document_marker_id)
+        self.skipped = frozenset(info.skip_ids) | self._single_tokens(info.skip_words)
+        """Tokens of documents whose vectors match nothing."""
 
-    def query(self, text: str) -> TokensPrompt:
+    def query(self, text: str) -> TokensPrompt | FilledPrompt:
         """A query's prompt."""
         info = self._info
-        ids = self._marked(text, self._query_mark, info.query_length)
-        if self._expands:
-            ids += self._ids_of("mask_token") * (info.query_length - len(ids))
-        return TokensPrompt(prompt_token_ids=ids)
+        own = self._marked(text, self._query_mark, info.query_length)
+        ids = own + self._filler * (info.query_length - len(own))
+        if info.attend_to_expansion or len(ids) == len(own):
+            return TokensPrompt(prompt_token_ids=ids)
+        return FilledPrompt(ids, len(own))
 
     def document(self, text: str) -> TokensPrompt:
         """A document's prompt."""
-        info = self._info
-        return TokensPrompt(
-            prompt_token_ids=self._marked(text, self._document_mark, info.document_length)
-        )
-
-    def _mark(self, marker: str, known: int | None) -> list[int]:
-        """A marker that is one token of the vocabulary, or a text like any other."""
-        if known is not None:
-            return [known]
-        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+        length = self._info.document_length
+        return TokensPrompt(prompt_token_ids=self._marked(text, self._document_mark, length))
 
     def _marked(self, text: str, mark: list[int], length: int) -> list[int]:
         ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
@@ -64,6 +59,31 @@ class MarkedTexts:
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]
         return [*ids[:1], *mark, *ids[1:]]
+
+    def _mark(self, marker: str, marker_id: int | None) -> list[int]:
+        if marker_id is not None:
+            return [marker_id]
+        return self._tokenizer.encode(marker, add_special_tokens=False) if marker else []
+
+    def _single_tokens(self, words: tuple[str, ...]) -> frozenset[int]:
+        """Of words that are one token."""
+        encoded = (self._tokenizer.encode(word, add_special_tokens=False) for word in words)
+        return frozenset(ids[0] for ids in encoded if len(ids) == 1)
+
+    def _filler_ids(self, *, causal: bool) -> list[int]:
+        """The token that fills queries up; none if they are left as they are."""
+        info = self._info
+        if not info.expand_queries:
+            return []
+        if causal and not info.attend_to_expansion:
+            logger.warning(
+                "late interaction: queries are not filled up with mask tokens, as a causal model "
+                "cannot compute tokens that nothing attends to; scores sum over their own tokens"
+            )
+            return []
+        if info.expansion_id is not None:
+            return [info.expansion_id]
+        return self._ids_of("mask_token") or self._ids_of("eos_token")
 
     def _ids_of(self, name: str) -> list[int]:
         text = self._tokenizer.special_tokens.get(name, "")

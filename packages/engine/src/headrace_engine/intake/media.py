@@ -10,19 +10,19 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.modality import MediaInput, MediaItem, MediaProcessor, Modality, media_limit
 from headrace_core.request import MEDIA_PARTS
 from headrace_core.speech import AudioClip
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
 AudioDecode = Callable[[bytes, str], AudioClip]
 """(a file's bytes, its name for messages) -> sound. Blocks; raises RequestError."""
-ContentHash = Callable[[str, npt.NDArray[Any], Mapping[str, Any]], str]
+ContentHash = Callable[[str, "npt.NDArray[Any]", Mapping[str, Any]], str]
 """(modality, decoded content, options) -> 256 bits in hex."""
 
 FIELD = "multi_modal_data"
@@ -148,6 +148,8 @@ class MediaReader:
 
     def _audio(self, given: object, options: Mapping[str, Any]) -> MediaItem:
         """An item from a waveform, or from a waveform and its rate."""
+        import numpy as np  # not before there is a waveform: a server starts without
+
         metadata: dict[str, Any] = {}
         if isinstance(given, tuple) and len(given) == 2:
             given, rate = given

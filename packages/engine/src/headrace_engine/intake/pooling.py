@@ -45,7 +45,15 @@ class PairPrompt(NamedTuple):
     cache_salt: str | None = None
 
 
-PoolingPrompt = Prompt | PairPrompt
+class FilledPrompt(NamedTuple):
+    """Tokens whose last ones attend to the others, and nothing to them."""
+
+    token_ids: list[int]
+    num_attended_tokens: int
+    """At least 1."""
+
+
+PoolingPrompt = Prompt | PairPrompt | FilledPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class PooledPrompt:
     arrival_time: float
     call: str
     """See :attr:`PreparedRequest.call`."""
+    num_attended_tokens: int | None = None
+    """See :attr:`FilledPrompt.num_attended_tokens`; None: all."""
     window: int = 0
     """Tokens of the windows in which it must be computed; 0: whole."""
 
@@ -142,6 +152,7 @@ class PoolingIntake:
             priority=priority,
             arrival_time=arrival_time,
             call=call or request_id,
+            num_attended_tokens=tokens.num_attended_tokens,
             window=_window(len(ids), task, info, model),
         )
 
@@ -172,6 +183,8 @@ class PoolingIntake:
         if isinstance(prompt, PairPrompt):
             read = self._prompts.read_pair(prompt.first, prompt.second, max_length=keep)
             return read._replace(cache_salt=prompt.cache_salt)
+        if isinstance(prompt, FilledPrompt):
+            return _filled(prompt, keep)
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             raise UnsupportedFeature(
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
@@ -197,6 +210,7 @@ class PoolingIntake:
             cache_salt=prompt.cache_salt,
             pooling=params,
             token_type_ids=token_type_ids,
+            num_attended_tokens=prompt.num_attended_tokens,
         )
         return PreparedRequest(
             request_id=request_id,
@@ -297,6 +311,16 @@ def _tokens_kept(params: PoolingParams, limit: int) -> int | None:
             value=keep,
         )
     return limit if keep == -1 else keep
+
+
+def _filled(prompt: FilledPrompt, keep: int | None) -> PromptTokens:
+    """Fillers go before anything else does; if all are gone, everything is attended to."""
+    ids, attended = prompt
+    if keep is not None:
+        ids = ids[: max(keep, attended)]
+    return PromptTokens(
+        ids, None, None, num_attended_tokens=attended if attended < len(ids) else None
+    )
 
 
 def _check_types(types: Sequence[int], num_tokens: int, info: PoolingInfo) -> None:

@@ -30,6 +30,8 @@ class PromptTokens(NamedTuple):
     num_encoder_tokens: int = 0
     token_type_ids: list[int] | None = None
     """Which of a pair's texts each token belongs to; None: not said."""
+    num_attended_tokens: int | None = None
+    """So many of the first tokens are attended to; None: all."""
 
 
 class PromptReader:

@@ -11,7 +11,7 @@ from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling import SamplingParams
 from headrace_engine.intake.intake import Intake
-from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt
+from headrace_engine.intake.pooling import FilledPrompt, PairPrompt, PoolingPrompt
 from headrace_engine.structured.admission import Admitted
 
 SMALL_PROMPT = 2048
@@ -20,6 +20,9 @@ MAX_COMPILING = 256
 """Requests whose constraints may wait to be compiled; more are refused."""
 INTAKE_THREADS = 2
 """Threads for larger prompts. The tokenizer releases the interpreter's lock."""
+
+MEDIA_THREADS = 2
+"""Threads for prompts with media. Decoding waits for other processes."""
 
 Result = TypeVar("Result")
 
@@ -35,6 +38,7 @@ class IntakeThreads:
     def __init__(self, intake: Intake, compile_processes: int) -> None:
         self._intake = intake
         self._pool = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="headrace-intake")
+        self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="headrace-media")
         self._grammar_pool = ThreadPoolExecutor(
             compile_processes, thread_name_prefix="headrace-admission"
         )
@@ -45,11 +49,14 @@ class IntakeThreads:
     async def run(
         self, prompt: PoolingPrompt | Sequence[int], work: Callable[[], Result]
     ) -> Result:
-        """The result of ``work``, which looks at the whole of ``prompt``.
+        """The result of ``work``, which looks at the whole of ``prompt``. Where that brings media, no
+        prompt without waits for it.
 
         Raises:
             EngineDead: closed before its turn came.
         """
+        if not isinstance(prompt, PairPrompt | FilledPrompt) and brings_media(prompt):
+            return await self._in(self._media_pool, work)
         return await self.run_sized(_size(prompt), work)
 
     async def run_sized(self, size: int, work: Callable[[], Result]) -> Result:
@@ -100,6 +107,7 @@ class IntakeThreads:
         """Drop what waits, which raises EngineDead there; what runs is not waited for."""
         self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._media_pool.shutdown(wait=False, cancel_futures=True)
         self._grammar_pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -112,8 +120,8 @@ def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
     if isinstance(prompt, PairPrompt):
         return len(prompt.first) + len(prompt.second)
-    if brings_media(prompt):
-        return SMALL_PROMPT + 1  # files to be decoded, spectrograms to be made
+    if isinstance(prompt, FilledPrompt):
+        return len(prompt.token_ids)
     if isinstance(prompt, ChatPrompt):
         # A template of the request's own runs in another process, and large inputs take a while.
         if prompt.chat_template is not None or prompt.tools or prompt.documents:

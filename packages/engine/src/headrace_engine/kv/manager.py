@@ -351,6 +351,11 @@ def _check_config(config: KVCacheConfig, enable_prefix_caching: bool) -> None:
                 f"KV cache: sliding_window = {spec.sliding_window} of layer "
                 f"{group.layer_names[0]!r}: must be at least 1"
             )
+        if isinstance(spec, CrossAttentionSpec) and spec.max_encoder_tokens < 1:
+            raise ConfigError(
+                f"KV cache: max_encoder_tokens = {spec.max_encoder_tokens} of layer "
+                f"{group.layer_names[0]!r}: must be at least 1"
+            )
         if spec.block_size != config.block_size:
             raise ConfigError(
                 f"KV cache: block sizes {config.block_size} and {spec.block_size} differ; "

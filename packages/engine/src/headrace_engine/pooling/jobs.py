@@ -9,17 +9,16 @@ matter in which order they are ready.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace_core.output import PoolingOutput
-from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.pooling import PooledPrompt, PoolingIntake, PoolingPrompt
 from headrace_engine.intake.prepared import PreparedRequest
+
+if TYPE_CHECKING:
+    from headrace_engine.pooling.vectors import WeightedMean
 
 WINDOW_TOKENS = 4096
 """Tokens of one long text's windows that wait at a time: enough to fill steps, few enough that what
@@ -77,7 +76,7 @@ class Gathering:
         self._missing = prompt.num_windows
         self._waiting: dict[int, PooledOutput] = {}
         self._next = 0
-        self._sum: npt.NDArray[np.float64] | None = None
+        self._mean: WeightedMean | None = None
         self._first: PooledOutput | None = None
 
     @property
@@ -102,31 +101,18 @@ class Gathering:
         assert output is not None
         if not self._prompt.window:
             return output
+        assert self._mean is not None
+        normalize = self._prompt.params.normalize is not False
         output.request_id = self._prompt.request_id
         output.prompt_token_ids = self._prompt.token_ids
-        output.outputs = PoolingOutput(self._mean())
+        output.outputs = PoolingOutput(self._mean.result(normalize=normalize))
         return output
 
     def _take(self, output: PooledOutput) -> None:
-        weighted = as_array(output.outputs.data).astype(np.float64) * len(output.prompt_token_ids)
-        self._sum = weighted if self._sum is None else self._sum + weighted
+        if self._mean is None:
+            from headrace_engine.pooling.vectors import WeightedMean
+
+            self._mean = WeightedMean()
+        self._mean.add(output.outputs.data, len(output.prompt_token_ids))
         if self._first is not None and output is not self._first:
             self._first.num_cached_tokens += output.num_cached_tokens
-
-    def _mean(self) -> PackedArray:
-        assert self._sum is not None
-        mean = self._sum / len(self._prompt.token_ids)
-        if self._prompt.params.normalize:
-            mean = mean / max(float(np.linalg.norm(mean)), 1e-12)
-        return packed(mean)
-
-
-def as_array(data: PackedArray) -> npt.NDArray[np.float32]:
-    """A float32 result as numpy has it; not to be written."""
-    return np.frombuffer(data.data, np.float32).reshape(data.shape)
-
-
-def packed(values: npt.NDArray[np.floating]) -> PackedArray:
-    """Numbers as a float32 result."""
-    values = np.ascontiguousarray(values, np.float32)
-    return PackedArray("float32", values.shape, values.tobytes())

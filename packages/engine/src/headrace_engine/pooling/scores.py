@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
@@ -26,7 +24,7 @@ from headrace_core.scoring import ScoreInput, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
-from headrace_engine.pooling.jobs import Job, as_array
+from headrace_engine.pooling.jobs import Job
 
 Scored = PoolingRequestOutput[ScoringOutput]
 Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
@@ -146,7 +144,7 @@ class ScorePlanner:
             return PairPrompt(query, document, salt)
         return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
 
-    def _query(self, value: ScoreInput) -> Prompt:
+    def _query(self, value: ScoreInput) -> PoolingPrompt:
         assert self._marked is not None
         return self._marked.query(text_of(value, "text_1"))
 
@@ -158,13 +156,11 @@ class ScorePlanner:
         skipped = self._marked.skipped if self._marked is not None else frozenset[int]()
 
         def measure(query: PooledOutput, document: PooledOutput) -> float:
-            rows = as_array(document.outputs.data)
-            kept = [i for i, token in enumerate(document.prompt_token_ids) if token not in skipped]
-            if len(kept) < len(rows):
-                rows = rows[kept]
-            if not len(rows):
-                return 0.0
-            return float((as_array(query.outputs.data) @ rows.T).max(axis=1).sum())
+            from headrace_engine.pooling.vectors import max_sim
+
+            tokens = enumerate(document.prompt_token_ids)
+            unmatched = [index for index, token in tokens if token in skipped]
+            return max_sim(query.outputs.data, document.outputs.data, unmatched)
 
         return measure
 
@@ -173,9 +169,11 @@ class _Distinct:
     """Prompts of texts, each once for each side that reads it in its own way."""
 
     def __init__(
-        self, first: Callable[[ScoreInput], Prompt], second: Callable[[ScoreInput], Prompt]
+        self,
+        first: Callable[[ScoreInput], PoolingPrompt],
+        second: Callable[[ScoreInput], PoolingPrompt],
     ) -> None:
-        self.prompts: list[Prompt] = []
+        self.prompts: list[PoolingPrompt] = []
         self._makers = (first, second)
         self._same = first is second
         self._index: dict[Any, int] = {}
@@ -250,11 +248,12 @@ def _prompt_of(value: ScoreInput) -> Prompt:
 
 
 def _single(output: PooledOutput, _: PooledOutput) -> float:
-    return float(as_array(output.outputs.data).reshape(-1)[0])
+    from headrace_engine.pooling.vectors import first_number
+
+    return first_number(output.outputs.data)
 
 
 def _cosine(first: PooledOutput, second: PooledOutput) -> float:
-    a, b = (as_array(o.outputs.data).astype(np.float64) for o in (first, second))
-    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-    # Rounding must not make it more than the cosine of equal directions.
-    return max(-1.0, min(1.0, float(a @ b) / norms)) if norms else 0.0
+    from headrace_engine.pooling.vectors import cosine
+
+    return cosine(first.outputs.data, second.outputs.data)

@@ -113,4 +113,5 @@ def new_request(state: RequestState, block_ids: BlockIds, num_computed_tokens: i
         num_encoder_tokens=request.num_encoder_tokens,
         pooling=request.pooling,
         token_type_ids=request.token_type_ids,
+        num_attended_tokens=request.num_attended_tokens,
     )

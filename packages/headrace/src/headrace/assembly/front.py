@@ -137,14 +137,15 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
-    speech = served_speech(resolved)
-    media = media_reader(resolved, None if speech is None else speech.decode_now)
-    model = served_model(
-        resolved, tokenizer, templates.chat_template, media.modalities if media else ()
-    )
-    processor = io_processor(resolved, model)
-    if processor is not None and "plugin" not in model.tasks:
-        model = dataclasses.replace(model, tasks=(*model.tasks, "plugin"))
+    with timeline.phase("prepare intake"):
+        speech = served_speech(resolved)
+        media = media_reader(resolved, None if speech is None else speech.decode_now)
+        model = served_model(
+            resolved, tokenizer, templates.chat_template, media.modalities if media else ()
+        )
+        processor = io_processor(resolved, model)
+        if processor is not None and "plugin" not in model.tasks:
+            model = dataclasses.replace(model, tasks=(*model.tasks, "plugin"))
     intake = Intake(
         tokenizer,
         model,

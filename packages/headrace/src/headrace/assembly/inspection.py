@@ -11,7 +11,7 @@ from headrace.assembly.media import media_processor
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import resolve_engine
 from headrace.assembly.served import served_model
-from headrace.assembly.transcription import MODELS, TASK, missing_libraries, model_class
+from headrace.assembly.transcription import TASK, missing_libraries, model_class, registered
 from headrace_core import inspection, plugins
 from headrace_core.config import EngineConfig
 from headrace_core.engine import ServedModel
@@ -85,7 +85,7 @@ def _inference(paths: Sequence[str]) -> list[str]:
 
 def _interfaces_if_imported(model: ServedModel) -> tuple[str, ...]:
     """Of the class, if the engine runs in this process: it is not imported only to be described."""
-    plugin = plugins.installed(MODELS).get(model.architecture)
+    plugin = registered(model.architecture)
     if plugin is None or plugin.target.partition(":")[0] not in sys.modules:
         return ()
     return interfaces_of(plugin.load())

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly.transcription import unmet_tasks
-from headrace_core import plugins
+from headrace.assembly.transcription import registered, unmet_tasks
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
@@ -75,7 +74,7 @@ def served_model(
 
 def class_path(info: ModelInfo) -> str:
     """``module:Class`` of the implementation; "" where no package has one."""
-    found = plugins.installed("headrace.models").get(info.architecture)
+    found = registered(info.architecture)
     return found.target if found is not None else ""
 
 

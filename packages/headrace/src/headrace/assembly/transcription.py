@@ -63,8 +63,18 @@ def model_class(info: ModelInfo) -> type:
     Raises:
         PluginError: it cannot be imported.
     """
-    found: type = plugins.load(MODELS, info.architecture)
+    plugin = registered(info.architecture)
+    found: type = plugins.load(MODELS, info.architecture if plugin is None else plugin.name)
     return found
+
+
+def registered(architecture: str) -> plugins.Plugin | None:
+    """The plug-in whose class serves an architecture, under its name or made to pool."""
+    from headrace_models.architectures import served_by
+
+    known = plugins.installed(MODELS)
+    name = served_by(architecture, known)
+    return None if name is None else known[name]
 
 
 def _reasons_of_class(info: ModelInfo) -> list[str]:
@@ -84,7 +94,7 @@ def _unregistered(info: ModelInfo) -> Iterator[str]:
     for name in named if isinstance(named, list) else []:
         if name == info.architecture:
             return
-        if isinstance(name, str) and name not in known:
+        if isinstance(name, str) and registered(name) is None:
             others = sorted({p.distribution for p in known.values() if not _is_native(p)})
             yield (
                 f"config.json names the architecture {name!r} first, which no installed package "

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.assembly import connect, starting
+from headrace.assembly.inspection import start_block
 from headrace.cli.main import told
 from headrace.cli.serve import Prepared, prepare
 from headrace.http_processes.hello import CoreEnded, Hello
@@ -71,6 +72,9 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             siblings = Siblings(folder, hello.rank, prepared.settings.api_server_count)
             with timeline.phase("build routes"):
                 app = create_app(engine, prepared.settings, siblings)
+        if hello.rank == 0:
+            paths = sorted(app.state.headrace.paths)
+            logger.info("the model, as served here:\n%s", start_block(engine.model, paths))
         logger.debug("start-up of HTTP process %d took:\n%s", hello.rank, timeline.describe())
         os.write(hello.ready, b".")
         os.close(hello.ready)

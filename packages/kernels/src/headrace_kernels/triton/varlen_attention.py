@@ -11,6 +11,8 @@ sequence are those of :mod:`~headrace_kernels.triton.unified_attention`; keys an
 where the projection left them. Tile shapes depend on the layer alone, and tiles start at multiples of
 their size within a sequence: a sequence's result does not depend on the others.
 
+With ``key_lens`` a sequence's keys end before its tokens do.
+
 Letters: T tokens, B sequences, Hq query heads, Hk kv heads, D head size, P reach of the bias.
 """
 
@@ -39,6 +41,7 @@ def _varlen_kernel(
     key_ptr,
     value_ptr,
     cu_seqlens_ptr,
+    key_lens_ptr,
     bias_ptr,
     out_ptr,
     query_strides,
@@ -49,6 +52,7 @@ def _varlen_kernel(
     soft_cap,
     WINDOW: tl.constexpr,
     REACH: tl.constexpr,
+    HAS_KEY_LENS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -76,9 +80,11 @@ def _varlen_kernel(
 
     begin = first * 0
     end = length
+    if HAS_KEY_LENS:
+        end = tl.minimum(tl.load(key_lens_ptr + seq), length)
     if WINDOW > 0:
         begin = tl.maximum(first - WINDOW + 1, 0)
-        end = tl.minimum(first + BLOCK_Q - 1 + WINDOW, length)
+        end = tl.minimum(first + BLOCK_Q - 1 + WINDOW, end)
     dim = tl.arange(0, D_BLOCK)
     dim_ok = dim < HEAD_DIM
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -141,11 +147,17 @@ def varlen_attention(
     sliding_window: int | None = None,
     soft_cap: float = 0.0,
     distance_bias: Tensor | None = None,
+    key_lens: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.VarlenAttentionOp`."""
     _check_shapes(query, key, value, max_seqlen, distance_bias)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, num_seqs = key.shape[1], cu_seqlens.shape[0] - 1
+    if key_lens is not None and key_lens.shape != (num_seqs,):
+        raise ConfigError(
+            f"varlen_attention: key_lens {list(key_lens.shape)}: must be [{num_seqs}], for as many "
+            "sequences"
+        )
     # Zeros, not empty: rows past the last sequence stay 0.
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     if not num_tokens or not num_seqs:
@@ -159,6 +171,7 @@ def varlen_attention(
         key,
         value,
         cu_seqlens,
+        key_lens,
         None if distance_bias is None else distance_bias.contiguous(),
         out,
         query.stride(),
@@ -169,6 +182,7 @@ def varlen_attention(
         soft_cap,
         WINDOW=max(0, sliding_window or 0),
         REACH=0 if distance_bias is None else (distance_bias.shape[1] + 1) // 2,
+        HAS_KEY_LENS=key_lens is not None,
         HAS_CAP=soft_cap > 0,
         NUM_HEADS=num_heads,
         GROUP=group,

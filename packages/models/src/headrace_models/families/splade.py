@@ -1,7 +1,7 @@
-"""SPLADE: BERT that embeds by how much each word of the vocabulary is meant.
+"""SPLADE: encoders that embed by how much each word of the vocabulary is meant.
 
-Formal et al. 2021, arXiv:2109.10086. Its config names ``BertForMaskedLM``, of which Sentence Transformers'
-``SpladePooling`` makes this; without such a module, overrides ask for it:
+Formal et al. 2021, arXiv:2109.10086. Their configs name a masked language model (``BertForMaskedLM``), of
+which Sentence Transformers' ``SpladePooling`` makes this; a BERT without such a module is named by override:
 ``{"architectures": ["BertSpladeSparseEmbeddingModel"]}``.
 """
 
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.bert import BertModel
+from headrace_models.families.distilbert import DistilBertModel
+from headrace_models.layers.encoder import Encoder
 from headrace_models.layers.encoder_embeddings import TextEmbeddings
 from headrace_models.pooling.activations import elementwise
 from headrace_models.pooling.classifier import HeadLinear
@@ -22,7 +24,12 @@ from headrace_models.pooling.sparse import SparsePooler, WordScores
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext, Pooler
 
-_HEAD, _SCORES = "cls.predictions", "pooler.scores"
+_SCORES = "pooler.scores"
+_TWICE: Mapping[str, str] = {
+    r"(.*\.)?pooler\..*": "made for guessing the next sentence",
+    r"cls\.seq_relationship\..*": "made for guessing the next sentence",
+    r"(cls\.predictions\.decoder|vocab_projector)\.weight": "the table of words, again",
+}
 
 
 class BertSpladeModel(BertModel):
@@ -30,43 +37,76 @@ class BertSpladeModel(BertModel):
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *BertModel.weight_rules,
-        WeightRule(f"{_HEAD}.transform.dense", f"{_SCORES}.dense"),
-        WeightRule(f"{_HEAD}.transform.LayerNorm", f"{_SCORES}.norm"),
-        WeightRule(f"{_HEAD}.transform.LayerNorm.gamma", f"{_SCORES}.norm.weight"),
-        WeightRule(f"{_HEAD}.transform.LayerNorm.beta", f"{_SCORES}.norm.bias"),
-        WeightRule(f"{_HEAD}.decoder.weight", f"{_SCORES}.out.table"),
-        WeightRule(f"{_HEAD}.bias", f"{_SCORES}.out.bias"),
-        WeightRule(f"{_HEAD}.decoder.bias", f"{_SCORES}.out.own_bias"),
+        WeightRule("cls.predictions.transform.dense", f"{_SCORES}.dense"),
+        WeightRule("cls.predictions.transform.LayerNorm", f"{_SCORES}.norm"),
+        WeightRule("cls.predictions.transform.LayerNorm.gamma", f"{_SCORES}.norm.weight"),
+        WeightRule("cls.predictions.transform.LayerNorm.beta", f"{_SCORES}.norm.bias"),
+        WeightRule("cls.predictions.decoder.weight", f"{_SCORES}.out.table"),
+        WeightRule("cls.predictions.bias", f"{_SCORES}.out.bias"),
+        WeightRule("cls.predictions.decoder.bias", f"{_SCORES}.out.own_bias"),
     )
-    ignored_weights: ClassVar[Mapping[str, str]] = {
-        r"(.*\.)?pooler\..*": "made for guessing the next sentence",
-        r"cls\.seq_relationship\..*": "made for guessing the next sentence",
-        r"cls\.predictions\.decoder\.weight": "the table of words, again",
-    }
+    ignored_weights: ClassVar[Mapping[str, str]] = _TWICE
 
     def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
-        assert context.pooling is not None
-        size, vocab = self.hidden_size(), self.settings.integer("vocab_size")
-        embeddings = self.embed
-        assert isinstance(embeddings, TextEmbeddings)
-        words = embeddings.words
-        tied = self.settings.flag("tie_word_embeddings", True)
-        scores = WordScores(
-            HeadLinear(context, f"{_HEAD}.transform.dense", size, size),
-            elementwise(self.settings.activation("hidden_act")),
-            HeadNorm(context, f"{_HEAD}.transform.LayerNorm", size, self.eps()),
-            HeadRows(
-                context,
-                f"{_HEAD}.decoder",
-                size,
-                vocab,
-                None,
-                tied=(lambda: words.weight) if tied else None,
-                bias=True,
-            ),
+        names = (
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.decoder",
         )
-        return SparsePooler(
-            scores,
-            total=context.pooling.sparse_sum,
-            twice=context.pooling.sparse_log_twice,
-        )
+        activation = self.settings.activation("hidden_act")
+        return sparse_pooler(context, self, names, activation, self.eps())
+
+
+class DistilBertSpladeModel(DistilBertModel):
+    """The same of DistilBERT."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *DistilBertModel.weight_rules,
+        WeightRule("vocab_transform", f"{_SCORES}.dense"),
+        WeightRule("vocab_layer_norm", f"{_SCORES}.norm"),
+        WeightRule("vocab_projector.weight", f"{_SCORES}.out.table"),
+        WeightRule("vocab_projector.bias", f"{_SCORES}.out.bias"),
+    )
+    ignored_weights: ClassVar[Mapping[str, str]] = _TWICE
+
+    def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
+        names = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
+        activation = self.settings.activation("activation")
+        return sparse_pooler(context, self, names, activation, 1e-12)
+
+
+def sparse_pooler(
+    context: BuildContext,
+    model: Encoder,
+    names: tuple[str, str, str],
+    activation: str,
+    eps: float,
+) -> SparsePooler:
+    """The pooler of a masked language model's head.
+
+    Args:
+        names: the checkpoint's names of its dense layer, its norm, and the layer to the words.
+    """
+    assert context.pooling is not None
+    dense, norm, out = names
+    embeddings, size = model.embed, model.hidden_size()
+    assert isinstance(embeddings, TextEmbeddings)
+    words = embeddings.words
+    tied = model.settings.flag("tie_word_embeddings", True)
+    scores = WordScores(
+        HeadLinear(context, dense, size, size),
+        elementwise(activation),
+        HeadNorm(context, norm, size, eps),
+        HeadRows(
+            context,
+            out,
+            size,
+            model.settings.integer("vocab_size"),
+            None,
+            tied=(lambda: words.weight) if tied else None,
+            bias=True,
+        ),
+    )
+    return SparsePooler(
+        scores, total=context.pooling.sparse_sum, twice=context.pooling.sparse_log_twice
+    )

@@ -263,7 +263,12 @@ class WhisperBlock(Block):
         )
         self.cross_norm = LayerNorm(context, f"{name}.encoder_attn_layer_norm", hidden, NORM_EPS)
         self.cross_attention = CrossAttention(
-            context, f"{name}.encoder_attn", hidden_size=hidden, num_heads=heads, head_dim=head_dim
+            context,
+            f"{name}.encoder_attn",
+            hidden_size=hidden,
+            num_heads=heads,
+            head_dim=head_dim,
+            max_states=settings.integer("max_source_positions", 1500),
         )
         self.mlp_norm = LayerNorm(context, f"{name}.final_layer_norm", hidden, NORM_EPS)
         self.mlp = MLP(

@@ -6,6 +6,7 @@ E encoder states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,16 @@ import torch
 from torch.nn.functional import pad
 
 from headrace_core.errors import UnsupportedFeature, UnsupportedModel
+from headrace_models.generating import alignment_heads
 from headrace_models.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_models.layers.cross_attention import CrossAttention
+
+AttentionWeights = dict[tuple[int, int], "Tensor"]
+"""By layer and head: [T, E] float32."""
 
 
 class AlignmentHeads:
@@ -42,56 +47,48 @@ class AlignmentHeads:
             UnsupportedFeature: no heads are named.
             UnsupportedModel: they are not within the decoder, or the width is even.
         """
-        stated = generation.get("alignment_heads")
-        if not stated:
+        heads = alignment_heads(generation, settings)
+        if not heads:
             raise UnsupportedFeature(
                 "times of words: the checkpoint's generation_config.json has no 'alignment_heads'"
-            )
-        layers = settings.integer("decoder_layers")
-        heads = settings.integer("decoder_attention_heads")
-        good = isinstance(stated, list) and all(
-            isinstance(pair, list)
-            and [type(number) for number in pair] == [int, int]
-            and 0 <= pair[0] < layers
-            and 0 <= pair[1] < heads
-            for pair in stated
-        )
-        if not good:
-            raise UnsupportedModel(
-                f"generation_config.json: alignment_heads = {stated!r:.200}: must be pairs of a layer "
-                f"below {layers} and a head below {heads}"
             )
         width = settings.integer("median_filter_width", 7)
         if width % 2 == 0:
             raise UnsupportedModel(f"config.json: median_filter_width = {width}: must be odd")
-        return cls([(layer, head) for layer, head in stated], width)
+        return cls(heads, width)
 
     @contextmanager
-    def watching(self, layers: Sequence[CrossAttention]) -> Iterator[dict[int, Tensor]]:
-        """While it lasts, a forward leaves its weights here: by layer, [heads, T, E] float32."""
-        weights: dict[int, Tensor] = {}
-        wanted = {layer for layer, _ in self.heads}
-
-        def watch(index: int, query: Tensor, key: Tensor) -> None:
-            scores = torch.einsum("thd,ehd->hte", query.float(), key.float())
-            weights[index] = torch.softmax(scores * layers[index].spec.scale, dim=-1)
-
+    def watching(self, layers: Sequence[CrossAttention]) -> Iterator[AttentionWeights]:
+        """While it lasts, a forward leaves the heads' weights here."""
+        weights: AttentionWeights = {}
+        watched = {layer for layer, _ in self.heads}
         try:
-            for index in wanted:
-                layers[index].watch = lambda q, k, index=index: watch(index, q, k)
+            for index in watched:
+                layers[index].watch = functools.partial(self._see, weights, index, layers[index])
             yield weights
         finally:
-            for index in wanted:
+            for index in watched:
                 layers[index].watch = None
 
-    def matrix(self, weights: Mapping[int, Tensor], begin: int, num_states: int) -> Tensor:
+    def _see(
+        self,
+        weights: AttentionWeights,
+        index: int,
+        layer: CrossAttention,
+        query: Tensor,
+        key: Tensor,
+    ) -> None:
+        for head in (head for at, head in self.heads if at == index):
+            scores = query[:, head].float() @ key[:, head].float().T
+            weights[index, head] = torch.softmax(scores * layer.spec.scale, dim=-1)
+
+    def matrix(self, weights: AttentionWeights, begin: int, num_states: int) -> Tensor:
         """[T - begin, num_states] float32: tokens from ``begin`` on against the states of audio.
 
         Each state's weights are standardised over the tokens, smoothed over time, and averaged over
         the heads.
         """
-        chosen = torch.stack([weights[layer][head] for layer, head in self.heads])
-        chosen = chosen[:, begin:, :num_states]
+        chosen = torch.stack([weights[pair][begin:, :num_states] for pair in self.heads])
         deviation, mean = torch.std_mean(chosen, dim=1, keepdim=True, correction=0)
         standard = torch.where(deviation > 0, (chosen - mean) / deviation, 0.0)
         return median_filtered(standard, self.width).mean(0)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-class SelfAttention(Layer, ABC):
-    """What attention with and without a cache share: the projections around it, and its facts.
+class ProjectedAttention(Layer):
+    """What all attention of tokens to each other shares: the projections around it, and its facts.
 
     Args:
         name: of the attention module, as the checkpoint spells it.
@@ -106,6 +106,10 @@ class SelfAttention(Layer, ABC):
         query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
         return query, key, value
 
+
+class SelfAttention(ProjectedAttention, ABC):
+    """Of a step's tokens, with a cache or without. Arguments: :class:`ProjectedAttention`."""
+
     @abstractmethod
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
@@ -114,7 +118,7 @@ class SelfAttention(Layer, ABC):
 class Attention(SelfAttention):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
 
-    Its cache's scales can be measured (``MeasuresKVScales``). Arguments: :class:`SelfAttention`.
+    Its cache's scales can be measured (``MeasuresKVScales``). Arguments: :class:`ProjectedAttention`.
     """
 
     def __init__(self, context: BuildContext, name: str, **arguments: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from headrace_core.attention import AttentionNeed
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.attention import ProjectedAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.conv import Conv1d
 from headrace_models.layers.embedding import Embedding
@@ -132,8 +132,8 @@ class AudioEncoder(Layer):
 
     def _begin(self, clip: Tensor) -> Tensor:
         """[F, M] -> [L, H]: what the first block gets."""
-        x = self.ops.activation(self.conv1(clip.to(self.dtype)), _STEM_ACTIVATION)
-        x = self.ops.activation(self.conv2(x), _STEM_ACTIVATION)
+        x = self.conv1.activated(clip.to(self.dtype), _STEM_ACTIVATION)
+        x = self.conv2.activated(x, _STEM_ACTIVATION)
         return self.ops.add(x, self.positions.weight[: x.shape[0]])
 
 
@@ -161,7 +161,7 @@ class _Block(Layer):
         return self.mlp(x), stream
 
 
-class _Attention(SelfAttention):
+class _Attention(ProjectedAttention):
     """Every state of a clip sees every other."""
 
     def __init__(self, context: BuildContext, settings: Settings, name: str) -> None:

@@ -39,10 +39,11 @@ class Conv1d(WeightLayer):
         self.packed = self.ops.linear.pack(by_row.contiguous())
         self.bias = tensors["bias"]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [L, in_size] -> [ceil(L / stride), out_size]."""
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """Its result after an activation: x [L, in_size] -> [ceil(L / stride), out_size]."""
         assert self.packed is not None, self.name
         padded = torch.zeros((x.shape[0] + 2, x.shape[1]), dtype=x.dtype, device=x.device)
         padded[1:-1] = x
         rows = padded.unfold(0, _WIDTH, self.stride).transpose(1, 2)  # [n, 3, in_size]
-        return self.ops.linear(rows.reshape(rows.shape[0], -1), self.packed, self.bias)
+        flat = rows.reshape(rows.shape[0], -1)
+        return self.ops.linear.activated(flat, self.packed, activation, self.bias)

@@ -28,10 +28,18 @@ class CrossAttention(Layer):
     Args:
         name: of the attention module, as the checkpoint spells it; below it are ``q_proj``,
             ``k_proj`` (without a bias), ``v_proj`` and ``out_proj``.
+        max_states: most encoder states of a request.
     """
 
     def __init__(
-        self, context: BuildContext, name: str, *, hidden_size: int, num_heads: int, head_dim: int
+        self,
+        context: BuildContext,
+        name: str,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        max_states: int,
     ) -> None:
         self.head_dim = head_dim
         size = num_heads * head_dim
@@ -55,7 +63,7 @@ class CrossAttention(Layer):
         )
         dtype = CACHE_DTYPES.get(context.kv_cache_dtype) or context.dtype
         self.kv_spec: KVCacheSpec | None = CrossAttentionSpec(
-            context.block_size, heads, head_dim, dtype
+            context.block_size, heads, head_dim, dtype, max_encoder_tokens=max_states
         )
         self.backend = context.attention(
             AttentionNeed(

@@ -22,7 +22,7 @@ class EncoderAttention(SelfAttention):
     """Projections, rotation and attention of one layer. A sequence's tokens see each other, in any
     order, and no other sequence's: all of a prompt must be in the step.
 
-    Other arguments: :class:`~headrace_models.layers.attention.SelfAttention`.
+    Other arguments: :class:`~headrace_models.layers.attention.ProjectedAttention`.
 
     Args:
         interleaved: rotary pairs are neighbours (:class:`headrace_core.ops.RotaryOp`).
@@ -71,6 +71,7 @@ class EncoderAttention(SelfAttention):
             batch.cu_seqlens_q,
             batch.max_seqlen_q,
             distance_bias=self.shared_bias[0].bias if self.shared_bias else None,
+            key_lens=batch.key_lens,
         )
         out = out.flatten(1)
         return self.out(out if rows is None else self.ops.embedding(rows, out))

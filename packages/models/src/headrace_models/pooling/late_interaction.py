@@ -53,6 +53,7 @@ def late_interaction(
         attend_to_expansion=bool(expansion),
         skip_words=words,
         skip_ids=tuple(known[word] for word in words if word in known),
+        expansion_id=_filler(stated["filler"], known),
     )
 
 
@@ -80,13 +81,14 @@ def _stanford(folder: Path) -> dict[str, Any]:
         "query_length": found.get("query_maxlen"),
         "document_length": found.get("doc_maxlen"),
         "expansion": bool(found.get("attend_to_mask_tokens")),
+        "filler": None,
         "skip": string.punctuation if found.get("mask_punctuation", True) else "",
     }
 
 
 def _stated(sentence: SentenceModules) -> dict[str, Any]:
     given = sentence.markers
-    expansion, length = _expansion(given)
+    expansion, length, filler = _expansion(given)
     skip = given.get("skiplist_words")
     return {
         "query": given.get("query_prefix", sentence.prompts.get("query")),
@@ -94,25 +96,36 @@ def _stated(sentence: SentenceModules) -> dict[str, Any]:
         "query_length": length,
         "document_length": given.get("document_length") or sentence.max_seq_length,
         "expansion": expansion,
+        "filler": filler,
         "skip": string.punctuation if skip is None else skip,
     }
 
 
-def _expansion(given: Mapping[str, Any]) -> tuple[bool | None, Any]:
-    """Whether filled-up tokens are attended to (None: queries are not filled up), and the length of
-    queries."""
+def _expansion(given: Mapping[str, Any]) -> tuple[bool | None, Any, Any]:
+    """Whether filled-up tokens are attended to (None: queries are not filled up), the length of
+    queries, and the token that fills them up (None: the mask token)."""
     length = given.get("query_length")
     if "query_expansion" not in given:
         fills = given.get("do_query_expansion", True)
-        return (bool(given.get("attend_to_expansion_tokens")) if fills else None), length
+        return (bool(given.get("attend_to_expansion_tokens")) if fills else None), length, None
     block = given["query_expansion"]
     if block is None:
-        return None, length
+        return None, length, None
     if not isinstance(block, Mapping) or block.get("strategy", "fixed") != "fixed":
         raise UnsupportedModel(
             f"query_expansion = {block!r}: must be null, or an object whose strategy is fixed"
         )
-    return bool(block.get("attend")), block.get("length") or length
+    return bool(block.get("attend")), block.get("length") or length, block.get("token")
+
+
+def _filler(token: object, known: Mapping[str, int]) -> int | None:
+    if token is None:
+        return None
+    if not isinstance(token, str) or token not in known:
+        raise UnsupportedModel(
+            f"query_expansion.token = {token!r}: must be null, or a token of tokenizer.json"
+        )
+    return known[token]
 
 
 def _known(folder: Path) -> Mapping[str, int]:

@@ -81,9 +81,11 @@ TRAITS: Mapping[str, PoolingTraits] = {
     **_line("ModernBert", _ENCODER),
     "BertForMaskedLM": _SPLADE,
     "BertSpladeSparseEmbeddingModel": _SPLADE,
+    "DistilBertForMaskedLM": dataclasses.replace(_SPLADE, token_types=False),
     "BgeM3EmbeddingModel": dataclasses.replace(
         _ROBERTA, tasks=("embed", "token_embed", "token_classify")
     ),
+    "GritLM": PoolingTraits("embed", "MEAN", ("MEAN",), tasks=("embed",)),
     "HF_ColBERT": _BERT,
     "ModernBertForSequenceClassification": _MODERN_CLASSIFIER,
     "NomicBertModel": _MEAN,
@@ -130,11 +132,14 @@ def said_by_files(
     if traits.sparse and architecture.endswith("ForMaskedLM") and not sentence.sparse:
         raise UnsupportedModel(
             f"{architecture} pools only as SPLADE, and no SpladePooling in modules.json says that it was "
-            'trained so. If it was: hf_overrides {"architectures": ["BertSpladeSparseEmbeddingModel"]}; '
-            'if the encoder alone is wanted: {"architectures": ["BertModel"]}'
+            "trained so. If it was, hf_overrides can say it of a BERT: "
+            '{"architectures": ["BertSpladeSparseEmbeddingModel"]}; if the encoder alone is wanted: '
+            f'{{"architectures": ["{architecture.removesuffix("ForMaskedLM")}Model"]}}'
         )
     if sentence.sparse and not traits.sparse:
-        raise UnsupportedModel(f"SpladePooling of {architecture}: must be BertForMaskedLM's")
+        raise UnsupportedModel(
+            f"SpladePooling of {architecture}: must be that of BertForMaskedLM or DistilBertForMaskedLM"
+        )
     if not sentence.multi_vector:
         return traits
     return dataclasses.replace(

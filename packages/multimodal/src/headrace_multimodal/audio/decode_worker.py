@@ -30,6 +30,7 @@ from headrace_multimodal.audio.formats import (
     SOUNDFILE_FORMATS,
     missing_bytes,
     recognised,
+    says_length,
 )
 from headrace_multimodal.audio.samples import BadAudio, Samples
 
@@ -56,16 +57,16 @@ def decode(data: bytes, sample_rate: int, max_seconds: float) -> bytearray:
         raise BadAudio(f"cut off: {lacking} bytes of sound that it announces are not there")
     if kind in SOUNDFILE_FORMATS:
         try:
-            return _with_soundfile(data, sample_rate, max_seconds)
+            return _with_soundfile(data, kind, sample_rate, max_seconds)
         except soundfile.LibsndfileError:
             pass  # another codec in the same container: FFmpeg may know it
     return _with_ffmpeg(data, kind, sample_rate, max_seconds)
 
 
-def _with_soundfile(data: bytes, sample_rate: int, max_seconds: float) -> bytearray:
+def _with_soundfile(data: bytes, kind: str, sample_rate: int, max_seconds: float) -> bytearray:
     with soundfile.SoundFile(io.BytesIO(data)) as file:
         samples = Samples(file.samplerate, sample_rate, max_seconds)
-        announced, found = file.frames, 0
+        announced, found = file.frames if says_length(data, kind) else 0, 0
         samples.check_seconds(announced / file.samplerate)
         size = max(1, BLOCK_NUMBERS // file.channels)
         while len(block := file.read(size, dtype="float32", always_2d=True)):

@@ -28,6 +28,8 @@ START_SECONDS = 120.0
 """Wall-clock limit of starting a child, which imports the libraries."""
 MAX_WAITING = 64
 """Files that may wait for a child."""
+WAIT_SECONDS = 300.0
+"""How long a thread waits for its file; nobody waits so long on an event loop."""
 _HEAD = struct.Struct("<I")
 
 
@@ -91,7 +93,7 @@ class AudioDecoder:
             self._threads.submit(self._start_one)
 
     def _start_one(self) -> None:
-        worker = self._idle.get()
+        worker = self._idle.get_nowait()  # as many as threads
         try:
             worker.start()
         finally:
@@ -123,10 +125,14 @@ class AudioDecoder:
     def decode_now(self, data: bytes, *, name: str, sample_rate: int) -> AudioClip:
         """:meth:`decode` for a thread, which waits. Raises: the same."""
         with self._admitted(data):
+            task = _Task(self._idle, Job(data, sample_rate))
             try:
-                answer = self._threads.submit(
-                    _Task(self._idle, Job(data, sample_rate)).run
-                ).result()
+                answer = self._threads.submit(task.run).result(WAIT_SECONDS)
+            except TimeoutError:
+                task.cancel()
+                raise QueueFull(
+                    "too many audio files wait to be decoded", retry_after=1.0
+                ) from None
             except _Unfit as error:
                 raise _refused(name, error) from error
         return _clip(answer, sample_rate)
@@ -222,7 +228,7 @@ class _Task:
 
     def run(self) -> bytes:
         """Raises: _Unfit."""
-        worker = self._idle.get()
+        worker = self._idle.get_nowait()  # as many as threads
         try:
             with self._lock:
                 if self._cancelled:

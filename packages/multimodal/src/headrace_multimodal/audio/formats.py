@@ -65,6 +65,12 @@ def _frame_format(data: bytes) -> str | None:
     return "mp3" if is_valid else None
 
 
+def says_length(data: bytes, kind: str) -> bool:
+    """Whether a file says how long it is. MP3 does if it begins with an encoder's note; what libraries
+    say of one without is a guess from its first frames."""
+    return kind != "mp3" or any(note in data[:8192] for note in (b"Xing", b"Info", b"VBRI"))
+
+
 def missing_bytes(data: bytes) -> int:
     """How many bytes of sound a WAV file announces and does not have.
 

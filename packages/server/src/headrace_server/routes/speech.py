@@ -23,7 +23,7 @@ from headrace_server.speech.protocol import (
 )
 from headrace_server.speech.run import SpeechCall
 from headrace_server.speech.upload import body_of, read_upload
-from headrace_server.state import state_of
+from headrace_server.state import ServerState, state_of
 from headrace_server.stream import start_stream, wait_watching
 
 _TEXTS = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}
@@ -71,20 +71,27 @@ class SpeechRouter:
 
 async def _answer(kind: type[SpeechRequest], task: SpeechTask, request: Request) -> Response:
     state = state_of(request)
-    speech = state.engine.speech
-    assert speech is not None, "an engine whose model transcribes has a speech model"
-    upload = await read_upload(request, speech.max_file_bytes)
-    call = SpeechCall(body_of(kind, upload), upload, task, request, state)
     try:
+        call = await _call(kind, task, request, state)
         if call.body.stream:
             return await start_stream(call.events(), request, state, call.id)
         result = await wait_watching(call.whole(), request, state.lifecycle, call.id)
     except RequestError as error:
-        error.param = call.spelling.get(error.param or "", error.param)
+        error.param = SpeechCall.spelling.get(error.param or "", error.param)
         raise
     if isinstance(result, BaseModel):
         return JsonAnswer(encode_answer(result))
     return PlainTextResponse(result, media_type=_TEXTS[call.body.response_format])
+
+
+async def _call(
+    kind: type[SpeechRequest], task: SpeechTask, request: Request, state: ServerState
+) -> SpeechCall:
+    """What a request asks for. The file is the call's alone, which lets go of it once it is decoded."""
+    speech = state.engine.speech
+    assert speech is not None, "an engine whose model transcribes has a speech model"
+    upload = await read_upload(request, speech.max_file_bytes)
+    return SpeechCall(body_of(kind, upload), upload, task, request, state)
 
 
 def _form_of(kind: type[SpeechRequest]) -> dict[str, Any]:

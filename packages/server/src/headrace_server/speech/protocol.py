@@ -147,8 +147,8 @@ class VerboseTranscription(BaseModel):
 
     task: Literal["transcribe", "translate"]
     language: str | None
-    duration: str
-    """Seconds."""
+    duration: float
+    """Seconds; a number, as OpenAI answers and its clients type it."""
     text: str
     segments: list[Segment] | None
     words: list[Word] | None

@@ -59,8 +59,8 @@ AT_ONCE = 16
 LONG = 10
 """Clips from which on progress is logged."""
 _SUBTITLES: Mapping[str, Callable[[list[Segment]], str]] = {"srt": srt, "vtt": vtt}
-_SPLIT_COST = 1 << 16
-"""Of looking through long audio; more than is done on the event loop."""
+_HEAVY = 1 << 16
+"""Cost of looking through long audio, or of aligning; more than is done on the event loop."""
 _COPIED = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
@@ -185,7 +185,7 @@ class SpeechCall:
         return VerboseTranscription(
             task=self._task,
             language=task.language,
-            duration=f"{audio.seconds:.2f}",
+            duration=round(audio.seconds, 2),
             text=text,
             segments=segments if self._with_segments else None,
             words=await self._words(heard, task) if self._with_words else None,
@@ -245,7 +245,9 @@ class SpeechCall:
         weights = await self.state.engine.align(
             self.speech.continued(plain, sequence), self._engine_id()
         )
-        times = self.speech.token_times(weights, len(sequence), heard.clip.audio.seconds)
+        times = await self.state.off_loop(
+            _HEAVY, self.speech.token_times, weights, len(sequence), heard.clip.audio.seconds
+        )
         start = heard.clip.start
         times = [
             *(round(start + time, 2) for time in times),
@@ -352,7 +354,7 @@ class SpeechCall:
             upload.data, name=upload.name, sample_rate=config.sample_rate
         )
         self._upload = upload._replace(data=b"")  # megabytes, while the answer is made
-        parts = await self.state.off_loop(_SPLIT_COST, self.speech.split, whole, config)
+        parts = await self.state.off_loop(_HEAVY, self.speech.split, whole, config)
         return Audio(list(_placed(parts)), whole.seconds)
 
     async def _plan(self, audio: Audio, *, timestamps: bool, tell_silence: bool) -> Task:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.datastructures import UploadFile
-from starlette.requests import Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from headrace_core.errors import RequestError
-from headrace_server.errors import BodyRefused
+from headrace_server.errors import BodyRefused, ClientGone
 from headrace_server.speech.protocol import JSON_FIELDS, LISTS, SpeechRequest
 
 MAX_FIELDS = 64
@@ -38,6 +38,7 @@ async def read_upload(request: Request, max_file_bytes: int) -> Upload:
     Raises:
         RequestError: there is no file, it is too large, or a field is sent twice.
         HTTPException: the body is no form.
+        ClientGone: the client left before its end.
     """
     declared = request.headers.get("content-type", "").partition(";")[0]
     if declared.strip().lower() != "multipart/form-data":
@@ -45,15 +46,23 @@ async def read_upload(request: Request, max_file_bytes: int) -> Upload:
             "HR-REQ-007", "Content-Type must be multipart/form-data; nothing else is read"
         )
     bounded = _bounded(request, max_file_bytes)
-    async with bounded.form(
-        max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES
-    ) as form:
-        file = form.get("file")
-        if not isinstance(file, UploadFile):
-            raise RequestError("file: must be a file of the form", param="file")
-        if (file.size or 0) > max_file_bytes:
-            raise _too_large(max_file_bytes, file.size or 0)
-        return Upload(file.filename or "", await file.read(), _fields(form.multi_items()))
+    try:
+        form = await bounded.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    try:
+        return await _upload(form, max_file_bytes)
+    finally:
+        await form.close()
+
+
+async def _upload(form: FormData, max_file_bytes: int) -> Upload:
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise RequestError("file: must be a file of the form", param="file")
+    if (file.size or 0) > max_file_bytes:
+        raise _too_large(max_file_bytes, file.size or 0)
+    return Upload(file.filename or "", await file.read(), _fields(form.multi_items()))
 
 
 def _bounded(request: Request, max_file_bytes: int) -> Request:

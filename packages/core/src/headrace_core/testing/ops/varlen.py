@@ -38,8 +38,11 @@ class VarlenCase:
         """Sequence b alone."""
         start, end = int(self.cu_seqlens[b]), int(self.cu_seqlens[b + 1])
         rows = slice(start, end)
+        key_lens = self.options.get("key_lens")
+        own = {} if key_lens is None else {"key_lens": key_lens[b : b + 1]}
         return replace(
             self,
+            options={**self.options, **own},
             query=self.query[rows],
             key=self.key[rows],
             value=self.value[rows],
@@ -94,6 +97,10 @@ class VarlenConformance(OpSuite):
         """Of every distance within ``reach``."""
         return self.rand(heads, 2 * reach - 1) * 2
 
+    def key_lens(self) -> Tensor:
+        """Of ``RAGGED``."""
+        return torch.tensor([1, 3, 64, 0, 1, 20, 70, 0], dtype=torch.int32, device=self.device)
+
     @pytest.mark.parametrize("lengths", [[1], [5], [64], RAGGED, [300, 7]], ids=str)
     def test_varlen_attention(
         self, op: Callable[[str], Any], dtype: str, lengths: list[int]
@@ -140,12 +147,50 @@ class VarlenConformance(OpSuite):
         case = self.varlen(self.RAGGED, dtype, distance_bias=self.bias(4, reach))
         self.check(case.run(op("varlen_attention")), case.expected(), dtype)
 
+    @pytest.mark.parametrize("options", [{}, {"sliding_window": 9}, {"head_dim": 40}], ids=str)
+    def test_varlen_attention_key_lens(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        """All of them, some, one; with the window, rows that see nothing."""
+        case = self.varlen(self.RAGGED, dtype, key_lens=self.key_lens(), **options)
+        self.check(case.run(op("varlen_attention")), case.expected(), dtype)
+
+    def test_varlen_attention_key_lens_border(self, op: Callable[[str], Any], dtype: str) -> None:
+        """What stands behind the last key does not matter, NaN included, and the rows before are what
+        they are without it."""
+        attention = op("varlen_attention")
+        case = self.varlen([3, 40, 70], dtype)
+        lens = torch.tensor([3, 17, 65], dtype=torch.int32, device=self.device)
+        key, value = case.key.clone(), case.value.clone()
+        for tensor in (key, value):
+            tensor[3 + 17 : 43] = torch.nan
+            tensor[43 + 65 :] = torch.nan
+        filled = replace(case, key=key, value=value, options={**case.options, "key_lens": lens})
+        out = filled.run(attention)
+        self.check(out, replace(filled, key=case.key, value=case.value).expected(), dtype)
+        for start, length in ((3, 17), (43, 65)):
+            rows = slice(start, start + length)
+            bounds = case.cu_seqlens.new_tensor([0, length])
+            tensors = (case.query[rows], case.key[rows], case.value[rows], bounds)
+            self.check(out[rows], VarlenCase(*tensors, case.options).expected(), dtype)
+
+    def test_varlen_attention_key_lens_of_long_sequences(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """Whole parts of a sequence are no keys."""
+        lens = torch.tensor([530, 0, 3], dtype=torch.int32, device=self.device)
+        for options in ({}, {"sliding_window": 300, "distance_bias": self.bias(2, 1100)}):
+            case = self.varlen(
+                [1030, 4, 520], dtype, num_heads=2, num_kv_heads=1, key_lens=lens, **options
+            )
+            self.check(case.run(op("varlen_attention")), case.expected(), dtype)
+
     def test_varlen_attention_everything_at_once(
         self, op: Callable[[str], Any], dtype: str
     ) -> None:
         case = self.varlen(
             self.RAGGED, dtype, sliding_window=20, soft_cap=3.0, scale=0.3, head_dim=40, padding=3,
-            distance_bias=self.bias(4, 129),
+            distance_bias=self.bias(4, 129), key_lens=self.key_lens(),
         )  # fmt: skip
         self.check(case.run(op("varlen_attention")), case.expected(), dtype)
 
@@ -214,6 +259,25 @@ class VarlenConformance(OpSuite):
             alone = case.sequence(b).run(attention)
             assert bits_equal(alone, together[start : start + length]), f"sequence {b} differs"
 
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_varlen_attention_does_not_depend_on_tokens_that_are_no_keys(
+        self, invariant_op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        attention, real, lengths = invariant_op("varlen_attention"), [9, 32, 600], [32, 32, 700]
+        case = self.varlen(lengths, dtype, **options)
+        lens = torch.tensor(real, dtype=torch.int32, device=self.device)
+        filled = replace(case, options={**case.options, "key_lens": lens})
+        together = filled.run(attention)
+        for b, length in enumerate(real):
+            start = int(case.cu_seqlens[b])
+            rows = slice(start, start + length)
+            bounds = case.cu_seqlens.new_tensor([0, length])
+            tensors = (case.query[rows], case.key[rows], case.value[rows], bounds)
+            alone = VarlenCase(*tensors, case.options).run(attention)
+            assert bits_equal(alone, together[rows]), f"sequence {b} differs"
+            whole = filled.sequence(b).run(attention)
+            assert bits_equal(whole, together[start : start + lengths[b]])
+
     def test_varlen_attention_refuses_what_does_not_fit(
         self, op: Callable[[str], Any], dtype: str
     ) -> None:
@@ -223,3 +287,6 @@ class VarlenConformance(OpSuite):
             replace(case, options={**case.options, "distance_bias": self.bias(4, 8)}).run(attention)
         with pytest.raises(ConfigError, match="key"):
             replace(case, key=case.key[:3]).run(attention)
+        lens = torch.tensor([5], dtype=torch.int32, device=self.device)
+        with pytest.raises(ConfigError, match="key_lens"):
+            replace(case, options={**case.options, "key_lens": lens}).run(attention)

@@ -100,6 +100,7 @@ class VarlenAttention:
         sliding_window: int | None = None,
         soft_cap: float = 0.0,
         distance_bias: Tensor | None = None,
+        key_lens: Tensor | None = None,
     ) -> Tensor:
         query, key, value = unit_last(query), unit_last(key), unit_last(value)
         (tokens, q_heads, dim), kv_heads = query.shape, key.shape[1]
@@ -112,12 +113,15 @@ class VarlenAttention:
                 "multiple of Hk"
             )
         cu_seqlens = int32(cu_seqlens).contiguous()
+        num_seqs = cu_seqlens.shape[0] - 1
+        lens = None if key_lens is None else _key_lens(key_lens, num_seqs)
         bias, reach = _bias_for(distance_bias, q_heads)
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(),
-            cu_seqlens.data_ptr(), None if bias is None else bias.data_ptr(),
-            tokens, cu_seqlens.shape[0] - 1, q_heads, kv_heads, dim, *query.stride()[:2],
+            cu_seqlens.data_ptr(), None if lens is None else lens.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            tokens, num_seqs, q_heads, kv_heads, dim, *query.stride()[:2],
             *key.stride()[:2], *value.stride()[:2], reach,
             0 if sliding_window is None else sliding_window, scale, soft_cap,
             dtype_code(query.dtype),
@@ -125,10 +129,19 @@ class VarlenAttention:
         if status:
             raise ConfigError(
                 f"varlen_attention: cu_seqlens {cu_seqlens.tolist()} does not rise within the "
-                f"{tokens} rows of query, or a sequence is longer than distance_bias reaches "
-                f"({reach} tokens)"
+                f"{tokens} rows of query, a sequence is longer than distance_bias reaches "
+                f"({reach} tokens), or key_lens {None if lens is None else lens.tolist()} are not "
+                "within the sequences"
             )
         return out
+
+
+def _key_lens(key_lens: Tensor, num_seqs: int) -> Tensor:
+    if key_lens.shape != (num_seqs,):
+        raise ConfigError(
+            f"varlen_attention: key_lens is {describe(key_lens)}; it must be int32 [{num_seqs}]"
+        )
+    return int32(key_lens).contiguous()
 
 
 def _bias_for(bias: Tensor | None, q_heads: int) -> tuple[Tensor | None, int]:

@@ -1,0 +1,79 @@
+"""Which steps of a pooling model are replayed, and with which rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pooling_stub import Tokens, make
+from torch import Tensor
+
+from headrace_core.batch import ForwardBatch
+from headrace_core.errors import ReplayFailed
+from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_core.pooling import PoolingParams
+from headrace_engine.execution.capture import Capture
+from headrace_engine.pooling.vectors import as_array
+
+
+class Replaying(StepGraph):
+    """Runs the step as it is, and notes whose rows were asked for."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.need = GraphNeed((), 0, 0)
+        self.replayed: list[int | None] = []
+        """Rows of each replay; None: all."""
+        self._fails = fails
+
+    buckets: Sequence[int] = (32,)  # type: ignore[assignment]
+    num_bytes = num_calls = 0  # type: ignore[assignment]
+
+    def capture(self, step: Step, need: GraphNeed) -> None:
+        self.step, self.need = step, need
+
+    def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
+        rows = batch.num_tokens if batch.logits_rows is None else len(batch.logits_rows)
+        assert (batch.token_type_ids is not None) == self.need.token_types
+        return batch.num_tokens <= 32 and (self.need.all_rows or rows <= self.need.max_num_seqs)
+
+    def replay(self, batch: ForwardBatch, num_logits: int | None = None) -> Tensor:
+        self.replayed.append(None if batch.logits_rows is None else len(batch.logits_rows))
+        if self._fails:
+            raise ReplayFailed("a slot beyond the cache")
+        return self.step(batch)
+
+    def close(self) -> None: ...
+
+
+def embedded(graph: Replaying, task: str = "embed", **settings: Any) -> list[int | None]:
+    made = make(capture=Capture(lambda: lambda: graph, (32,)), max_num_seqs=4, **settings)
+    texts = ["abc", "d" * 20, "e" * 50]
+    with made.offline() as llm:
+        for text in texts:
+            (output,) = llm.encode([text], PoolingParams(), task=task)
+            found = torch.from_numpy(as_array(output.outputs.data).copy())
+            want = made.model.dense(Tokens().encode(text), task=task)
+            torch.testing.assert_close(found, want)
+    return graph.replayed
+
+
+@pytest.mark.spec("POOL-GRAPH")
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_what_needs_all_rows_gets_all(task: str) -> None:
+    graph = Replaying()
+    assert embedded(graph, task, info={"token_types": True}) == [None, None]
+    assert (graph.need.all_rows, graph.need.token_types, graph.need.num_groups) == (True, True, 0)
+
+
+@pytest.mark.spec("POOL-GRAPH")
+def test_what_needs_one_row_gets_one() -> None:
+    graph = Replaying()
+    assert embedded(graph, causal=True) == [1, 1]
+    assert (graph.need.all_rows, graph.need.num_groups) == (False, 1)
+    assert embedded(Replaying(), "token_embed", causal=True) == []  # more rows than were recorded
+
+
+def test_a_replay_that_fails_is_run_eagerly() -> None:
+    assert embedded(Replaying(fails=True)) == [None, None]

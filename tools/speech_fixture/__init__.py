@@ -1,0 +1,1 @@
+"""The tiny speech model of the tests: voices, checkpoint and training."""
