@@ -27,9 +27,27 @@ ENCODERS = {"sentence-transformers/all-MiniLM-L6-v2": 0, "cross-encoder/ms-marco
 ADDRESS = "http://localhost:8000"
 
 
+def test_several_models(tmp_path, encoders, monkeypatch):
+    """The page brings a file, which names models; and its key comes by the environment."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEADRACE_API_KEY", "my-key")
+    page = (PAGES / "several-models.md").read_text()
+    (file,) = re.findall(r"```yaml title=\"models.yaml\"\n(.*?)```", page, re.DOTALL)
+    for name in ENCODERS:
+        file = file.replace(name, encoders(name))
+    Path("models.yaml").write_text(file)
+    _run_page(page.replace("HEADRACE_API_KEY=my-key ", ""), "several-models.md", tmp_path, encoders)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_examples(name, tmp_path, encoders):
-    blocks = re.findall(r"```(console|python)\n(.*?)```", (PAGES / name).read_text(), re.DOTALL)
+    _run_page((PAGES / name).read_text(), name, tmp_path, encoders)
+    if name == "batch.md":
+        assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+
+
+def _run_page(page, name, folder, encoders):
+    blocks = re.findall(r"```(console|python)\n(.*?)```", page, re.DOTALL)
     assert blocks
     names: dict = {}
     with contextlib.ExitStack() as stack:
@@ -44,9 +62,7 @@ def test_examples(name, tmp_path, encoders):
                     stack.close()
                     url = stack.enter_context(serving(*_with_folders(words[2:], encoders))).url
                 else:
-                    _run(command.replace(ADDRESS, url), tmp_path)
-    if name == "batch.md":
-        assert (tmp_path / "answers.jsonl").read_text().count("\n") == 2
+                    _run(command.replace(ADDRESS, url), folder)
 
 
 @pytest.fixture(scope="module")

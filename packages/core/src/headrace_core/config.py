@@ -236,9 +236,14 @@ class CacheConfig:
         0.9, "Share of the device's memory (on a CPU: of the memory free at start) that weights, "
         "activations and KV cache may take together.",
     )  # fmt: skip
+    max_memory_bytes: int | None = option(
+        None, "Most bytes that weights, activations and KV cache may take together; replaces the "
+        "share above.", human_int=True,
+    )  # fmt: skip
     kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache; replaces the share above.", human_int=True
-    )
+        None, "Size of the KV cache, whatever is left of the share; more than max_memory_bytes "
+        "leaves is refused.", human_int=True,
+    )  # fmt: skip
     kv_cache_ahead_bytes: int = option(
         512 << 20, "CPU: how much of the KV cache is made resident ahead of its use, by a thread of "
         "low priority; 0: memory comes at its first use; -1: all of it, before the first request.",
@@ -257,7 +262,7 @@ class CacheConfig:
         self._check_scales()
         share = self.gpu_memory_utilization
         _check(0 < share <= 1, "cache.gpu_memory_utilization", share, "in (0, 1]")
-        for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        for name in ("max_memory_bytes", "kv_cache_memory_bytes", "num_gpu_blocks_override"):
             value = getattr(self, name)
             _check(value is None or value >= 1, f"cache.{name}", value, "at least 1")
         _check(self.kv_cache_ahead_bytes >= -1, "cache.kv_cache_ahead_bytes",

@@ -6,6 +6,7 @@ Here, and not with the command line, because processes of the engine's own write
 from __future__ import annotations
 
 import datetime
+import functools
 import io
 import json
 import logging
@@ -13,6 +14,8 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
 from typing import TextIO
 
 MAX_WAITING = 10_000
@@ -24,9 +27,19 @@ EXTRA = ("request_id",)
 """Attributes of a record that become fields of their own, where they are set."""
 
 
+MODEL: ContextVar[str] = ContextVar("headrace_model", default="")
+"""Name of the model that lines are about, where a process has several; threads of an engine keep the
+one in whose context they were started."""
+
+
+def in_this_context(run: Callable[[], None]) -> Callable[[], None]:
+    """``run`` for another thread, in a copy of the context of the one that calls this."""
+    return functools.partial(copy_context().run, run)
+
+
 class JsonLines(logging.Formatter):
     """``{"time": RFC 3339 in UTC, "level", "logger", "line", "message"}``, and ``request_id``,
-    ``error`` (a stack) where there is one. Line breaks within stay within the line."""
+    ``model_name``, ``error`` (a stack) where there is one. Line breaks within stay within the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -39,6 +52,8 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         fields |= {name: getattr(record, name) for name in EXTRA if hasattr(record, name)}
+        if MODEL.get():
+            fields["model_name"] = MODEL.get()
         if record.exc_info:
             fields["error"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False, default=str)

@@ -8,10 +8,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from headrace_core.errors import EngineDead
 from headrace_core.executor import Executor, Worker, WorkerFactory
+from headrace_core.log_lines import in_this_context
 from headrace_core.step import ScheduledStep, StepResult
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,9 @@ class UniExecutor(Executor):
             raise RuntimeError("the executor was already started")
         created: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._serve, args=(created,), name="headrace-worker", daemon=True
+            target=in_this_context(partial(self._serve, created)),
+            name="headrace-worker",
+            daemon=True,
         )
         self._thread.start()
         try:

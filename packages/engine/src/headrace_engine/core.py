@@ -284,7 +284,7 @@ def _plan_memory(
     from headrace_engine.kv.grouping import plan_groups
 
     if not specs:
-        return CachePlan.without_cache(profile, max_model_len)
+        return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device
     max_step_tokens = config.scheduler.max_num_batched_tokens
     if fit_context:

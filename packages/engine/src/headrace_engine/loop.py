@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from headrace_core.engine import EngineStats
 from headrace_core.errors import EngineDead
+from headrace_core.log_lines import in_this_context
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import EngineCore
@@ -90,7 +91,9 @@ class EngineLoop:
         self._idle = False
         self._beat = clock()
         self._report = StatsReport(core.log_stats_interval, clock)
-        self._thread = threading.Thread(target=self._run, name="headrace-engine", daemon=True)
+        self._thread = threading.Thread(
+            target=in_this_context(self._run), name="headrace-engine", daemon=True
+        )
         self.failure: BaseException | None = None
         """Why the loop ended, if it was not told to."""
 

@@ -18,6 +18,7 @@ from headrace_core.kv import (
 )
 from headrace_engine.execution.memory import (
     CPU_CACHE_BYTES,
+    CachePlan,
     blocks_for,
     fit_max_model_len,
     plan_cache,
@@ -165,3 +166,17 @@ def test_a_longest_request_comes_with_its_encoder_states() -> None:
     assert "2 requests of 448 tokens and 1500 encoder states" in got.describe()
     with pytest.raises(CapacityError, match="max_model_len of at most 96 would fit"):
         plan(CacheConfig(num_gpu_blocks_override=100), groups=groups, max_model_len=448)
+
+
+def test_max_memory_bytes_is_the_share() -> None:
+    got = plan(CacheConfig(max_memory_bytes=2 * GIB))
+    assert (got.decided_by, got.cache) == ("max_memory_bytes", GIB // 2 // BLOCK * BLOCK)
+    fixed = CacheConfig(max_memory_bytes=2 * GIB, kv_cache_memory_bytes=GIB)
+    with pytest.raises(CapacityError, match=r"max_memory_bytes = 2147483648: weights \(1.00 GiB"):
+        plan(fixed)
+
+
+def test_a_model_without_a_cache_keeps_within_it_too() -> None:
+    assert CachePlan.without_cache(profile(), 100, 2 * GIB).cache == 0
+    with pytest.raises(CapacityError, match="take 1610612736 bytes"):
+        CachePlan.without_cache(profile(), 100, GIB)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace_engine.execution.populate import WHOLE, CachePopulator
+from headrace_engine.execution.populate import WHOLE, CachePopulator, populated_bytes
 
 PAGE = mmap.PAGESIZE
 NUM_BLOCKS = 64
@@ -99,3 +99,14 @@ def test_nothing_is_touched_if_nothing_is_wanted() -> None:
     populator.close()
     populator.close()
     assert populator.num_populated == 0
+
+
+@linux
+def test_what_is_populated_is_counted_while_it_is_held() -> None:
+    before = populated_bytes()
+    populator = CachePopulator(buffers(), NUM_BLOCKS, 16 * PAGE)
+    populator.start()
+    assert soon(lambda: populator.num_populated == 8)
+    assert populated_bytes() - before == 16 * PAGE
+    populator.close()
+    assert populated_bytes() == before

@@ -366,11 +366,19 @@ def _flags_of_file(path: Path, *, skip_model: bool) -> list[str]:
         raise ValueError(f"--config {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: must hold a mapping of flag names to values")
+    content = {
+        key: value
+        for key, value in content.items()
+        if not (skip_model and str(key).replace("_", "-") == "model")
+    }
+    return words_of(content)
+
+
+def words_of(settings: Mapping[Any, Any]) -> list[str]:
+    """The command-line words that settings by their flags' names stand for."""
     words: list[str] = []
-    for key, value in content.items():
+    for key, value in settings.items():
         flag = "--" + str(key).replace("_", "-")
-        if skip_model and flag == "--model":
-            continue
         if isinstance(value, bool):
             words.append(flag if value else "--no-" + flag[2:])
         elif isinstance(value, list):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.log_lines import JsonLines, QueuedText, ThreadedHandler
+from headrace_core.log_lines import MODEL, JsonLines, QueuedText, ThreadedHandler
 
 Choice = TypeVar("Choice")
 
@@ -36,7 +36,8 @@ COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
 
 
 class LineFormatter(logging.Formatter):
-    """Level, time, place, message; continuation lines get the prefix, too.
+    """Level, time, the model if a process has several, place, message; continuation lines get the
+    prefix, too.
 
     Args:
         colour: mark levels, for a terminal.
@@ -46,11 +47,13 @@ class LineFormatter(logging.Formatter):
     def __init__(self, colour: bool = False, process: str = "") -> None:
         which = f"({process}) " if process else ""
         super().__init__(
-            f"%(levelname)s %(asctime)s {which}[%(name)s:%(lineno)d] %(message)s", "%m-%d %H:%M:%S"
+            f"%(levelname)s %(asctime)s {which}%(of_model)s[%(name)s:%(lineno)d] %(message)s",
+            "%m-%d %H:%M:%S",
         )
         self._colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
+        record.of_model = f"({MODEL.get()}) " if MODEL.get() else ""
         text = super().format(record)
         first, *rest = text.split("\n")
         prefix = first[: first.find("] ") + 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, FastAPI
@@ -25,7 +25,7 @@ from headrace_server.browser import BrowserGate
 from headrace_server.cache_scope import scoped
 from headrace_server.http import Connections
 from headrace_server.keys import KeyRing, admin_keys, public_keys
-from headrace_server.metrics import Metrics, UnfinishedRequests
+from headrace_server.metrics import Metrics, Traffic, UnfinishedRequests
 from headrace_server.middleware import (
     DrainGate,
     HttpMetrics,
@@ -36,19 +36,20 @@ from headrace_server.middleware import (
 )
 from headrace_server.orca import LoadReports
 from headrace_server.parsers import load_parsers
-from headrace_server.paths import CONTROL_PATHS, OPEN_PATHS
+from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
 from headrace_server.routes.health import installed_version
 from headrace_server.settings import ServerSettings, read_chat_template
 from headrace_server.siblings import Siblings
-from headrace_server.state import ServerState
+from headrace_server.state import ServerState, Serving
 from headrace_server.tracing import TraceHeaders, Tracing
 from headrace_server.watching import WatchedEngine, Watcher
 
 logger = logging.getLogger(__name__)
 
 INVOCATIONS = "/invocations"
+_CONTROLLED = CONTROL_PATHS | MODEL_PATHS
 TOKENS_ONLY_ROUTERS = frozenset({"tokens", "health", "metrics", "models"})
 """The routers that ``tokens_only`` leaves; of others not even the 400s are there."""
 
@@ -68,8 +69,29 @@ def create_app(
         ConfigError: a key file, template or middleware of the settings cannot be used.
         PluginError: a router or parser cannot be loaded.
     """
+    gates = gates_of(settings)
+    app = new_app(settings)
+    traffic = Traffic(settings.metrics_prefix)
+    metrics = Metrics(settings.metrics_prefix, engine.model, traffic.registry)
+    state = add_model(
+        app,
+        engine,
+        settings,
+        metrics,
+        traffic=traffic,
+        connections=connection_limits(settings),
+        siblings=siblings,
+    )
+    add_gauges(state)
+    add_control(app, state, gates)
+    close_in(app, state, gates)
+    return app
+
+
+def new_app(settings: ServerSettings) -> FastAPI:
+    """An application without routes."""
     docs = not settings.disable_fastapi_docs
-    app = FastAPI(
+    return FastAPI(
         title="headrace",
         version=installed_version(),
         openapi_url="/openapi.json" if docs else None,
@@ -77,10 +99,43 @@ def create_app(
         redoc_url="/redoc" if docs else None,
         redirect_slashes=False,
     )
+
+
+def gates_of(settings: ServerSettings) -> Gates:
+    """Who may enter.
+
+    Raises:
+        ConfigError: a key file cannot be used; or there must be a key.
+    """
     gates = Gates(public_keys(settings), admin_keys(settings))
     profiles.check_listening(settings, len(gates.public))
+    return gates
+
+
+def connection_limits(settings: ServerSettings) -> Connections:
+    """Of the public port."""
+    return Connections(
+        settings.share(settings.max_connections),
+        settings.share(settings.max_connections_per_peer),
+        settings.header_timeout,
+    )
+
+
+def add_model(
+    app: FastAPI,
+    engine: EngineClient,
+    settings: ServerSettings,
+    metrics: Metrics,
+    **shared: Any,
+) -> ServerState:
+    """Add what one model answers, and nothing of what stands around it.
+
+    Args:
+        shared: further fields of the state: what the application has in common with others.
+
+    Raises: as :func:`create_app`.
+    """
     tracing = _tracing(engine, settings)
-    metrics = Metrics(settings.metrics_prefix, engine.model)
     state = ServerState(
         engine=_watched(engine, settings, metrics, tracing),
         settings=settings,
@@ -88,27 +143,39 @@ def create_app(
         chat_template=read_chat_template(settings),
         parsers=load_parsers(settings),
         tracing=tracing,
-        connections=Connections(
-            settings.share(settings.max_connections),
-            settings.share(settings.max_connections_per_peer),
-            settings.header_timeout,
-        ),
-        siblings=siblings,
+        **shared,
     )
     app.state.headrace = state
     errors.install(app, stacks=bool(settings.log_error_stack))
     _add_routers(app, state)
-    _add_control(app, state, gates)
-    _add_gauges(state)
+    _count_spans(state)
+    app.add_middleware(LoadReports, engine=state.engine)
+    return state
+
+
+def close_in(
+    app: FastAPI,
+    state: Serving,
+    gates: Gates,
+    inner: Callable[[], Sequence[FastAPI]] = lambda: (),
+) -> None:
+    """Put what every request passes around an application: limits, gates, ids, counts.
+
+    Args:
+        inner: applications within it, for the OpenAPI document.
+    """
     _add_middleware(app, state, gates)
+    settings = state.settings
     openapi.install(
         app,
         has_keys=bool(gates.public),
         narrow=settings.api_key_scope == "v1",
         metrics_open=not settings.protect_metrics,
+        inner=inner,
     )
+    if state.admin is not None:
+        _close_in_admin(state.admin, state, gates)
     _log_what_is_open(state, gates)
-    return app
 
 
 class Gates(NamedTuple):
@@ -138,15 +205,18 @@ def _watched(
     return WatchedEngine(engine, watchers) if watchers else engine
 
 
-def _add_gauges(state: ServerState) -> None:
+def add_gauges(state: Serving) -> None:
     """Metrics of what the application itself knows."""
-    metrics, lifecycle, connections = state.metrics, state.lifecycle, state.connections
-    metrics.add_gauge("http_requests_in_flight", "Inference requests being answered.",
+    traffic, lifecycle, connections = state.traffic, state.lifecycle, state.connections
+    traffic.add_gauge("http_requests_in_flight", "Inference requests being answered.",
                       lambda: lifecycle.num_in_flight)  # fmt: skip
-    metrics.add_gauge("http_connections_open", "Open connections of the public port.",
+    traffic.add_gauge("http_connections_open", "Open connections of the public port.",
                       lambda: connections.num_open)  # fmt: skip
+
+
+def _count_spans(state: ServerState) -> None:
     if state.tracing is not None:
-        counts = state.tracing.counts
+        metrics, counts = state.metrics, state.tracing.counts
         metrics.add_counter("trace_spans_ended", "Spans made.", lambda: counts.ended)
         metrics.add_counter("trace_spans_exported", "Spans that a collector took.",
                             lambda: counts.exported)  # fmt: skip
@@ -182,32 +252,49 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         )
 
 
-def _add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
-    """Control routes, here or on the admin port; none unless they were asked for."""
-    settings = state.settings
-    routers = control.build(state.engine, settings)
-    if not routers:
-        return
-    if not gates.public and not gates.control and not _may_be_keyless(settings):
-        if settings.enable_control_routes:
-            raise ConfigError(
-                "enable_control_routes (or admin_port): needs a key; set HEADRACE_ADMIN_API_KEY, "
-                "--admin-api-key-file or a key for all routes",
-                field="enable_control_routes",
-            )
-        logger.warning(
-            "control routes are not served: they need a key (HEADRACE_API_KEY, or "
-            "HEADRACE_ADMIN_API_KEY), or --dev-mode on loopback"
+def add_control(app: FastAPI, state: ServerState, gates: Gates) -> None:
+    """A model's control routes, here or in ``state.admin``; none unless they were asked for."""
+    routers = control.build(state.engine, state.settings)
+    if routers and may_control(state.settings, gates):
+        add_control_routers(app, state, routers)
+
+
+def may_control(settings: ServerSettings, gates: Gates) -> bool:
+    """Whether control routes may be served.
+
+    Raises:
+        ConfigError: they were asked for, and there is no key.
+    """
+    if gates.public or gates.control or _may_be_keyless(settings):
+        return True
+    if settings.enable_control_routes:
+        raise ConfigError(
+            "enable_control_routes (or admin_port): needs a key; set HEADRACE_ADMIN_API_KEY, "
+            "--admin-api-key-file or a key for all routes",
+            field="enable_control_routes",
         )
-        return
+    logger.warning(
+        "control routes are not served: they need a key (HEADRACE_API_KEY, or "
+        "HEADRACE_ADMIN_API_KEY), or --dev-mode on loopback"
+    )
+    return False
+
+
+def add_control_routers(app: FastAPI, state: Serving, routers: Sequence[APIRouter]) -> None:
+    """Add routers of control routes, here or for the admin port."""
     paths = {r.path for router in routers for r in router.routes if isinstance(r, APIRoute)}
-    assert paths <= CONTROL_PATHS, "a control route that no gate knows"
-    if settings.admin_port is None:
-        for router in routers:
-            app.include_router(router)
+    assert paths <= _CONTROLLED, "a control route that no gate knows"
+    if state.settings.admin_port is None:
         state.paths |= paths
     else:
-        state.admin = _admin_app(state, routers, gates)
+        app = state.admin = FastAPI(
+            title="headrace control", version=installed_version(), openapi_url=None,
+            docs_url=None, redoc_url=None, redirect_slashes=False,
+        )  # fmt: skip
+        app.state.headrace = state
+        errors.install(app, stacks=bool(state.settings.log_error_stack))
+    for router in routers:
+        app.include_router(router)
 
 
 def _may_be_keyless(settings: ServerSettings) -> bool:
@@ -216,15 +303,8 @@ def _may_be_keyless(settings: ServerSettings) -> bool:
     return settings.dev_mode and profiles.is_local(settings.host, settings.uds) and admin_is_local
 
 
-def _admin_app(state: ServerState, routers: Sequence[APIRouter], gates: Gates) -> FastAPI:
-    """What the admin port serves: control routes and nothing else."""
+def _close_in_admin(admin: FastAPI, state: Serving, gates: Gates) -> None:
     settings = state.settings
-    admin = FastAPI(title="headrace control", version=installed_version(), openapi_url=None,
-                    docs_url=None, redoc_url=None, redirect_slashes=False)  # fmt: skip
-    admin.state.headrace = state
-    errors.install(admin, stacks=bool(settings.log_error_stack))
-    for router in routers:
-        admin.include_router(router)
     _add_limits(admin, settings)
     if gates.control or gates.public:
         admin.add_middleware(
@@ -235,7 +315,6 @@ def _admin_app(state: ServerState, routers: Sequence[APIRouter], gates: Gates) -
         hosts=settings.allowed_hosts,
     )  # fmt: skip
     admin.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
-    return admin
 
 
 def _refusing(path: str, model: ServedModel) -> Any:
@@ -245,20 +324,19 @@ def _refusing(path: str, model: ServedModel) -> Any:
     return refuse
 
 
-def _add_middleware(app: FastAPI, state: ServerState, gates: Gates) -> None:
+def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     """Innermost first: each call of ``add_middleware`` wraps what is there."""
     settings = state.settings
     if settings.enable_server_load_tracking:
         app.add_middleware(LoadCounter, state=state, paths={*INFERENCE_ROUTES, INVOCATIONS})
     for path in settings.middleware:
         _add_foreign(app, path)
-    app.add_middleware(LoadReports, engine=state.engine)
-    app.add_middleware(TraceHeaders, enabled=state.tracing is not None)
+    app.add_middleware(TraceHeaders, enabled=settings.otlp_traces_endpoint is not None)
     app.add_middleware(DrainGate, lifecycle=state.lifecycle)
     _add_limits(app, settings)
     if gates.public or (gates.control and state.admin is None):
         _add_gate(app, state, gates)
-    keyless_control = bool(state.paths & CONTROL_PATHS) and not (gates.public or gates.control)
+    keyless_control = bool(state.paths & _CONTROLLED) and not (gates.public or gates.control)
     if settings.check_hosts or settings.check_origin or keyless_control:
         app.add_middleware(
             BrowserGate, check_hosts=settings.check_hosts or keyless_control,
@@ -278,7 +356,7 @@ def _add_middleware(app: FastAPI, state: ServerState, gates: Gates) -> None:
     if settings.log_responses:
         app.add_middleware(ResponseLog, limit=settings.max_log_len)
     direct = not settings.middleware and not settings.log_responses
-    app.add_middleware(HttpMetrics, metrics=state.metrics, direct=direct)
+    app.add_middleware(HttpMetrics, traffic=state.traffic, direct=direct)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
@@ -298,19 +376,19 @@ def _open_paths(settings: ServerSettings) -> frozenset[str]:
     return OPEN_PATHS if settings.protect_metrics else OPEN_PATHS | {"/metrics"}
 
 
-def _add_gate(app: FastAPI, state: ServerState, gates: Gates) -> None:
+def _add_gate(app: FastAPI, state: Serving, gates: Gates) -> None:
     settings = state.settings
     app.add_middleware(
         KeyGate,
         keys=gates.public,
         scope=settings.api_key_scope,
         open_paths=_open_paths(settings),
-        control_paths=CONTROL_PATHS if state.admin is None else (),
+        control_paths=_CONTROLLED if state.admin is None else (),
         control_keys=gates.control,
     )
 
 
-def _log_what_is_open(state: ServerState, gates: Gates) -> None:
+def _log_what_is_open(state: Serving, gates: Gates) -> None:
     """The routes that need no key, and one block of warnings: what an operator should know."""
     settings = state.settings
     if gates.public and settings.api_key_scope == "all":

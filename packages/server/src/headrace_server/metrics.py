@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import generate_latest
@@ -94,21 +94,65 @@ class RequestTimer:
     last: float = 0.0
 
 
+class Traffic:
+    """What is counted once for all models: HTTP requests, and the process.
+
+    Args:
+        prefix: beginning of every name (``headrace:``).
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        ProcessCollector(registry=self.registry)
+        self.unknown_fields = Counter(
+            prefix + "unknown_request_fields",
+            "Request fields that no schema knows.",
+            registry=self.registry,
+        )
+        self._http()
+
+    def _http(self) -> None:
+        names = ("method", "handler")
+        self.http_requests = Counter(
+            self._prefix + "http_requests", "HTTP requests by status.", (*names, "status"),
+            registry=self.registry,
+        )  # fmt: skip
+        self.http_duration = Histogram(
+            self._prefix + "http_request_duration_seconds", "HTTP requests, to the last byte.",
+            names, registry=self.registry, buckets=_SECONDS,
+        )  # fmt: skip
+        self.http_request_size = Histogram(
+            self._prefix + "http_request_size_bytes", "Bodies of HTTP requests.", names,
+            registry=self.registry, buckets=_BYTES,
+        )  # fmt: skip
+        self.http_response_size = Histogram(
+            self._prefix + "http_response_size_bytes", "Bodies of HTTP responses.", names,
+            registry=self.registry, buckets=_BYTES,
+        )  # fmt: skip
+
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A gauge without labels, read when it is scraped."""
+        Gauge(self._prefix + name, text, registry=self.registry).set_function(read)
+
+
 class Metrics:
-    """All metrics of one application.
+    """What is counted of one model.
 
     Args:
         prefix: beginning of every name (``headrace:``).
         model: its first served name is the label ``model_name``.
+        registry: holds what else is exposed with it; None: nothing.
     """
 
-    def __init__(self, prefix: str, model: ServedModel) -> None:
-        self.registry = CollectorRegistry()
+    def __init__(
+        self, prefix: str, model: ServedModel, registry: CollectorRegistry | None = None
+    ) -> None:
+        self.registry = registry or CollectorRegistry()
         """What this process counts; the engine's own figures come beside it."""
         self._prefix = prefix
         self._labels = (model.name, ENGINE_INDEX)
         self._engine = _EngineCollector(prefix, model)
-        ProcessCollector(registry=self.registry)
         seconds = self._seconds_histograms()
         (self._ttft, self._itl, self._per_token, self._e2e, self._queue, self._prefill,
          self._decode, self._inference) = seconds  # fmt: skip
@@ -138,14 +182,8 @@ class Metrics:
         for reason in FINISH_REASONS:  # so that a rate is right from the first on
             self._success.labels(*self._labels, reason)
         self._pooling(model)
-        self.unknown_fields = Counter(
-            prefix + "unknown_request_fields",
-            "Request fields that no schema knows.",
-            registry=self.registry,
-        )
         self._latencies: list[float] = []
         """Between tokens, in seconds; not yet in the histogram."""
-        self._http()
 
     def _pooling(self, model: ServedModel) -> None:
         """Counters of what is pooled, zero for each task of the model."""
@@ -161,25 +199,6 @@ class Metrics:
         for task in set(model.tasks) & set(POOLING_TASKS):
             self._pooled.labels(*self._labels, task)
             self._pooled_tokens.labels(*self._labels, task)
-
-    def _http(self) -> None:
-        names = ("method", "handler")
-        self.http_requests = Counter(
-            self._prefix + "http_requests", "HTTP requests by status.", (*names, "status"),
-            registry=self.registry,
-        )  # fmt: skip
-        self.http_duration = Histogram(
-            self._prefix + "http_request_duration_seconds", "HTTP requests, to the last byte.",
-            names, registry=self.registry, buckets=_SECONDS,
-        )  # fmt: skip
-        self.http_request_size = Histogram(
-            self._prefix + "http_request_size_bytes", "Bodies of HTTP requests.", names,
-            registry=self.registry, buckets=_BYTES,
-        )  # fmt: skip
-        self.http_response_size = Histogram(
-            self._prefix + "http_response_size_bytes", "Bodies of HTTP responses.", names,
-            registry=self.registry, buckets=_BYTES,
-        )  # fmt: skip
 
     def _seconds_histograms(self) -> list[Histogram]:
         rows = (
@@ -294,6 +313,10 @@ class Metrics:
         Args:
             others: :meth:`own_families` of the server's other HTTP processes; added up.
         """
+        return generate_latest(families.Fixed(await self.collect(engine, others)))
+
+    async def collect(self, engine: EngineClient, others: Sequence[Any] = ()) -> list[Metric]:
+        """The families of :meth:`expose`."""
         self._engine.healthy = await is_healthy(engine)
         if engine.dead_error is None:
             stats = await fresh_stats(engine, drain=True)
@@ -305,11 +328,7 @@ class Metrics:
         self._observe_latencies()
         own = self.registry.collect()
         counted = families.added(own, others) if others else own
-        return generate_latest(families.Fixed([*self._engine.collect(), *counted]))
-
-    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge without labels, read when it is scraped."""
-        Gauge(self._prefix + name, text, registry=self.registry).set_function(read)
+        return [*self._engine.collect(), *counted]
 
     def add_counter(self, name: str, text: str, read: Callable[[], float]) -> None:
         """A counter without labels, read when it is scraped; must not fall."""
@@ -385,7 +404,13 @@ async def fresh_stats(engine: EngineClient, *, drain: bool = False) -> EngineSta
         return None
 
 
-async def is_healthy(engine: EngineClient) -> bool:
+class Healthy(Protocol):
+    """What can be asked how it is."""
+
+    async def check_health(self) -> None: ...
+
+
+async def is_healthy(engine: Healthy) -> bool:
     """What ``GET /health`` says of the engine."""
     try:
         await engine.check_health()

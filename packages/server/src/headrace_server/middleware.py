@@ -11,9 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_server.errors import Answer, ShuttingDown, answer
 from headrace_server.http import direct_write, replace_direct_write
-from headrace_server.metrics import Metrics
+from headrace_server.metrics import Traffic
 from headrace_server.paths import OPEN_PATHS, route_path
-from headrace_server.state import Lifecycle, ServerState
+from headrace_server.state import Lifecycle, Serving
 
 _UNCOUNTED = frozenset(
     {"/metrics", "/health", "/livez", "/readyz", "/load", "/ping", "/version", "/server_info"}
@@ -176,7 +176,7 @@ class DrainGate:
 class LoadCounter:
     """Count inference requests from their first byte to the last byte of their answer."""
 
-    def __init__(self, app: ASGIApp, state: ServerState, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, state: Serving, paths: Collection[str]) -> None:
         self._app = app
         self._state = state
         self._paths = frozenset(paths)
@@ -200,9 +200,9 @@ class HttpMetrics:
             the same; False where other middleware wants to see every piece.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, direct: bool = True) -> None:
+    def __init__(self, app: ASGIApp, traffic: Traffic, direct: bool = True) -> None:
         self._app = app
-        self._metrics = metrics
+        self._traffic = traffic
         self._direct = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -247,11 +247,11 @@ class HttpMetrics:
         self, method: str, handler: str, status: int, start: float, received: int, sent: int
     ) -> None:
         method = method if method in _METHODS else "other"
-        metrics = self._metrics
-        metrics.http_requests.labels(method, handler, str(status)).inc()
-        metrics.http_duration.labels(method, handler).observe(time.perf_counter() - start)
-        metrics.http_request_size.labels(method, handler).observe(received)
-        metrics.http_response_size.labels(method, handler).observe(sent)
+        traffic = self._traffic
+        traffic.http_requests.labels(method, handler, str(status)).inc()
+        traffic.http_duration.labels(method, handler).observe(time.perf_counter() - start)
+        traffic.http_request_size.labels(method, handler).observe(received)
+        traffic.http_response_size.labels(method, handler).observe(sent)
 
 
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})

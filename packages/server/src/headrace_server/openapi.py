@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -47,13 +48,21 @@ _BODY_ERRORS = {
 _ALWAYS = {"431": "Too many header lines.", "503": "The server is shutting down."}
 
 
-def install(app: FastAPI, *, has_keys: bool, narrow: bool, metrics_open: bool) -> None:
+def install(
+    app: FastAPI,
+    *,
+    has_keys: bool,
+    narrow: bool,
+    metrics_open: bool,
+    inner: Callable[[], Sequence[FastAPI]] = lambda: (),
+) -> None:
     """Make ``app.openapi`` tell the truth about errors and keys.
 
     Args:
         has_keys: whether any key is configured.
         narrow: only paths below ``/v1`` need one.
         metrics_open: ``/metrics`` needs none.
+        inner: applications that answer what this one does not; their routes are told of, too.
     """
     opened = OPEN_PATHS | ({"/metrics"} if metrics_open else set())
 
@@ -62,16 +71,27 @@ def install(app: FastAPI, *, has_keys: bool, narrow: bool, metrics_open: bool) -
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = get_openapi(
-                title=app.title,
-                version=app.version,
-                routes=app.routes,
-                servers=app.servers or None,
-            )
+            document = _document(app)
+            for other in inner():
+                _add_document(document, _document(other))
             app.openapi_schema = _corrected(document, needs_key)
         return app.openapi_schema
 
     app.openapi = make  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    return get_openapi(
+        title=app.title, version=app.version, routes=app.routes, servers=app.servers or None
+    )
+
+
+def _add_document(document: dict[str, Any], other: dict[str, Any]) -> None:
+    """What is there already stays."""
+    document["paths"] = other.get("paths", {}) | document.get("paths", {})
+    components = document.setdefault("components", {})
+    schemas = other.get("components", {}).get("schemas", {})
+    components["schemas"] = schemas | components.get("schemas", {})
 
 
 def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from starlette.types import Scope
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping", "/version"})
 """Health checks: no key needed, answered while draining."""
 
+MODEL_PATHS = frozenset({"/models", "/models/load", "/models/unload"})
+"""Control of which models a server of several has."""
+
 CONTROL_PATHS = frozenset({
     "/pause", "/resume", "/is_paused", "/reset_prefix_cache", "/reset_mm_cache", "/start_profile",
     "/stop_profile", "/sleep", "/wake_up", "/is_sleeping", "/scale_elastic_ep",

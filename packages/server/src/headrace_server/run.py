@@ -21,7 +21,7 @@ from headrace_core.errors import AddressError, ConfigError
 from headrace_server.access_log import quiet_access_log
 from headrace_server.http import Connections, protocol
 from headrace_server.settings import ServerSettings
-from headrace_server.state import ServerState
+from headrace_server.state import ServerState, Serving
 from headrace_server.tls import CertificateRefresher
 from headrace_server.together import adopt_pause, answers_of
 
@@ -126,7 +126,7 @@ async def serve(
     waiting. If the engine dies, running requests get an error event and 1 is returned. Signal
     handlers are installed in the main thread only and put back afterwards.
     """
-    state: ServerState = app.state.headrace
+    state: Serving = app.state.headrace
     config = _config(app, settings, state.connections)
     config.load()
     server = _Server(config)
@@ -156,11 +156,12 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def _with_siblings(state: ServerState) -> AsyncIterator[None]:
+async def _with_siblings(state: Serving) -> AsyncIterator[None]:
     """Answer the server's other HTTP processes, if there are any."""
     if state.siblings is None:
         yield
         return
+    assert isinstance(state, ServerState), "HTTP processes share one engine"
     await adopt_pause(state, state.siblings)
     async with state.siblings.answering(answers_of(state)):
         yield
@@ -168,7 +169,7 @@ async def _with_siblings(state: ServerState) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _serving_admin(
-    state: ServerState, settings: ServerSettings, sock: socket.socket | None
+    state: Serving, settings: ServerSettings, sock: socket.socket | None
 ) -> AsyncIterator[None]:
     """The admin port's server, as long as the public one's."""
     if state.admin is None:
@@ -275,7 +276,7 @@ class _Server(uvicorn.Server):
         self.signalled.set()
 
 
-async def _watch(state: ServerState, server: _Server) -> None:
+async def _watch(state: Serving, server: _Server) -> None:
     """Wait for the first of: a signal, a drain begun in code, the engine's death; then leave."""
     lifecycle = state.lifecycle
     stay = os.environ.get(STAY_VARIABLE) == "1"
@@ -288,7 +289,7 @@ async def _watch(state: ServerState, server: _Server) -> None:
     await _leave(state, server)
 
 
-async def _leave_dead(state: ServerState, server: _Server) -> None:
+async def _leave_dead(state: Serving, server: _Server) -> None:
     logger.critical("the engine died: %s", state.engine.dead_error)
     state.lifecycle.engine_died.set()
     state.lifecycle.draining = True
@@ -299,7 +300,7 @@ async def _leave_dead(state: ServerState, server: _Server) -> None:
     server.force_exit = server.should_exit = True
 
 
-async def _leave(state: ServerState, server: _Server) -> None:
+async def _leave(state: Serving, server: _Server) -> None:
     lifecycle = state.lifecycle
     lifecycle.begin_drain()
     drained = asyncio.create_task(lifecycle.wait_idle(state.settings.drain_timeout))
@@ -324,7 +325,7 @@ async def _second_signal(server: _Server) -> None:
         await server.signalled.wait()
 
 
-async def _death(state: ServerState) -> None:
+async def _death(state: Serving) -> None:
     while state.engine.dead_error is None:
         await asyncio.sleep(WATCH_INTERVAL)
     state.lifecycle.engine_died.set()

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import FastAPI, Request
 
 from headrace_core.engine import EngineClient
 from headrace_server.http import Connections
-from headrace_server.metrics import Metrics
+from headrace_server.metrics import Metrics, Traffic
 from headrace_server.offload import OffLoop
 from headrace_server.parsers import Parsers
 from headrace_server.settings import ServerSettings
@@ -35,15 +36,35 @@ class Work:
 
 
 class Lifecycle:
-    """Serving, draining, stopping: who is in flight, and how they are told."""
+    """Serving, draining, stopping: who is in flight, and how they are told.
 
-    def __init__(self) -> None:
-        self.draining = False
-        self.stopping = False
+    Args:
+        whole: of the server, where this one is a part of it: what is in flight here is in flight
+            there, too, and what drains or stops there does so here.
+    """
+
+    def __init__(self, whole: Lifecycle | None = None) -> None:
+        self._whole = whole
+        self._draining = False
+        self._stopping = False
         self.engine_died = asyncio.Event()
         self._work: set[Work] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._draining or (self._whole is not None and self._whole.draining)
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+
+    @property
+    def stopping(self) -> bool:
+        """Whether what runs is ended early."""
+        return self._stopping or (self._whole is not None and self._whole.stopping)
 
     @property
     def num_in_flight(self) -> int:
@@ -53,19 +74,29 @@ class Lifecycle:
     def track(self, request_id: str, stop: Callable[[], None]) -> Iterator[None]:
         """Count a request for the time of the block; ``stop`` may be called once meanwhile."""
         work = Work(request_id, stop)
-        self._work.add(work)
-        self._idle.clear()
+        self._enter(work)
         try:
             yield
         finally:
-            self._work.discard(work)
-            if not self._work:
-                self._idle.set()
+            self._leave(work)
+
+    def _enter(self, work: Work) -> None:
+        self._work.add(work)
+        self._idle.clear()
+        if self._whole is not None:
+            self._whole._enter(work)
+
+    def _leave(self, work: Work) -> None:
+        self._work.discard(work)
+        if not self._work:
+            self._idle.set()
+        if self._whole is not None:
+            self._whole._leave(work)
 
     def begin_drain(self) -> None:
         """Refuse new work from now on."""
-        if not self.draining:
-            self.draining = True
+        if not self._draining:
+            self._draining = True
             logger.info("draining: %d requests in flight", len(self._work))
 
     async def wait_idle(self, seconds: float) -> bool:
@@ -82,7 +113,7 @@ class Lifecycle:
 
     def stop_all(self) -> None:
         """End everything in flight, each with an error."""
-        self.draining = self.stopping = True
+        self._draining = self._stopping = True
         if self._work:
             logger.warning("ending %d requests early", len(self._work))
         for work in list(self._work):
@@ -103,18 +134,23 @@ class UnknownFields:
             logger.warning("request field %r is unknown and has no effect", name)
 
 
-@dataclass
-class ServerState:
-    """Everything that a route may need, ``request.app.state.headrace``."""
+class Running(Protocol):
+    """What running a server needs of its engine, or of all of them."""
 
-    engine: EngineClient
+    @property
+    def dead_error(self) -> BaseException | None: ...
+    async def check_health(self) -> None: ...
+    async def shutdown(self) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """What the routes and the middleware of one port share, ``app.state.headrace``."""
+
+    engine: Running
     settings: ServerSettings
-    metrics: Metrics
-    chat_template: str | None = None
-    """Text of the operator's template, replacing the model's."""
-    parsers: Parsers = field(default_factory=Parsers)
+    traffic: Traffic
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     paths: set[str] = field(default_factory=set)
     """Paths of all routers' routes."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -129,6 +165,25 @@ class ServerState:
     """The server's other HTTP processes, if it has some."""
     off_loop: OffLoop = field(default_factory=OffLoop)
     """Where large work is done."""
+
+
+@dataclass(kw_only=True)
+class ServerState(Serving):
+    """Everything that a route of one model may need, ``request.app.state.headrace``."""
+
+    engine: EngineClient
+    metrics: Metrics
+    chat_template: str | None = None
+    """Text of the operator's template, replacing the model's."""
+    parsers: Parsers = field(default_factory=Parsers)
+    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+
+
+def serving_of(request: Request) -> Serving:
+    """What the port's routes share, whichever model they are for."""
+    state = request.app.state.headrace
+    assert isinstance(state, Serving)
+    return state
 
 
 def state_of(request: Request) -> ServerState:

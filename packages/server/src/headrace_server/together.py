@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_server.siblings import Answers, Siblings, SiblingSilent
-from headrace_server.state import ServerState
+from headrace_server.state import ServerState, Serving
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ async def adopt_pause(state: ServerState, siblings: Siblings) -> None:
         logger.warning("it is not known whether this server is paused; this process is not")
 
 
-async def total_load(state: ServerState) -> int:
+async def total_load(state: Serving) -> int:
     """Inference requests in flight, in all processes."""
     others: list[int] = []
     if state.siblings is not None:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from headrace_core.platform import CpuPlatform
+from headrace_engine.execution.populate import populated_bytes
 
 
 @dataclass(slots=True)
@@ -50,13 +51,14 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 
 class ProcessMeter:
-    """The process's resident set, from ``/proc``, else from ``getrusage``."""
+    """The process's resident set, from ``/proc``, else from ``getrusage``; without the caches that
+    other threads make resident meanwhile, of whichever engine."""
 
     def available(self) -> int:
         return CpuPlatform().available_memory()
 
     def used(self) -> int:
-        return _status_bytes("VmRSS:") or _highest_resident()
+        return resident_bytes() - populated_bytes()
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
@@ -65,13 +67,23 @@ class ProcessMeter:
         _reset_high_water()
         before = self.used()
         yield result
-        highest = _status_bytes("VmHWM:") or _highest_resident()
+        highest = (_status_bytes("VmHWM:") or _highest_resident()) - populated_bytes()
         result.bytes = max(0, highest - before)
 
     def trim(self) -> None:
-        trim = _malloc_trim()
-        if trim is not None:
-            trim(0)
+        trim()
+
+
+def resident_bytes() -> int:
+    """This process's resident set."""
+    return _status_bytes("VmRSS:") or _highest_resident()
+
+
+def trim() -> None:
+    """Give memory that is free within the C library back to the system, where it can."""
+    give_back = _malloc_trim()
+    if give_back is not None:
+        give_back(0)
 
 
 class CudaMeter:

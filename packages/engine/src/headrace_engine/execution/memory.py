@@ -50,8 +50,18 @@ class CachePlan:
         return f" and {max(states)} encoder states" if states else ""
 
     @classmethod
-    def without_cache(cls, profile: MemoryProfile, max_model_len: int) -> CachePlan:
-        """For a model that caches nothing."""
+    def without_cache(
+        cls, profile: MemoryProfile, max_model_len: int, limit: int | None = None
+    ) -> CachePlan:
+        """For a model that caches nothing.
+
+        Args:
+            limit: ``max_memory_bytes``.
+
+        Raises:
+            CapacityError: weights and activations take more.
+        """
+        _check_limit(profile, 0, limit)
         return cls(
             config=KVCacheConfig(0, ()),
             weights=profile.weights,
@@ -100,9 +110,9 @@ def plan_cache(
     """Decide the number of blocks.
 
     The size is, in this order: ``num_gpu_blocks_override`` blocks (the null block comes on top);
-    ``kv_cache_memory_bytes``; what weights and activations leave of ``gpu_memory_utilization`` of
-    the memory available at start, on a CPU capped by :data:`CPU_CACHE_BYTES` and
-    :data:`CPU_USEFUL_ROUNDS`.
+    ``kv_cache_memory_bytes``; what weights and activations leave of ``max_memory_bytes``, or of
+    ``gpu_memory_utilization`` of the memory available at start, on a CPU capped by
+    :data:`CPU_CACHE_BYTES` and :data:`CPU_USEFUL_ROUNDS`.
 
     Args:
         profile: of the worker with the least memory.
@@ -133,6 +143,7 @@ def plan_cache(
         fits = _longest_that_fits(num_blocks - 1, groups, max_model_len, max_num_batched_tokens)
         raise CapacityError(_too_small(profile, block_bytes, num_blocks, needed, max_model_len,
                                        fits, decided_by))  # fmt: skip
+    _check_limit(profile, num_blocks * block_bytes, cache.max_memory_bytes)
     return CachePlan(
         config=KVCacheConfig(num_blocks, groups),
         weights=profile.weights,
@@ -210,14 +221,28 @@ def _num_blocks(
         return cache.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
-    share = int(profile.available * cache.gpu_memory_utilization)
+    if cache.max_memory_bytes is not None:
+        share, by = cache.max_memory_bytes, "max_memory_bytes"
+    else:
+        share = int(profile.available * cache.gpu_memory_utilization)
+        by = f"gpu_memory_utilization {cache.gpu_memory_utilization:g}"
     left = share - profile.weights - profile.activations
-    choices = [(left // block_bytes, f"gpu_memory_utilization {cache.gpu_memory_utilization:g}")]
+    choices = [(left // block_bytes, by)]
     if on_cpu:
         capped = max(CPU_CACHE_BYTES // block_bytes, needed + 1)
         choices.append((capped, f"the {_size(CPU_CACHE_BYTES)} default on a CPU"))
         choices.append((useful + 1, f"need ({CPU_USEFUL_ROUNDS} full batches)"))
     return min(choices, key=lambda choice: choice[0])
+
+
+def _check_limit(profile: MemoryProfile, cache: int, limit: int | None) -> None:
+    needed = profile.weights + profile.activations + cache
+    if limit is not None and needed > limit:
+        raise CapacityError(
+            f"max_memory_bytes = {limit}: weights ({_size(profile.weights)}), activations "
+            f"({_size(profile.activations)}) and KV cache ({_size(cache)}) take {needed} bytes; "
+            "give it more, or use fewer max_num_batched_tokens or a smaller cache"
+        )
 
 
 def _longest_that_fits(
@@ -248,8 +273,8 @@ def _too_small(
 ) -> str:
     missing = (needed + 1 - num_blocks) * block_bytes
     advice = (
-        f"max_model_len of at most {fits} would fit; or raise kv_cache_memory_bytes or "
-        f"gpu_memory_utilization"
+        f"max_model_len of at most {fits} would fit; or raise kv_cache_memory_bytes, "
+        f"max_memory_bytes or gpu_memory_utilization"
         if fits
         else "no context fits at all: free memory, use a smaller model or fewer "
         "max_num_batched_tokens"

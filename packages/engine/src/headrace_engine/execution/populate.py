@@ -15,12 +15,26 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+_LIVING: weakref.WeakSet[CachePopulator] = weakref.WeakSet()
+"""Those of all engines of this process."""
+
+
+def populated_bytes() -> int:
+    """Bytes of caches that were made resident in this process and are held.
+
+    The process's resident set grows by them at any time, also while another engine measures what it
+    takes itself.
+    """
+    return sum(populator.num_bytes for populator in list(_LIVING))
+
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change no content
 _PIECE = 8 << 20
@@ -62,6 +76,9 @@ class CachePopulator:
         self._closing = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.num_bytes = 0
+        """Populated so far."""
+        _LIVING.add(self)
 
     @property
     def num_populated(self) -> int:
@@ -96,6 +113,7 @@ class CachePopulator:
         if self._thread is not None:
             self._thread.join()
         self._buffers = []
+        self.num_bytes = 0
 
     def _populate_whole(self) -> None:
         begin, madvise = time.perf_counter(), _madvise()
@@ -113,6 +131,7 @@ class CachePopulator:
                 raise
         if complete:
             self._done = self._num_blocks
+            self.num_bytes = sum(buffer.numel() for buffer in self._buffers)
             logger.info("cache made resident in %.1f s", time.perf_counter() - begin)
 
     def _run(self) -> None:
@@ -144,4 +163,5 @@ class CachePopulator:
                 logger.info("the cache's memory comes at its first use: %s", reason)
                 return False
             at += size
+            self.num_bytes += size
         return not self._closing

@@ -139,7 +139,7 @@ class ModelWorker:
         self._meter: MemoryMeter = memory_meter(self._device)
         self._launching: Callable[[], None] = lambda: None
         self._available = 0
-        self._weights = 0
+        self._weights = self._activations = 0
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._layers: Mapping[str, AttentionLayer] = {}
@@ -214,8 +214,9 @@ class ModelWorker:
         logits = 0 if self._pooling is not None else 4 * self._vocab_size * min(seqs, tokens)
         activations = max(activations, logits)
         activations += self._captured_bytes(activations, logits)
+        self._activations = activations + media
         return MemoryProfile(
-            self._weights, activations + media, self._available, seconds + media_seconds
+            self._weights, self._activations, self._available, seconds + media_seconds
         )
 
     def _measure_dummy(self, num_tokens: int, num_seqs: int) -> tuple[int, float]:
@@ -351,6 +352,7 @@ class ModelWorker:
             "dtype": self._dtype,
             "num_threads": torch.get_num_threads(),
             "weights_bytes": self._weights,
+            "activations_bytes": self._activations,
             "cache_bytes": sum(b.numel() * b.element_size() for b in self._buffers),
             "torch": str(torch.__version__),
         }

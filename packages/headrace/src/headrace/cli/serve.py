@@ -29,6 +29,8 @@ class Prepared(NamedTuple):
 
     settings: ServerSettings
     config: EngineConfig
+    models_config: str | None = None
+    """File with the entries of several models."""
 
     @property
     def templates(self) -> TemplateSettings:
@@ -61,6 +63,10 @@ class Prepared(NamedTuple):
 
 def main(words: Sequence[str]) -> int:
     prepared = prepare(words)
+    if prepared.models_config is not None:
+        from headrace.several.serving import serve_several
+
+        return serve_several(words, prepared, Path(prepared.models_config))
     if prepared.settings.api_server_count > 1:
         from headrace.http_processes.supervisor import serve
 
@@ -81,6 +87,18 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     settings = settings_from(args, os.environ)
     configure(log_format=settings.log_format, config_file=settings.log_config_file, process=process)
     queue_prints()
+    engine_args = complete(args, settings)
+    check_tools(settings)
+    config = engine_args.create_engine_config()
+    check_traces(settings, config.observability)
+    if engine_args.settings and not process:
+        logger.info("non-default engine settings: %s", engine_args.settings)
+    return Prepared(settings, config, args.models_config)
+
+
+def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
+    """The engine's arguments: those of the command line, and what the server's settings say of
+    them."""
     if args.model_tag is not None:
         args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
@@ -90,13 +108,7 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
         from headrace_server.profiles import MAX_AUDIO_SECONDS
 
         args.max_audio_seconds = MAX_AUDIO_SECONDS
-    check_tools(settings)
-    engine_args = EngineArgs.from_cli_args(args)
-    config = engine_args.create_engine_config()
-    check_traces(settings, config.observability)
-    if engine_args.settings and not process:
-        logger.info("non-default engine settings: %s", engine_args.settings)
-    return Prepared(settings, config)
+    return EngineArgs.from_cli_args(args)
 
 
 def serve_alone(prepared: Prepared) -> int:
@@ -104,7 +116,7 @@ def serve_alone(prepared: Prepared) -> int:
     from headrace.assembly import connect, starting
     from headrace.assembly.inspection import start_block
 
-    settings, config = prepared
+    settings, config = prepared.settings, prepared.config
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
             with timeline.phase("import server"):
@@ -161,9 +173,9 @@ def check_traces(settings: ServerSettings, observability: ObservabilityConfig) -
         )
 
 
-def make_parser() -> Parser:
+def make_parser(kind: type[Parser] = Parser) -> Parser:
     """The parser of ``headrace serve``."""
-    parser = Parser(
+    parser = kind(
         prog="headrace serve",
         description="Serve a model over the OpenAI API. Without a model: the demo model.",
         epilog="Try: headrace serve, then\n  curl -s localhost:8000/v1/chat/completions -H "
@@ -174,6 +186,10 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of flags; the command line wins"
     )
+    parser.add_argument(
+        "--models-config", metavar="FILE",
+        help="YAML or JSON list of models that are served together (docs: several models)",
+    )  # fmt: skip
     try:
         from headrace_server.settings import ServerSettings
     except ImportError as error:

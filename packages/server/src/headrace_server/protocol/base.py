@@ -72,7 +72,7 @@ class RequestBody(BaseModel):
                 raise UnsupportedFeature(f"{name}: {refusal.reason}", param=name)
 
     def _unknown(self, name: str, state: ServerState) -> None:
-        state.metrics.unknown_fields.inc()
+        state.traffic.unknown_fields.inc()
         if not state.settings.strict_requests:
             state.unknown_fields.note(name)
             return

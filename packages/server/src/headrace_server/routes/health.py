@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +14,7 @@ from headrace_core.errors import UnsupportedFeature
 from headrace_server.errors import ErrorResponse
 from headrace_server.metrics import is_healthy
 from headrace_server.settings import ServerSettings
-from headrace_server.state import ServerState, state_of
+from headrace_server.state import Running, ServerState, serving_of, state_of
 from headrace_server.together import total_load
 
 _EMPTY: dict[int | str, dict[str, Any]] = {
@@ -53,49 +53,66 @@ class HealthRouter:
     tasks: Sequence[str] = ()
 
     def build(self, engine: EngineClient, settings: ServerSettings) -> APIRouter:
-        router = APIRouter(tags=["health"])
+        async def reasons(request: Request) -> list[str]:
+            return await reasons_not_ready(state_of(request))
 
-        async def healthy(request: Request) -> Response:
-            """200 if requests are served; 503 while draining, or with a dead or stuck engine."""
-            draining = state_of(request).lifecycle.draining
-            return Response(status_code=200 if not draining and await is_healthy(engine) else 503)
+        return health_routes(engine, settings, reasons)
 
-        async def live() -> Response:
-            """200 while the engine works, draining or not; 503 says: restart me."""
-            return Response(status_code=200 if await is_healthy(engine) else 503)
 
-        async def ready(request: Request) -> Response:
-            """200 if a new request would be started now; else 503 and why not."""
-            reasons = await reasons_not_ready(state_of(request))
-            if not reasons:
-                return Response()
-            body = NotReady(reasons=reasons).model_dump_json()
-            return Response(body, 503, media_type="application/json")
+def health_routes(
+    engine: Running,
+    settings: ServerSettings,
+    why_not_ready: Callable[[Request], Awaitable[list[str]]],
+) -> APIRouter:
+    """The router.
 
-        for path, method, handler in (
-            ("/health", "GET", healthy), ("/ping", "GET", healthy), ("/ping", "POST", healthy),
-            ("/livez", "GET", live),
-        ):  # fmt: skip
-            router.add_api_route(path, handler, methods=[method], response_class=Response,
-                                 responses=_EMPTY)  # fmt: skip
-        router.add_api_route(
-            "/readyz", ready, methods=["GET"], response_class=Response,
-            responses={200: _EMPTY[200], 503: {"model": NotReady, "description": "No, because."}},
-        )  # fmt: skip
+    Args:
+        engine: whose health this is.
+        why_not_ready: why a new request would not be started now.
+    """
+    router = APIRouter(tags=["health"])
 
-        @router.get("/version")
-        async def show_version() -> Version:
-            return Version(version=installed_version())
+    async def healthy(request: Request) -> Response:
+        """200 if requests are served; 503 while draining, or with a dead or stuck engine."""
+        draining = serving_of(request).lifecycle.draining
+        return Response(status_code=200 if not draining and await is_healthy(engine) else 503)
 
-        @router.get("/load", responses={400: {"model": ErrorResponse}})
-        async def load(request: Request) -> Load:
-            if not settings.enable_server_load_tracking:
-                raise UnsupportedFeature(
-                    "load is not tracked; start the server with --enable-server-load-tracking"
-                )
-            return Load(server_load=await total_load(state_of(request)))
+    async def live() -> Response:
+        """200 while the engine works, draining or not; 503 says: restart me."""
+        return Response(status_code=200 if await is_healthy(engine) else 503)
 
-        return router
+    async def ready(request: Request) -> Response:
+        """200 if a new request would be started now; else 503 and why not."""
+        reasons = await why_not_ready(request)
+        if not reasons:
+            return Response()
+        body = NotReady(reasons=reasons).model_dump_json()
+        return Response(body, 503, media_type="application/json")
+
+    for path, method, handler in (
+        ("/health", "GET", healthy), ("/ping", "GET", healthy), ("/ping", "POST", healthy),
+        ("/livez", "GET", live),
+    ):  # fmt: skip
+        router.add_api_route(path, handler, methods=[method], response_class=Response,
+                             responses=_EMPTY)  # fmt: skip
+    router.add_api_route(
+        "/readyz", ready, methods=["GET"], response_class=Response,
+        responses={200: _EMPTY[200], 503: {"model": NotReady, "description": "No, because."}},
+    )  # fmt: skip
+
+    @router.get("/version")
+    async def show_version() -> Version:
+        return Version(version=installed_version())
+
+    @router.get("/load", responses={400: {"model": ErrorResponse}})
+    async def load(request: Request) -> Load:
+        if not settings.enable_server_load_tracking:
+            raise UnsupportedFeature(
+                "load is not tracked; start the server with --enable-server-load-tracking"
+            )
+        return Load(server_load=await total_load(serving_of(request)))
+
+    return router
 
 
 async def reasons_not_ready(state: ServerState) -> list[str]:

@@ -26,18 +26,28 @@ class ModelsRouter:
         @router.get("/v1/models")
         async def list_models(request: Request) -> ModelList:
             created = state_of(request).created
-            return ModelList(data=[_card(n, engine.model, created) for n in engine.model.names])
+            return ModelList(data=cards(engine.model, created))
 
         @router.get("/v1/models/{name:path}", responses={404: {"model": ErrorResponse}})
         async def show_model(name: str, request: Request) -> ModelCard:
             if name not in engine.model.names:
                 raise UnknownModel(f"model {name[:256]!r} is not served", param="model")
-            return _card(name, engine.model, state_of(request).created)
+            return card(name, engine.model, state_of(request).created)
 
         return router
 
 
-def _card(name: str, model: ServedModel, created: int) -> ModelCard:
+def cards(model: ServedModel, created: int) -> list[ModelCard]:
+    """One for each of its names."""
+    return [card(name, model, created) for name in model.names]
+
+
+def card(name: str, model: ServedModel, created: int) -> ModelCard:
+    """What clients are told of a served name.
+
+    Args:
+        created: since when it is served, in seconds of Unix time.
+    """
     return ModelCard(
         id=name,
         created=created,
