@@ -48,6 +48,7 @@ ALLOWED = {
     ("headrace/bench/startup.py", "*: wait wait"): "of a server that was killed just before",
     ("headrace/bench/sweep.py", "*: wait wait"): "of a server that was killed just before",
     ("server/stream.py", "wait_watching: wait result"): "the task is done",
+    ("engine/pooling/bounded.py", "run_bounded: wait result"): "the tasks are done",
     ("server/tools/demo_child.py", "serve: wait get"):
         "idle: a process of its own, ended by a signal when its input ends",
 }  # fmt: skip

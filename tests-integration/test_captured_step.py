@@ -77,7 +77,7 @@ class Comparison:
     @torch.inference_mode()
     def check(self, batch) -> None:
         before = [cache.clone() for cache in self.caches]
-        expected = self.runner.logits(batch)
+        expected = self.runner.whole_step(batch)
         written = [cache.clone() for cache in self.caches]
         for cache, content in zip(self.caches, before):
             cache.copy_(content)
@@ -115,7 +115,7 @@ def test_a_bad_index_raises_what_the_eager_step_raises(compared, caplog):
     batch = compared.batch([(1, 5), (1, 9)])
     bad = dataclasses.replace(batch, input_ids=torch.tensor([0, VOCAB_SIZE]))
     rows = torch.arange(2).numpy()
-    inputs = StepInputs(["a", "b"], rows, rows + 1, rows, [], bad, {})
+    inputs = StepInputs(["a", "b"], rows, rows + 1, rows, [], [], bad, {})
     with pytest.raises(IndexError, match=rf"embedding: an id is outside \[0, {VOCAB_SIZE}\)"):
         compared.runner._forward(inputs)
     # The embedding's rows come out of a table, or out of the packed head that shares it.

@@ -75,7 +75,7 @@ def _logits(folder, **settings):
         cache, vocab_size=VOCAB_SIZE, max_model_len=60, device=torch.device("cpu")
     ).batch
     with torch.inference_mode():
-        logits = worker._ready().logits(prompt)[0].float().clone()
+        logits = worker._ready().whole_step(prompt)[0].float().clone()
     worker.close()
     return logits
 

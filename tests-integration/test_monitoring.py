@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs/serving" / name for name in ("operations.md", "metrics.md")]
 DASHBOARD = ROOT / "examples/monitoring/grafana/dashboards/headrace.json"
 KINDS = {"gauge", "counter", "histogram"}
+UNUSED = {"pooling_requests", "pooling_prompt_tokens"}
+"""A server of text counts none of these, so they have no labels; test_pooling_wire.py reads them."""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,8 @@ def test_the_page_lists_what_is_served(families):
     assert set(table) == set(served)
     for name, (kind, labels) in table.items():
         assert served[name].type == kind, name
+        if name in UNUSED:
+            continue
         shown = {label for sample in served[name].samples for label in sample.labels} - {"le"}
         assert shown == labels, name
     others = {name for name in families if not name.startswith("headrace:")}

@@ -179,9 +179,11 @@ def test_progress_bars_can_be_replaced(llm):
 
 
 def test_what_is_not_served_says_so(llm):
-    for call in (llm.embed, llm.score, llm.classify, llm.encode):
-        with pytest.raises(UnsupportedFeature):
-            call("x")
+    for call in (llm.embed, llm.classify, llm.reward):
+        with pytest.raises(UnsupportedFeature, match="--runner pooling"):
+            call("x", use_tqdm=False)
+    with pytest.raises(UnsupportedFeature, match="--runner pooling"):
+        llm.score("x", "y", use_tqdm=False)
     with pytest.raises(UnsupportedFeature, match="lora_request"):
         llm.generate("x", lora_request=object())
 

@@ -97,8 +97,8 @@ def test_pause_aborts_and_holds(server):
 
 @pytest.mark.spec("API-PAUSE")
 def test_pause_waits(server):
-    first = Asking(server, {**LONG, "max_tokens": 200})
-    wait_for(lambda: running(server) == 1)
+    first = Asking(server, {**LONG, "n": 8})  # long enough to be seen
+    wait_for(lambda: running(server) > 0)
     assert post(server.control + "/pause?wait_for_inflight_requests=true")[0] == 200
     assert first.reason == "length"
     assert post(server.control + "/resume")[0] == 200

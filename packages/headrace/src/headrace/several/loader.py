@@ -153,7 +153,9 @@ def give_back() -> None:
 
 def _memory_of(engine: Engine) -> dict[str, int]:
     """What its workers report, in bytes."""
-    reports = engine.client.call_workers("report").result()
+    from headrace_engine.clients.base import CONTROL_TIMEOUT
+
+    reports = engine.client.call_workers("report").result(CONTROL_TIMEOUT)
     return {
         what: sum(report.get(f"{what}_bytes", 0) for report in reports)
         for what in ("weights", "activations", "cache")
