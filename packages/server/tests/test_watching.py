@@ -287,7 +287,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @pytest.mark.spec("OBS-TRACE")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_span_a_request(connect: Any, collector: Collector, stream: bool) -> None:
-    client = connect(FakeEngine("canary", cached_tokens=1))
+    client = connect(FakeEngine("canary", cached_tokens=1), otlp_traces_endpoint="http://unused")
     body = {"prompt": "canary-prompt", "stream": stream, "max_tokens": 30, "request_id": "mine"}
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
     await client.post("/v1/completions", json=body, headers=headers)
