@@ -170,7 +170,7 @@ async def _compare(engine: FakeEngine, path: str, body: dict[str, Any], **settin
     """All on the loop, which says how long the work takes here and now; then as it is. Reading the
     request's body stays on the loop: of a large one that is a third of all."""
     held, pauses = [], []
-    for turn in range(5):  # others work on this machine, too: the quietest of each counts
+    for turn in range(10):  # others work on this machine, too: the quietest of each counts
         held.append((await _ask(engine, path, body, NEVER, **settings))[0])
         pause, answer = await _ask(engine, path, body, None, **settings)
         pauses.append(pause)
