@@ -196,7 +196,7 @@ def oldest(session: nox.Session) -> None:
     session.install("--quiet", "-c", str(constraints), "-e", _path("core"), *words, "-e",
                     _path("headrace"))  # fmt: skip
     session.install("--quiet", "pytest>=8", "pytest-asyncio", "pytest-timeout", "hypothesis", "numpy",
-                    "httpx2", "openai", "ijson", "jsonschema", "mcp", "opentelemetry-sdk",
+                    "httpx2", "openai", "cohere", "ijson", "jsonschema", "mcp", "opentelemetry-sdk",
                     "opentelemetry-exporter-otlp-proto-http")  # fmt: skip
     _pytest(session, "packages/core/tests", "packages/engine/tests/scheduling",
             "packages/engine/tests/kv", "packages/engine/tests/intake", "packages/server/tests",

@@ -125,7 +125,9 @@ async def test_a_client_that_leaves_aborts(
         await until(lambda: server.state.load == 0, 1.0)
         assert (await client.get(server.url + "/health")).status_code == 200
     assert server.state.lifecycle.num_in_flight == 0
-    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+    # An exporter of another test's spans may still say that it gives up.
+    errors = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert [r for r in errors if not r.name.startswith("opentelemetry")] == []
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
 from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
@@ -50,6 +52,8 @@ async def read_upload(request: Request, max_file_bytes: int) -> Upload:
         form = await bounded.form(max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     except ClientDisconnect as error:
         raise ClientGone from error
+    except FormParserError as error:  # of some versions of the parser, past the framework
+        raise HTTPException(400, f"the form cannot be read: {error}") from error
     try:
         return await _upload(form, max_file_bytes)
     finally:
