@@ -21,3 +21,9 @@ class FamilyConformance(ModelConformance):
 
     def load(self, info: ModelInfo, context: BuildContext, **settings: Any) -> CausalLM:
         return load_model(info, context, load=LoadConfig(**settings))
+
+    def architecture(self) -> str:
+        """The row of the catalogue that the class tests; override it where the reference has another
+        name than the checkpoints."""
+        name: str = self.hf_class().__name__
+        return name

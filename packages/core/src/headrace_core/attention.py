@@ -53,6 +53,11 @@ class AttentionNeed:
     sliding_window: bool = False
     soft_cap: bool = False
     has_sink: bool = False
+    chunked: bool = False
+    """Attention within chunks (:class:`~headrace_core.kv.ChunkedLocalSpec`)."""
+    alibi: bool = False
+    latent: bool = False
+    """Latent attention (:class:`LatentBackend`); ``head_dim`` is that of its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,14 @@ class AttentionLayerSpec:
     v_scale: Tensor | None = None
     attention_type: str = "decoder"
     """One of :data:`ATTENTION_TYPES`."""
+    attention_chunk_size: int | None = None
+    """See :class:`~headrace_core.kv.ChunkedLocalSpec`; not together with a window."""
+    alibi_slopes: Tensor | None = None
+    """[num_heads] float32: ``slope * (j - p)`` is added to the score of key j for a query at p. Press
+    et al. 2021, arXiv:2108.12409."""
+    kv_sharing_target: str | None = None
+    """Name of an earlier layer of the same kind whose cache this one reads instead of one of its own;
+    its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -105,6 +118,10 @@ class BackendFacts(ABC):
     supports_soft_cap: ClassVar[bool] = False
     supports_sink: ClassVar[bool] = False
     supports_sliding_window: ClassVar[bool] = False
+    supports_chunks: ClassVar[bool] = False
+    supports_alibi: ClassVar[bool] = False
+    is_latent: ClassVar[bool] = False
+    """Whether it is a :class:`LatentBackend`: those serve latent attention and nothing else."""
 
     def __init__(self, ops: OpTable) -> None:
         self.ops = ops
@@ -130,6 +147,10 @@ class BackendFacts(ABC):
             (cls.supports_sliding_window or not need.sliding_window,
              "sliding window not supported"),
             (cls.supports_soft_cap or not need.soft_cap, "logits soft cap not supported"),
+            (cls.supports_chunks or not need.chunked, "attention within chunks not supported"),
+            (cls.supports_alibi or not need.alibi, "ALiBi not supported"),
+            (cls.is_latent == need.latent,
+             "latent attention not supported" if need.latent else "latent attention only"),
         )  # fmt: skip
         return [reason for served, reason in checks if not served]
 

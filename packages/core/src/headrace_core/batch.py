@@ -25,6 +25,14 @@ class GroupBatch:
     """[B] int32; of a group of cross-attention layers: number of encoder states."""
     max_seqlen_k: int = 0
     """With ``seq_lens``: the largest."""
+    state_in: Tensor | None = None
+    """[B] int64; of a group of recurrent layers: the block with each request's state before this
+    step, -1 for those that begin with it. Such a group's ``block_table`` and ``slot_mapping`` are
+    empty: [B, 0] and [0]."""
+    state_out: Tensor | None = None
+    """[B] int64; with ``state_in``: the block that takes the state after this step, which may be the
+    same one. No block is anybody's ``state_out`` and another request's ``state_in`` or
+    ``state_out``; several requests may begin from one state."""
 
 
 @dataclass(frozen=True, slots=True)

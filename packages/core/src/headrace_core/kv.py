@@ -2,10 +2,15 @@
 
 Letters: N blocks, S tokens per block (``block_size``), Hk key-value heads, D ``head_dim``.
 
-A model's attention layers are sorted into *groups*: layers of one group share a block table. All
-groups draw from one pool of blocks, so a page must have the same size in each. Within a group the
-j-th layer uses tensor j, so ``num_layers_per_group`` tensors exist and a block id is meaningful in
-all of them; it belongs to exactly one group at a time.
+A model's layers that cache something are sorted into *groups*: layers of one group share a block
+table. Groups whose pages have the same size draw from one *pool* of blocks; one budget is divided
+among the pools. Within a group the j-th layer uses its pool's tensor j, so a pool has as many tensors
+as its largest group has layers, and a block id is meaningful in all of them; it belongs to exactly
+one group of the pool at a time.
+
+A recurrent layer caches no tokens but a state of fixed size. Its page is one state, and the table of
+its group has, as every other, an entry for each block of tokens: entry i holds the state after the
+last token that was computed of block i, if it is still wanted, else the null block.
 
 Block 0 is never handed out: it is the *null block*, which stands in a block table where a
 sliding window has passed, and where padding writes go.
@@ -13,6 +18,7 @@ sliding window has passed, and where padding writes go.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
 
 NULL_BLOCK = 0
 """Block id that holds nothing; see the module's docstring."""
+
+STATE_ALIGNMENT = 64
+"""Bytes; see :class:`RecurrentSpec`."""
 
 PAD_SLOT = -1
 """Entry of a slot mapping whose token is not written anywhere."""
@@ -51,10 +60,22 @@ CACHE_DTYPES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class KVCacheSpec:
-    """What one attention layer stores for each token. Cost: ``page_bytes`` per block and layer."""
+class CacheSpec(ABC):
+    """What one layer caches. Cost: ``page_bytes`` per block and layer."""
 
     block_size: int
+    """Tokens for which a block table has one entry."""
+
+    @property
+    @abstractmethod
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec(CacheSpec):
+    """What one attention layer stores for each token."""
+
     num_kv_heads: int
     head_dim: int
     dtype: str
@@ -76,6 +97,52 @@ class SlidingWindowSpec(KVCacheSpec):
     """A query at p sees keys j with ``p - j < sliding_window``; blocks wholly before are freed."""
 
     sliding_window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocalSpec(KVCacheSpec):
+    """A query at p sees keys j <= p of its own chunk: ``j // attention_chunk_size`` is
+    ``p // attention_chunk_size``. Blocks wholly before a chunk are freed as it begins."""
+
+    attention_chunk_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec(KVCacheSpec):
+    """One vector for each token from which keys and values of all heads are made: the compressed
+    latent, then the rotated key that heads share. ``num_kv_heads`` is 1, ``head_dim`` the length of
+    both together. Blocks as :class:`FullAttentionSpec`."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer; nothing is stored twice."""
+        return self.block_size * self.head_dim * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One tensor of a recurrent layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec(CacheSpec):
+    """A state of fixed size for each request; see the module's docstring."""
+
+    states: tuple[StateShape, ...]
+    """What the state consists of (inputs of a convolution, a matrix for each head, ...)."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one state, each tensor of it rounded up to :data:`STATE_ALIGNMENT`."""
+        sizes = (state.num_bytes for state in self.states)
+        return sum(-(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)

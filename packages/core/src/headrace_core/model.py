@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         EncoderBackend,
     )
     from headrace_core.batch import ForwardBatch
-    from headrace_core.kv import KVCacheSpec
+    from headrace_core.kv import KVCacheSpec, RecurrentSpec
     from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.linear import QuantMethod
     from headrace_core.ops import OpTable
@@ -117,6 +117,28 @@ class AttentionLayer(Protocol):
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """Take the cache tensor of the layer and the index of its cache group."""
+        ...
+
+
+class StateLayer(Protocol):
+    """One recurrent layer of a built model, as the runner sees it."""
+
+    name: str
+    kv_spec: RecurrentSpec
+
+    def bind_states(self, states: Sequence[Tensor] | None, group: int) -> None:
+        """Take the layer's states, one tensor [N, *shape] of N blocks for each of
+        ``kv_spec.states``, and the index of its cache group. None: memory is profiled, nothing is
+        read or kept. Blocks may lie apart: dimension 0 has any stride, the others are dense."""
+        ...
+
+
+@runtime_checkable
+class SupportsRecurrence(Protocol):
+    """Some of the model's layers keep a state instead of tokens."""
+
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """By full name, in execution order; :meth:`CausalLM.attention_layers` has the others."""
         ...
 
 

@@ -147,6 +147,8 @@ class PagedAttentionOp(Protocol):
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         causal: bool = True,
+        attention_chunk: int | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -157,7 +159,9 @@ class PagedAttentionOp(Protocol):
         Query head h reads kv head ``h // (Hq // Hk)``. Request b's new token i stands at
         ``p = seq_lens[b] - q_len + i`` and sees keys j <= p, and with a window W only
         ``p - j < W``. With ``causal`` False it sees all ``seq_lens[b]`` keys, which need not be its
-        own tokens' (cross-attention); there is no window then. ``soft_cap`` t > 0 maps scores s to
+        own tokens' (cross-attention); there is no window then. With ``attention_chunk`` C it sees keys
+        ``C * (p // C) <= j <= p``. ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the
+        scaled (and capped) score. ``soft_cap`` t > 0 maps scores s to
         ``t * tanh(s / t)``. sinks [Hq] are extra logits that enter the softmax's denominator only. A
         row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is None
         or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
@@ -165,6 +169,40 @@ class PagedAttentionOp(Protocol):
         specification.
 
         Raises:
-            ConfigError: a window without ``causal``.
+            ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk.
+        """
+        ...
+
+
+class LatentCacheWriteOp(Protocol):
+    def __call__(
+        self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Copy latent [T, R] and rope_key [T, P], joined, to their slots in cache [N, S, R + P].
+
+        slot_mapping as :class:`CacheWriteOp`. latent and rope_key may have rows that lie apart.
+        """
+        ...
+
+
+class LatentAttentionOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        scale: float,
+        value_dim: int,
+    ) -> Tensor:
+        """Causal attention of all heads to one vector for each token, absorbed form of MLA.
+
+        query [T, Hq, R + P] and cache [N, S, R + P]; the key is a whole vector, the value its first
+        ``value_dim`` entries. The rest as :class:`PagedAttentionOp`. Returns [T, Hq, value_dim].
+        Source: DeepSeek-AI 2024, arXiv:2405.04434.
         """
         ...

@@ -166,11 +166,30 @@ class QuantLinearOp(Protocol):
         ...
 
 
+class HeadLinearOp(Protocol):
+    """A small weight for each head, as latent attention has."""
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """weight [Hq, N, K] in the activations' dtype."""
+        ...
+
+    def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """``out[t, h] = weight[h] @ x[t, h]``: x [T, Hq, K] (heads and rows may lie apart) ->
+        [T, Hq, N]."""
+        ...
+
+
 class MoEOp(Protocol):
     """Gated experts, summed by routing weight."""
 
-    def pack(self, gate_up: Tensor, down: Tensor) -> PackedLinear:
-        """gate_up [E, 2I, H] (gate rows first), down [E, H, I]."""
+    def pack(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> PackedLinear:
+        """gate_up [E, 2I, H] (gate rows first), down [E, H, I]; biases [E, 2I] and [E, H]."""
         ...
 
     def __call__(

@@ -92,3 +92,30 @@ class TopKSoftmaxOp(Protocol):
         ``renormalise`` divides a row's weights by their sum. 1 <= k <= E.
         """
         ...
+
+
+class RouteExpertsOp(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        k: int,
+        *,
+        scoring: str = "softmax",
+        bias: Tensor | None = None,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        group_score: str = "max",
+        renormalise: bool = False,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """The k experts of each row: x [T, E] -> weights [T, k] float32, ids [T, k] int64, best first;
+        of equals, the lower id.
+
+        Scores are a ``softmax`` over all experts or a ``sigmoid`` of each. Chosen by score plus
+        ``bias`` [E] float32 if given, among the ``top_groups`` of ``num_groups`` equal runs of experts;
+        a group counts as much as its best expert (``group_score`` ``max``) or as its best two together
+        (``top2``). Weights are the chosen experts' scores without bias, divided by their sum (at least
+        1e-20) with ``renormalise``, times ``scale``. Sources: Dai et al. 2024, arXiv:2401.06066;
+        DeepSeek-AI 2024, arXiv:2412.19437.
+        """
+        ...

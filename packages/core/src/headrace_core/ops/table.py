@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING
 
 from headrace_core.ops.attention import (
     CacheWriteOp,
+    LatentAttentionOp,
+    LatentCacheWriteOp,
     PagedAttentionOp,
     RotaryCacheWriteOp,
     RotaryOp,
     VarlenAttentionOp,
 )
-from headrace_core.ops.linear import LinearOp, MoEOp, QuantLinearOp
+from headrace_core.ops.linear import HeadLinearOp, LinearOp, MoEOp, QuantLinearOp
+from headrace_core.ops.recurrent import (
+    CausalConvOp,
+    DeltaRuleOp,
+    GatedRMSNormOp,
+    SelectiveScanOp,
+    StateSpaceScanOp,
+)
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
     ActivationOp,
@@ -23,6 +32,7 @@ from headrace_core.ops.rowwise import (
     EmbeddingOp,
     LayerNormOp,
     RMSNormOp,
+    RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
     TopKSoftmaxOp,
@@ -48,13 +58,22 @@ class OpTable:
     scale: ScaleOp
     to_float32: ToFloat32Op
     topk_softmax: TopKSoftmaxOp
+    route_experts: RouteExpertsOp
     rotary: RotaryOp
     cache_write: CacheWriteOp
     rotary_cache_write: RotaryCacheWriteOp
     paged_attention: PagedAttentionOp
     varlen_attention: VarlenAttentionOp
+    latent_cache_write: LatentCacheWriteOp
+    latent_attention: LatentAttentionOp
+    causal_conv: CausalConvOp
+    selective_scan: SelectiveScanOp
+    state_space_scan: StateSpaceScanOp
+    delta_rule: DeltaRuleOp
+    gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp
+    head_linear: HeadLinearOp
     moe: MoEOp
     sample: SampleOp
     top_logprobs: TopLogprobsOp

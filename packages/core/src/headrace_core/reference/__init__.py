@@ -10,17 +10,32 @@ claim row invariance.
 """
 
 from headrace_core.reference.activations import activation, activation_and_mul
-from headrace_core.reference.attention import paged_attention, varlen_attention
-from headrace_core.reference.cache import cache_write, rotary_cache_write
+from headrace_core.reference.attention import (
+    latent_attention,
+    paged_attention,
+    varlen_attention,
+)
+from headrace_core.reference.cache import (
+    cache_write,
+    latent_cache_write,
+    rotary_cache_write,
+)
 from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
-from headrace_core.reference.linear import linear
+from headrace_core.reference.linear import head_linear, linear
 from headrace_core.reference.logprobs import top_logprobs
 from headrace_core.reference.moe import moe
 from headrace_core.reference.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from headrace_core.reference.quantized import quant_linear
+from headrace_core.reference.recurrent import (
+    causal_conv,
+    delta_rule,
+    gated_rms_norm,
+    selective_scan,
+    state_space_scan,
+)
 from headrace_core.reference.rotary import rotary
-from headrace_core.reference.routing import topk_softmax
+from headrace_core.reference.routing import route_experts, topk_softmax
 from headrace_core.reference.sampling import sample
 
 __all__ = [
@@ -30,7 +45,13 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cache_write",
+    "causal_conv",
+    "delta_rule",
     "embedding",
+    "gated_rms_norm",
+    "head_linear",
+    "latent_attention",
+    "latent_cache_write",
     "layer_norm",
     "linear",
     "moe",
@@ -39,8 +60,11 @@ __all__ = [
     "rms_norm",
     "rotary",
     "rotary_cache_write",
+    "route_experts",
     "sample",
     "scale",
+    "selective_scan",
+    "state_space_scan",
     "to_float32",
     "top_logprobs",
     "topk_softmax",

@@ -28,10 +28,20 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     causal: bool = True,
+    attention_chunk: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
-    if not causal and sliding_window is not None and sliding_window > 0:
+    windowed = sliding_window is not None and sliding_window > 0
+    if not causal and windowed:
         raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
+    if not causal and (attention_chunk is not None or alibi_slopes is not None):
+        raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if windowed and attention_chunk is not None:
+        raise ConfigError(
+            f"paged_attention: sliding_window = {sliding_window} and attention_chunk = "
+            f"{attention_chunk}: at most one of them"
+        )
     if is_paired(key_cache):
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -47,7 +57,31 @@ def paged_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             causal=causal,
+            attention_chunk=attention_chunk,
+            alibi_slopes=alibi_slopes,
         )
+    return out
+
+
+def latent_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    value_dim: int,
+) -> Tensor:
+    """See :class:`headrace_core.ops.LatentAttentionOp`."""
+    out = query.new_zeros((*query.shape[:2], value_dim))
+    starts = cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        key = gather(cache[:, :, None], block_table[b], seq_len)
+        out[rows] = attend(query[rows], key, key[..., :value_dim], scale=scale)
     return out
 
 
@@ -154,6 +188,8 @@ def attend(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    attention_chunk: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
 
@@ -169,7 +205,10 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    visible = visibility(num_q, seq_len, sliding_window, query.device)
+    if alibi_slopes is not None:
+        distance = key_distance(num_q, seq_len, query.device).to(scores.dtype)
+        scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance
+    visible = visibility(num_q, seq_len, sliding_window, query.device, attention_chunk)
     if not causal:
         visible = torch.ones_like(visible)
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -185,17 +224,27 @@ def attend(
 
 
 def visibility(
-    num_q: int, seq_len: int, sliding_window: int | None, device: torch.device
+    num_q: int,
+    seq_len: int,
+    sliding_window: int | None,
+    device: torch.device,
+    attention_chunk: int | None = None,
 ) -> Tensor:
     """[q, L] bool: the new tokens stand at the last num_q of seq_len positions.
 
     A window of None or at most 0 is none.
     """
-    distance = (
-        torch.arange(seq_len - num_q, seq_len, device=device)[:, None]
-        - torch.arange(seq_len, device=device)[None, :]
-    )
+    distance = key_distance(num_q, seq_len, device)
     visible = distance >= 0
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
+    if attention_chunk is not None:
+        chunk = torch.arange(seq_len, device=device) // attention_chunk
+        visible &= chunk[seq_len - num_q :, None] == chunk
     return visible
+
+
+def key_distance(num_q: int, seq_len: int, device: torch.device) -> Tensor:
+    """[q, L]: position of each new token less that of each key."""
+    at = torch.arange(seq_len, device=device)
+    return at[seq_len - num_q :, None] - at

@@ -37,6 +37,16 @@ def cache_write(
     )
 
 
+def latent_cache_write(
+    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """See :class:`headrace_core.ops.LatentCacheWriteOp`."""
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    slots, size = slot_mapping[rows], cache.shape[1]
+    joined = torch.cat((latent[rows], rope_key[rows]), dim=1)
+    cache[slots // size, slots % size] = joined.to(cache.dtype)
+
+
 def stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """x [T, Hk, D] as a cache of ``dtype`` keeps it: clamped and rounded if that is one byte."""
     if str(dtype).removeprefix("torch.") not in ONE_BYTE_CACHES:

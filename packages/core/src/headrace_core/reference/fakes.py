@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.ops import PackedLinear, TopLogprobs
-from headrace_core.reference.linear import Linear
+from headrace_core.reference.linear import HeadLinear, Linear
 from headrace_core.reference.moe import MoE
 from headrace_core.reference.quantized import QuantLinear
 
@@ -70,6 +70,10 @@ def topk_softmax(x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tenso
     return weights, torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
 
 
+def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
+    return topk_softmax(x, k, renormalise=False)
+
+
 def rotary(
     query: Tensor, key: Tensor, positions: Tensor, cos_sin: Tensor, *, interleaved: bool
 ) -> None:
@@ -97,6 +101,34 @@ def paged_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
 
 def varlen_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
+
+
+def latent_cache_write(*args: Any) -> None:
+    return None
+
+
+def latent_attention(query: Tensor, *args: Any, value_dim: int, **options: Any) -> Tensor:
+    return _like(query, *query.shape[:2], value_dim)
+
+
+def causal_conv(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def selective_scan(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def state_space_scan(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def delta_rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
 
 
 def sample(
@@ -143,6 +175,11 @@ class _FakeQuantLinear(QuantLinear):
         return _like(x, x.shape[0], packed.out_features // 2)
 
 
+class _FakeHeadLinear(HeadLinear):
+    def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return _like(x, *x.shape[:2], packed.out_features)
+
+
 class _FakeMoE(MoE):
     def __call__(
         self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
@@ -152,4 +189,5 @@ class _FakeMoE(MoE):
 
 linear = _FakeLinear()
 quant_linear = _FakeQuantLinear()
+head_linear = _FakeHeadLinear()
 moe = _FakeMoE()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -41,9 +42,26 @@ class Linear:
         return found
 
 
+class HeadLinear:
+    """See :class:`headrace_core.ops.HeadLinearOp`. Packing keeps the weight as it is."""
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        return PackedLinear(
+            in_features=weight.shape[2],
+            out_features=weight.shape[1],
+            dtype=dtype_name(weight),
+            data=weight,
+            num_bytes=weight.numel() * weight.element_size(),
+        )
+
+    def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return torch.einsum("thk,hnk->thn", x, packed.data)
+
+
 def dtype_name(x: Tensor) -> str:
     """``bfloat16`` for torch.bfloat16, and so on."""
     return str(x.dtype).removeprefix("torch.")
 
 
 linear = Linear()
+head_linear = HeadLinear()

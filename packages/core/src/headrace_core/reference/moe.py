@@ -15,29 +15,41 @@ from headrace_core.reference.linear import dtype_name
 class MoE:
     """See :class:`headrace_core.ops.MoEOp`. Packing keeps the weights as they are."""
 
-    def pack(self, gate_up: Tensor, down: Tensor) -> PackedLinear:
+    def pack(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> PackedLinear:
         return PackedLinear(
             in_features=gate_up.shape[2],
             out_features=down.shape[1],
             dtype=dtype_name(gate_up),
-            data=(gate_up, down),
+            data=(gate_up, down, gate_up_bias, down_bias),
             num_bytes=(gate_up.numel() + down.numel()) * gate_up.element_size(),
         )
 
     def __call__(
         self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
     ) -> Tensor:
-        gate_up, down = packed.data
+        gate_up, down, gate_up_bias, down_bias = packed.data
         shape = (*topk_ids.shape, packed.out_features)
         chosen = widened(torch.zeros(shape, dtype=x.dtype, device=x.device))  # [T, k, H]
         for expert in sorted(set(topk_ids.flatten().tolist())):
             rows, places = (topk_ids == expert).nonzero(as_tuple=True)
-            hidden = activation_and_mul(F.linear(x[rows], gate_up[expert]), kind)
-            chosen[rows, places] = F.linear(hidden, down[expert]).to(chosen.dtype)
+            inner = F.linear(x[rows], gate_up[expert], _of(gate_up_bias, expert))
+            hidden = activation_and_mul(inner, kind)
+            result = F.linear(hidden, down[expert], _of(down_bias, expert))
+            chosen[rows, places] = result.to(chosen.dtype)
         out = torch.zeros_like(chosen[:, 0])
         for place in range(topk_ids.shape[1]):  # in order: addition does not commute in bits
             out += topk_weights[:, place, None] * chosen[:, place]
         return out.to(x.dtype)
+
+
+def _of(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
 
 
 moe = MoE()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +30,16 @@ from headrace_core.attention import (
 )
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
-from headrace_core.kv import CACHE_DTYPES, KVCacheSpec
+from headrace_core.kv import CACHE_DTYPES, CacheSpec, KVCacheSpec, RecurrentSpec
 from headrace_core.kv_scales import LARGEST
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed, TensorSpec
-from headrace_core.model import BuildContext, CausalLM, ModelInfo
+from headrace_core.model import (
+    AttentionLayer,
+    BuildContext,
+    CausalLM,
+    ModelInfo,
+    SupportsRecurrence,
+)
 from headrace_core.ops import KernelNeed, OpTable, PackedLinear, bind_ops
 from headrace_core.parallel import Communicator, SingleProcess
 
@@ -49,6 +55,8 @@ class ReferenceAttention(AttentionBackend):
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
+    supports_chunks = True
+    supports_alibi = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -86,6 +94,8 @@ class ReferenceAttention(AttentionBackend):
             sinks=layer.sinks,
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
+            attention_chunk=layer.attention_chunk_size,
+            alibi_slopes=layer.alibi_slopes,
         )
 
 
@@ -245,13 +255,15 @@ def build_context(
 class _Sequence:
     num_computed_tokens: int = 0
     tables: list[list[int]] = field(default_factory=list)
+    states: list[dict[int, int]] = field(default_factory=list)
+    """By group: the block with the state after so many tokens, for each step's end."""
 
 
 class PagedDriver:
     """Runs a model over a paged cache, the smallest way: blocks are never given back.
 
     Layers with equal cache specs share a group. Unwritten cache holds a large number, so that
-    reading what was not written shows.
+    reading what was not written shows. A recurrent layer's state goes to another block in each step.
 
     Args:
         shuffled: hand out blocks in random order, or (False) in ascending order.
@@ -262,21 +274,22 @@ class PagedDriver:
     ) -> None:
         self.model = model
         self.layers = model.attention_layers()
-        specs: list[KVCacheSpec] = []
-        for layer in self.layers.values():
-            assert layer.kv_spec is not None
-            if layer.kv_spec not in specs:
-                specs.append(layer.kv_spec)
-        self.specs = specs
-        for layer in self.layers.values():
-            spec = layer.kv_spec
+        recurrent = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+        needed: list[CacheSpec | None] = [layer.kv_spec for layer in self.layers.values()]
+        needed += [state_layer.kv_spec for state_layer in recurrent.values()]
+        specs = self.specs = list(dict.fromkeys(spec for spec in needed if spec is not None))
+        caches: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            target = layer.spec.kv_sharing_target
+            spec = self.layers[target].kv_spec if target is not None else layer.kv_spec
             assert spec is not None
-            shape = layer.backend.cache_shape(spec, num_blocks)
-            order = layer.backend.cache_stride_order()
-            physical = [shape[dim] for dim in order]
-            stored = _unwritten(physical, spec.dtype)
-            inverse = [order.index(dim) for dim in range(len(order))]
-            layer.bind_cache(stored.permute(inverse), specs.index(spec))
+            if target is None:
+                caches[name] = _cache_of(layer, spec, num_blocks)
+            layer.bind_cache(caches[target or name], specs.index(spec))
+        for state_layer in recurrent.values():
+            shapes = state_layer.kv_spec.states
+            states = [_unwritten((num_blocks, *s.shape), s.dtype) for s in shapes]
+            state_layer.bind_states(states, specs.index(state_layer.kv_spec))
         self.free = list(range(num_blocks - 1, 0, -1))
         if shuffled:
             random.Random(seed).shuffle(self.free)
@@ -290,27 +303,47 @@ class PagedDriver:
         with torch.inference_mode():
             return self.model.compute_logits(self.model.forward(batch)).float()
 
+    def preempt(self, request: str) -> None:
+        """Take all that a request has cached; it begins again, in other blocks."""
+        del self.sequences[request]
+
+    def share(self, request: str, num_tokens: int, new: str) -> None:
+        """Begin a request that finds the first tokens of another cached.
+
+        Args:
+            num_tokens: whole blocks, and the end of one of the other's steps.
+        """
+        other = self.sequences[request]
+        count, rest = divmod(num_tokens, self.specs[0].block_size)
+        assert not rest
+        self.sequences[new] = _Sequence(
+            num_tokens,
+            [table[:count] for table in other.tables],
+            [{num_tokens: blocks[num_tokens]} if blocks else {} for blocks in other.states],
+        )
+
     def batch(
         self, chunks: Mapping[str, Sequence[int]], rows: Sequence[int] | None = None
     ) -> ForwardBatch:
         """The forward batch of these chunks; counts them as computed."""
-        block_size = self.specs[0].block_size
         positions: list[int] = []
-        slots: list[list[int]] = [[] for _ in self.specs]
         bounds, lengths = [0], []
+        spans: list[tuple[_Sequence, int, int]] = []
         for request, tokens in chunks.items():
-            sequence = self.sequences.setdefault(request, _Sequence(0, [[] for _ in self.specs]))
+            empty = _Sequence(0, [[] for _ in self.specs], [{} for _ in self.specs])
+            sequence = self.sequences.setdefault(request, empty)
             start = sequence.num_computed_tokens
             end = sequence.num_computed_tokens = start + len(tokens)
+            spans.append((sequence, start, end))
             positions += range(start, end)
-            for group, table in enumerate(sequence.tables):
-                while len(table) * block_size < end:
-                    table.append(self.free.pop())
-                slots[group] += [
-                    table[p // block_size] * block_size + p % block_size for p in range(start, end)
-                ]
             bounds.append(bounds[-1] + len(tokens))
             lengths.append(end)
+        groups = tuple(
+            self._states(group, spans)
+            if isinstance(spec, RecurrentSpec)
+            else self._tokens(group, spec.block_size, spans)
+            for group, spec in enumerate(self.specs)
+        )
         batch = ForwardBatch(
             input_ids=torch.tensor([t for tokens in chunks.values() for t in tokens]),
             positions=torch.tensor(positions),
@@ -318,28 +351,58 @@ class PagedDriver:
             seq_lens=torch.tensor(lengths, dtype=torch.int32),
             max_seqlen_q=max(len(tokens) for tokens in chunks.values()),
             max_seqlen_k=max(lengths),
-            groups=tuple(
-                GroupBatch(self._table(chunks, group), torch.tensor(slots[group]))
-                for group in range(len(self.specs))
-            ),
+            groups=groups,
             logits_rows=None if rows is None else torch.tensor(list(rows)),
         )
         return self._prepared(batch)
 
-    def _table(self, requests: Iterable[str], group: int) -> Tensor:
-        tables = [self.sequences[request].tables[group] for request in requests]
+    def _tokens(
+        self, group: int, block_size: int, spans: Sequence[tuple[_Sequence, int, int]]
+    ) -> GroupBatch:
+        tables, slots = [sequence.tables[group] for sequence, _, _ in spans], []
+        for table, (_, start, end) in zip(tables, spans):
+            while len(table) * block_size < end:
+                table.append(self.free.pop())
+            slots += [
+                table[p // block_size] * block_size + p % block_size for p in range(start, end)
+            ]
         width = max(map(len, tables))
         padded = [table + [0] * (width - len(table)) for table in tables]
-        return torch.tensor(padded, dtype=torch.int32)
+        return GroupBatch(torch.tensor(padded, dtype=torch.int32), torch.tensor(slots))
+
+    def _states(self, group: int, spans: Sequence[tuple[_Sequence, int, int]]) -> GroupBatch:
+        before = [sequence.states[group].get(start, -1) for sequence, start, _ in spans]
+        for sequence, _, end in spans:
+            sequence.states[group][end] = self.free.pop()
+        after = [sequence.states[group][end] for sequence, _, end in spans]
+        nothing = torch.zeros((len(spans), 0), dtype=torch.int32)
+        return GroupBatch(
+            nothing,
+            torch.zeros(0, dtype=torch.int64),
+            state_in=torch.tensor(before),
+            state_out=torch.tensor(after),
+        )
 
     def _prepared(self, batch: ForwardBatch) -> ForwardBatch:
-        backends = {}
+        backends: dict[int, AttentionBackend] = {}
         for layer in self.layers.values():
-            assert layer.kv_spec is not None
-            backends[self.specs.index(layer.kv_spec)] = layer.backend
-        metadata = tuple(backends[g].prepare(batch, g) for g in range(len(self.specs)))
+            if layer.kv_spec is not None:
+                backends[self.specs.index(layer.kv_spec)] = layer.backend
+        metadata = tuple(
+            backends[group].prepare(batch, group) if group in backends else None
+            for group in range(len(self.specs))
+        )
         values = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
         return ForwardBatch(**{**values, "attention": metadata})
+
+
+def _cache_of(layer: AttentionLayer, spec: CacheSpec, num_blocks: int) -> Tensor:
+    """A cache for one layer, in its logical shape over its backend's order."""
+    assert isinstance(spec, KVCacheSpec)
+    shape = layer.backend.cache_shape(spec, num_blocks)
+    order = layer.backend.cache_stride_order()
+    stored = _unwritten([shape[dim] for dim in order], spec.dtype)
+    return stored.permute([order.index(dim) for dim in range(len(order))])
 
 
 def _unwritten(shape: Sequence[int], dtype: str) -> Tensor:
@@ -497,6 +560,27 @@ class ModelConformance(ABC):
             driver.step({"a": prompt[20:]}),
         ]
         self.assert_close(torch.cat(pieces), checkpoint.logprobs(prompt))
+
+    def test_preemption(self, checkpoint: Checkpoint, model: CausalLM) -> None:
+        """What was cached is lost after some tokens: prompt and output are computed again."""
+        prompt, driver = self.prompt(self.prompt_len, seed=4), PagedDriver(model)
+        sequence = [*prompt, int(driver.step({"a": prompt})[-1].argmax())]
+        sequence.append(int(driver.step({"a": sequence[-1:]})[-1].argmax()))
+        driver.preempt("a")
+        driver.step({"a": sequence[:11], "b": prompt[:3]})
+        sequence.append(int(driver.step({"a": sequence[11:]})[-1].argmax()))
+        assert sequence[len(prompt) :] == checkpoint.greedy(prompt, 3)
+
+    def test_prefix_hit(self, checkpoint: Checkpoint, model: CausalLM) -> None:
+        """Two requests begin in the same blocks and go on in their own."""
+        prompt, driver = self.prompt(self.prompt_len, seed=5), PagedDriver(model)
+        hit = 2 * BLOCK_SIZE
+        other = prompt[:hit] + self.prompt(9, seed=6)
+        driver.step({"a": prompt[:hit]})
+        driver.share("a", hit, "b")
+        logits = driver.step({"b": other[hit:], "a": prompt[hit:]})
+        expected = (checkpoint.logprobs(other)[hit:], checkpoint.logprobs(prompt)[hit:])
+        self.assert_close(logits, torch.cat(expected))
 
     def test_chosen_rows_equal_all_rows(self, model: CausalLM) -> None:
         prompt = self.prompt(self.prompt_len)

@@ -1,0 +1,31 @@
+"""What is said of one architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A row of the catalogue. Plain data: nothing is imported to read it."""
+
+    name: str
+    """As ``config.json``'s ``architectures`` spells it; also the entry point's name."""
+    target: str
+    """``module:Class`` below ``headrace_models.families``."""
+    models: str
+    """What people know it by."""
+    caches: tuple[str, ...] = ("full",)
+    """Kinds of cache that its layers have, of :data:`CACHES`, in the order of that."""
+    task: str = "generate"
+    """``generate``, ``pool`` or ``speech``."""
+    alias_of: str = ""
+    """Another row whose checkpoints may carry this name; tested there."""
+
+    @property
+    def entry(self) -> str:
+        """The entry point's value."""
+        return f"headrace_models.families.{self.target}"
+
+
+CACHES = ("full", "sliding", "chunked", "latent", "recurrent", "cross", "none")

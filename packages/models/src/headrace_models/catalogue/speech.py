@@ -1,0 +1,19 @@
+"""Models that hear."""
+
+from headrace_models.catalogue.row import Architecture
+
+ROWS = (
+    Architecture(
+        "Qwen2AudioForConditionalGeneration",
+        "qwen2_audio:Qwen2AudioForConditionalGeneration",
+        "Qwen2-Audio",
+        task="speech",
+    ),
+    Architecture(
+        "WhisperForConditionalGeneration",
+        "whisper:WhisperForConditionalGeneration",
+        "Whisper, distil-whisper",
+        ("full", "cross"),
+        "speech",
+    ),
+)
