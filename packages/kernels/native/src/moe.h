@@ -50,11 +50,13 @@ inline void experts_product(T* out, const Rows<A>& x, const WT* weights, const S
     float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
     for (int64_t begin = sorted.begin[i]; begin < sorted.begin[i + 1]; begin += ROWS_PIECE) {
       const int64_t many = min_of(ROWS_PIECE, sorted.begin[i + 1] - begin);
-      panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
-      for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + int64_t(sorted.order[begin + r]) * N + p * PANEL, sums + r * PANEL,
-                   static_cast<const T*>(nullptr), packed.features(p));
-      }
+      const auto done = [&](int64_t first, int64_t count, const float* from) {
+        for (int64_t r = 0; r < count; ++r) {
+          finish_row(out + int64_t(sorted.order[begin + first + r]) * N + p * PANEL, from + r * PANEL,
+                     static_cast<const T*>(nullptr), packed.features(p));
+        }
+      };
+      panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
     }
   });
 }

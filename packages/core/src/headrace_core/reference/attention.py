@@ -239,12 +239,15 @@ def visibility(
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
     if attention_chunk is not None:
+        last = torch.arange(seq_len - num_q, seq_len, device=device)
         chunk = torch.arange(seq_len, device=device) // attention_chunk
-        visible &= chunk[seq_len - num_q :, None] == chunk
+        visible &= (last // attention_chunk)[:, None] == chunk
     return visible
 
 
 def key_distance(num_q: int, seq_len: int, device: torch.device) -> Tensor:
     """[q, L]: position of each new token less that of each key."""
-    at = torch.arange(seq_len, device=device)
-    return at[seq_len - num_q :, None] - at
+    at = torch.arange(
+        seq_len - num_q, seq_len, device=device
+    )  # may begin before 0 if nothing is causal
+    return at[:, None] - torch.arange(seq_len, device=device)
