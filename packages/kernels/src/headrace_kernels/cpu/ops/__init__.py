@@ -18,7 +18,8 @@ from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.linear import Linear
+from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
+from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
@@ -54,7 +55,10 @@ def native_ops(library: Library) -> NativeOps:
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "varlen_attention": VarlenAttention(library),
+        "latent_cache_write": LatentCacheWrite(library),
+        "latent_attention": LatentAttention(library),
         "linear": Linear(library),
+        "head_linear": HeadLinear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),
         "sample": Sample(library),
