@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.base import Layer
@@ -163,3 +163,24 @@ class SandwichBlock(Block):
         x = self.attention_out_norm(self.attention(x, batch))
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp_out_norm(self.mlp(x)), stream
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """Norms before and after both halves, and what they add times a number: HyperCLOVA X.
+
+    Args:
+        scale: the number.
+        arguments: of :class:`SandwichBlock`.
+    """
+
+    def __init__(self, ops: OpTable, scale: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.attention_out_norm(self.attention(x, batch)), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp_out_norm(self.mlp(x)), self.scale), stream
