@@ -108,6 +108,15 @@ def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     )
 
 
+def of_windows(config: Mapping[str, Any], theta: Any) -> Mapping[str, Any]:
+    """The config as it is for layers with windows. In the old spelling, which has no settings by layer
+    type, these have a base of their own, ``theta``, and never the full layers' scaling."""
+    if is_per_layer_type(_written(config)):
+        return config
+    plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return {**plain, "rope_theta": theta}
+
+
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
     """Longest context of a model trained on ``max_positions``, given its rope scaling.
 

@@ -79,6 +79,9 @@ def _linear(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tens
 
 def _dynamic(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
     """NTK-aware scaling for one fixed length: the trained context, or max_model_len if longer."""
+    if rope.scaling.get("alpha"):  # Hunyuan: one stretch at every length
+        stretch = rope.number("alpha")
+        return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
     factor = rope.number("factor")
     stretch = factor * max(length, limit) / limit - (factor - 1)
     theta = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
