@@ -65,11 +65,13 @@ from headrace_core.ops.rowwise import (
     AddRMSNormOp,
     EmbeddingOp,
     LayerNormOp,
+    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
     TopKSoftmaxOp,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -100,6 +102,7 @@ __all__ = [
     "LayerNormOp",
     "LinearOp",
     "MoEOp",
+    "MulOp",
     "OpTable",
     "PackedLinear",
     "PagedAttentionOp",
@@ -120,6 +123,7 @@ __all__ = [
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",
+    "XIELUOp",
     "bind_ops",
     "check_mask",
 ]

@@ -31,11 +31,13 @@ from headrace_core.ops.rowwise import (
     AddRMSNormOp,
     EmbeddingOp,
     LayerNormOp,
+    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
     TopKSoftmaxOp,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -54,7 +56,9 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    xielu: XIELUOp
     add: AddOp
+    mul: MulOp
     scale: ScaleOp
     to_float32: ToFloat32Op
     topk_softmax: TopKSoftmaxOp
