@@ -69,10 +69,12 @@ from headrace_core.ops.rowwise import (
     AddRMSNormOp,
     EmbeddingOp,
     LayerNormOp,
+    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -107,6 +109,7 @@ __all__ = [
     "LayerNormOp",
     "LinearOp",
     "MoEOp",
+    "MulOp",
     "OpTable",
     "PackedLinear",
     "PagedAttentionOp",
@@ -126,6 +129,7 @@ __all__ = [
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",
+    "XIELUOp",
     "bind_ops",
     "check_mask",
 ]

@@ -31,10 +31,12 @@ from headrace_core.ops.rowwise import (
     AddRMSNormOp,
     EmbeddingOp,
     LayerNormOp,
+    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -53,7 +55,9 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    xielu: XIELUOp
     add: AddOp
+    mul: MulOp
     scale: ScaleOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp

@@ -9,7 +9,7 @@ Linear layers are torch's own, so results may depend on the number of rows: the 
 claim row invariance.
 """
 
-from headrace_core.reference.activations import activation, activation_and_mul
+from headrace_core.reference.activations import activation, activation_and_mul, xielu
 from headrace_core.reference.attention import (
     latent_attention,
     paged_attention,
@@ -20,7 +20,7 @@ from headrace_core.reference.cache import (
     latent_cache_write,
     rotary_cache_write,
 )
-from headrace_core.reference.elementwise import add, scale, to_float32
+from headrace_core.reference.elementwise import add, mul, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import head_linear, linear
 from headrace_core.reference.logprobs import top_logprobs
@@ -55,6 +55,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "moe",
+    "mul",
     "paged_attention",
     "quant_linear",
     "rms_norm",
@@ -68,4 +69,5 @@ __all__ = [
     "to_float32",
     "top_logprobs",
     "varlen_attention",
+    "xielu",
 ]

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
+from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
-from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
+from headrace_kernels.cpu.ops.elementwise import Add, Mul, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
@@ -46,7 +46,9 @@ def native_ops(library: Library) -> NativeOps:
         "add_layer_norm": AddLayerNorm(library),
         "activation": Activation(library),
         "activation_and_mul": ActivationAndMul(library),
+        "xielu": XIELU(library),
         "add": Add(library),
+        "mul": Mul(library),
         "scale": Scale(library),
         "to_float32": ToFloat32(library),
         "route_experts": RouteExperts(library),

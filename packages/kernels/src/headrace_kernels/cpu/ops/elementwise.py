@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,15 +12,17 @@ from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, matrix
 
 
-class Add:
-    """See :class:`headrace_core.ops.AddOp`."""
+class _OfTwo:
+    """An op of two tensors of one shape and dtype."""
+
+    name: ClassVar[str]
 
     def __init__(self, library: Library) -> None:
-        self._kernel = library.add
+        self._kernel = getattr(library, self.name)
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape != y.shape or x.dtype is not y.dtype:
-            raise ConfigError(f"add: x is {describe(x)}, y is {describe(y)}")
+            raise ConfigError(f"{self.name}: x is {describe(x)}, y is {describe(y)}")
         x, rows, x_stride = matrix(x)
         y, _, y_stride = matrix(y)
         width = x.shape[1]
@@ -28,6 +32,18 @@ class Add:
             dtype_code(x.dtype),
         )  # fmt: skip
         return out
+
+
+class Add(_OfTwo):
+    """See :class:`headrace_core.ops.AddOp`."""
+
+    name = "add"
+
+
+class Mul(_OfTwo):
+    """See :class:`headrace_core.ops.MulOp`."""
+
+    name = "mul"
 
 
 class Scale:
