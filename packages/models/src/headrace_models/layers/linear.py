@@ -150,7 +150,7 @@ def column_parallel(
     for index, size in enumerate(out_parts):
         count = size if units is None else units[index]
         shard = shard_of(count, context.communicator, what=f"{name}, part {index}")
-        parts.append(Part(size // shard.count, shard))
+        parts.append(Part(size // shard.count, shard, count))
     return Linear(
         context, name, in_features, parts, bias=bias, part_names=part_names, unbiased=unbiased
     )
