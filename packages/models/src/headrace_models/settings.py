@@ -70,6 +70,16 @@ class Settings:
         """None if the key is absent, null or 0."""
         return None if not self.config.get(name) else self.positive(name)
 
+    def numbers(self, name: str, count: int) -> list[float] | None:
+        """A list of ``count`` numbers; None if the key is absent or null. Raises: UnsupportedModel."""
+        value = self.config.get(name)
+        if value is None:
+            return None
+        good = isinstance(value, list) and len(value) == count
+        if not good or not all(type(x) in (int, float) and abs(x) <= _LARGEST for x in value):
+            raise _wrong(name, value, f"a list of {count} numbers")
+        return [float(x) for x in value]
+
     def activation(self, *names: str) -> str:
         """The op's name of the activation under the first of the keys that is there."""
         name = next((n for n in names if self.config.get(n) is not None), names[-1])

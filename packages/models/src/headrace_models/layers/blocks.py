@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
-from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.norm import NormLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +34,9 @@ class PreNormBlock(Block):
 
     def __init__(
         self,
-        input_norm: RMSNorm | LayerNorm | NoNorm,
+        input_norm: NormLayer | NoNorm,
         attention: SelfAttention,
-        mlp_norm: RMSNorm | LayerNorm,
+        mlp_norm: NormLayer,
         mlp: MLPLayer,
     ) -> None:
         self.input_norm = input_norm
@@ -64,9 +64,9 @@ class ScaledBlock(PreNormBlock):
         self,
         ops: OpTable,
         scale: float,
-        input_norm: RMSNorm | LayerNorm,
+        input_norm: NormLayer,
         attention: SelfAttention,
-        mlp_norm: RMSNorm | LayerNorm,
+        mlp_norm: NormLayer,
         mlp: MLPLayer,
     ) -> None:
         super().__init__(input_norm, attention, mlp_norm, mlp)
@@ -92,10 +92,10 @@ class ParallelBlock(Block):
     def __init__(
         self,
         ops: OpTable,
-        input_norm: RMSNorm | LayerNorm,
+        input_norm: NormLayer,
         attention: SelfAttention,
         mlp: MLPLayer,
-        mlp_norm: RMSNorm | LayerNorm | None = None,
+        mlp_norm: NormLayer | None = None,
     ) -> None:
         self.ops = ops
         self.input_norm = input_norm
@@ -118,9 +118,9 @@ class PostNormBlock(Block):
         self,
         ops: OpTable,
         attention: SelfAttention,
-        attention_out_norm: RMSNorm,
+        attention_out_norm: NormLayer,
         mlp: MLPLayer,
-        mlp_out_norm: RMSNorm,
+        mlp_out_norm: NormLayer,
     ) -> None:
         self.ops = ops
         self.attention = attention
@@ -142,12 +142,12 @@ class SandwichBlock(Block):
 
     def __init__(
         self,
-        input_norm: RMSNorm,
+        input_norm: NormLayer,
         attention: SelfAttention,
-        attention_out_norm: RMSNorm,
-        mlp_norm: RMSNorm,
+        attention_out_norm: NormLayer,
+        mlp_norm: NormLayer,
         mlp: MLPLayer,
-        mlp_out_norm: RMSNorm,
+        mlp_out_norm: NormLayer,
     ) -> None:
         self.input_norm = input_norm
         self.attention = attention
@@ -163,3 +163,24 @@ class SandwichBlock(Block):
         x = self.attention_out_norm(self.attention(x, batch))
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp_out_norm(self.mlp(x)), stream
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """Norms before and after both halves, and what they add times a number: HyperCLOVA X.
+
+    Args:
+        scale: the number.
+        arguments: of :class:`SandwichBlock`.
+    """
+
+    def __init__(self, ops: OpTable, scale: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.attention_out_norm(self.attention(x, batch)), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp_out_norm(self.mlp(x)), self.scale), stream

@@ -20,7 +20,7 @@ from headrace_models.layers.linear import (
     TiedLinear,
     quantizes_floats,
 )
-from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.norm import NormLayer, RMSNorm
 from headrace_models.settings import MAX_LAYERS, Settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ class Decoder(Layer, ABC):
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
             for index in range(self.num_layers())
         ]
-        self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
+        self.final_norm: NormLayer = self.make_final_norm(context, prefix)
+        self.logits_scale = self.logits_multiplier()
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
         self.make_head(context, prefix)
 
@@ -131,9 +132,13 @@ class Decoder(Layer, ABC):
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         """The stack's layer ``index``; ``name`` as the checkpoint spells it."""
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm | LayerNorm:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
         eps = self.settings.number("rms_norm_eps", 1e-6)
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
+
+    def logits_multiplier(self) -> float:
+        """What the head's results are multiplied by."""
+        return 1.0
 
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
@@ -170,6 +175,8 @@ class Decoder(Layer, ABC):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
         logits = self.head(hidden)
+        if self.logits_scale != 1.0:
+            logits = self.context.ops.scale(logits, self.logits_scale)
         if self.logits_cap is None:
             return logits
         return self.context.ops.to_float32(logits, soft_cap=self.logits_cap)
