@@ -322,8 +322,9 @@ class _Filling:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "weight" not in self.weights.slots.get("head", ("weight",))
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 
 def _check_tensor(

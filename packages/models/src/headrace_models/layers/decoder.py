@@ -66,10 +66,13 @@ class Decoder(Layer, ABC):
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
+    head_bias: ClassVar[bool] = False
+    spelling: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """See :class:`~headrace_models.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
-        self.settings = Settings(context.config)
+        self.settings = Settings(context.config, self.spelling)
         if context.pooling is None and is_bidirectional("", context.config):
             raise UnsupportedModel(
                 "config.json: the model attends in both directions, so it generates nothing: set "
@@ -102,17 +105,22 @@ class Decoder(Layer, ABC):
         spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear
         if isinstance(table, PackedEmbedding):
-            self.head = TiedLinear(context, spec.name, table.weight)
+            self.head = TiedLinear(context, spec, table.weight)
         elif self.is_tied():
             method = context.quant.for_layer(spec)
             self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:
-            self.head = Linear(context, spec.name, spec.in_features, [Part(spec.out_features)])
+            parts = [Part(spec.out_features)]
+            self.head = Linear(context, spec.name, spec.in_features, parts, bias=spec.bias)
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
         return LinearSpec(
-            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+            f"{prefix}{self.head_name}",
+            self.hidden_size(),
+            (vocab,),
+            self.context.dtype,
+            bias=self.head_bias,
         )
 
     def is_tied(self) -> bool:
