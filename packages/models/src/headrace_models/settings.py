@@ -13,8 +13,11 @@ ACTIVATIONS: Mapping[str, str] = {
 }  # fmt: skip
 """The checkpoint's name of an activation -> the op's."""
 
+Spelling = Mapping[str, tuple[str, ...]]
+"""Our name of a config's key -> what a family's configs may call it."""
+
+_USUAL: Spelling = {}
 _ABSENT = object()
-_USUAL: Mapping[str, tuple[str, ...]] = {}
 _LARGEST = 1e30
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
@@ -26,13 +29,10 @@ class Settings:
 
     Args:
         config: ``config.json``'s text part.
-        spelling: our name of a key -> what a family's config may call it. Found under either; messages
-            have the config's own name.
+        spelling: keys are found under either name; messages have the config's own.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], spelling: Mapping[str, tuple[str, ...]] = _USUAL
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], spelling: Spelling = _USUAL) -> None:
         self.config = dict(config)
         self.spelled: dict[str, str] = {}
         for name, others in spelling.items():

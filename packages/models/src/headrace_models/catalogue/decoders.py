@@ -11,10 +11,11 @@ ROWS = (
     Architecture("Gemma2ForCausalLM", "gemma2:Gemma2ForCausalLM", "Gemma 2", _MIXED),
     Architecture("Gemma3ForCausalLM", "gemma3:Gemma3ForCausalLM", "Gemma 3, text", _MIXED),
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
-    Architecture("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2, Cerebras-GPT"),
     Architecture("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3, PowerLM"),
     Architecture("GritLM", "gritlm:GritLM", "GritLM (generates and embeds)", _MIXED, "pool"),
-    Architecture("HyperCLOVAXForCausalLM", "hyperclovax:HyperCLOVAXForCausalLM", "HyperCLOVA X SEED"),
+    Architecture(
+        "HyperCLOVAXForCausalLM", "hyperclovax:HyperCLOVAXForCausalLM", "HyperCLOVA X SEED"
+    ),
     Architecture("Jais2ForCausalLM", "jais2:Jais2ForCausalLM", "Jais 2"),
     Architecture(
         "LLaMAForCausalLM", "llama:LlamaForCausalLM", "Llama", alias_of="LlamaForCausalLM"

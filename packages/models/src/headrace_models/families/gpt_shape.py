@@ -50,11 +50,12 @@ class Names:
     input_norm: str
     attention: str
     out: str
-    mlp_norm: str
     up: str
     down: str
     qkv: tuple[str, ...]
     """Of query, key and value, or of all three together."""
+    mlp_norm: str = ""
+    """Empty: both halves read one norm."""
     positions: str = ""
     """Of the table of learned positions."""
 
@@ -76,10 +77,12 @@ class Names:
             *([WeightRule(self.positions, "positions")] if self.positions else []),
             WeightRule(f"{block}.{self.input_norm}", "layers.{}.input_norm"),
             *qkv,
-            WeightRule(
-                f"{attention}.{self.out}", "layers.{}.attention.out", transposed=transposed
+            WeightRule(f"{attention}.{self.out}", "layers.{}.attention.out", transposed=transposed),
+            *(
+                [WeightRule(f"{block}.{self.mlp_norm}", "layers.{}.mlp_norm")]
+                if self.mlp_norm
+                else []
             ),
-            WeightRule(f"{block}.{self.mlp_norm}", "layers.{}.mlp_norm"),
             WeightRule(f"{block}.{self.up}", "layers.{}.mlp.up", transposed=transposed),
             WeightRule(f"{block}.{self.down}", "layers.{}.mlp.down", transposed=transposed),
             WeightRule(self.final_norm, "final_norm"),
