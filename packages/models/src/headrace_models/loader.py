@@ -354,9 +354,9 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     sizes = [size // groups for size in sizes]
     stored = list(rule.order or range(len(sizes)))
     start = sum(sizes[other] for other in stored[: stored.index(part)])
-    dim = slot.part_dim
-    own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])
-    return own.flatten(dim, dim + 1)
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part]).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.mlp import MLP, MLPLayer
-from headrace_models.layers.norm import LayerNorm, NormLayer
+from headrace_models.layers.norm import LayerNorm, NoNorm, NormLayer
 from headrace_models.layers.positions import FixedPositions, LearnedPositions
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.self_attention import self_attention
@@ -162,7 +162,7 @@ class GPTDecoder(Decoder):
     def norm_eps(self) -> float:
         return self.settings.number("layer_norm_eps", self.default_eps)
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer | NoNorm:
         return self.make_norm(context, f"{prefix}{self.names.final_norm}")
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
