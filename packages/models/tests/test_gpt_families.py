@@ -421,8 +421,12 @@ class TestJAIS(RelaidConformance):
 class TestJAISFamily(TestJAIS):
     """The later models' names of the multipliers."""
 
-    multipliers: ClassVar[dict[str, Any]] = {"mup_embeddings_scale": 2.5, "mup_output_alpha": 1.5, "mup_width_scale": 0.4,
-                   "mup_scale_qk_dot_by_d": True}  # fmt: skip
+    multipliers: ClassVar[dict[str, Any]] = {
+        "mup_embeddings_scale": 2.5,
+        "mup_output_alpha": 1.5,
+        "mup_width_scale": 0.4,
+        "mup_scale_qk_dot_by_d": True,
+    }
 
 
 class SwiGLU(torch.nn.Module):

@@ -30,6 +30,7 @@ from headrace_core.ops.attention import (
     RotaryCacheWriteOp,
     RotaryOp,
     VarlenAttentionOp,
+    check_mask,
 )
 from headrace_core.ops.binding import (
     CapturesSteps,
@@ -120,4 +121,5 @@ __all__ = [
     "TopLogprobsOp",
     "VarlenAttentionOp",
     "bind_ops",
+    "check_mask",
 ]

@@ -63,7 +63,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "quant_linear_gated": (None, [_P] * 4 + [_L] * 5 + [_I] * 6),
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
     "moe": (_I, [_P] * 6 + [_L] * 6 + [_I] * 2),
-    "paged_attention": (_I, [_P] * 9 + [_L] * 10 + [_F] * 2 + [_I] * 2),
+    "paged_attention": (_I, [_P] * 10 + [_L] * 11 + [_F] * 2 + [_I] * 2),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),
     "sample": (None, [_P] * 8 + [_L] * 3 + [_F] + [_I] * 2),
     "top_logprobs": (_I, [_P] * 7 + [_L] * 4 + [_I] * 2),

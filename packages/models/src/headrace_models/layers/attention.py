@@ -22,7 +22,12 @@ from headrace_core.kv import (
 )
 from headrace_core.ops import HeadNorm
 from headrace_models.layers.base import Layer, Part, Shard, Slot, WeightLayer
-from headrace_models.layers.heads_norm import HeadLayerNorm, WholeLayerNorm, WholeRMSNorm
+from headrace_models.layers.heads_norm import (
+    HeadLayerNorm,
+    HeadLayerNorms,
+    WholeLayerNorm,
+    WholeRMSNorm,
+)
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
-HeadsNorm = RMSNorm | LayerNorm | WholeRMSNorm | WholeLayerNorm | HeadLayerNorm
+HeadsNorm = RMSNorm | LayerNorm | WholeRMSNorm | WholeLayerNorm | HeadLayerNorm | HeadLayerNorms
 """What norms the heads of query or key, [T, heads, D]."""
 
 
