@@ -43,7 +43,7 @@ class GatedMLP(MLPLayer):
         down_bias: bool | None = None,
         stored_fused: bool = False,
         fused_name: str = "gate_up_proj",
-        part_names: tuple[str, str] = ("gate_proj", "up_proj"),
+        part_names: tuple[str, ...] = ("gate_proj", "up_proj"),
         down_name: str = "down_proj",
     ) -> None:
         self.activation = activation
