@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -37,7 +37,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -224,11 +224,15 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = parts_of(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -258,8 +262,8 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int | None) -> bool:
-        return (place, part or 0) in self.origin
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
@@ -327,10 +331,24 @@ class _Filling:
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
+
+
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, parts, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -344,19 +362,24 @@ def _check_tensor(
 
 
 def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    groups = min(p.units for p in slot.parts) if rule.groups == EACH_KV_HEAD else rule.groups
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    if any(size % groups for size in sizes):
-        raise WeightsError(f"{rule.source}: parts of {sizes} rows are not {groups} equal groups")
-    sizes = [size // groups for size in sizes]
-    stored = list(rule.order or range(len(sizes)))
-    start = sum(sizes[other] for other in stored[: stored.index(part)])
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    groups = rule.groups
+    if rule.interleaved:
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(p.units for p in slot.parts)
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
     dim, shape = slot.part_dim, tensor.shape
     groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
-    return groupwise.narrow(dim + 1, start, sizes[part]).flatten(dim, dim + 1)
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
