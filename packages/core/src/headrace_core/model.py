@@ -178,14 +178,21 @@ class WeightRule:
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
     order: tuple[int, ...] = ()
-    """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
-    ((1, 0): up before gate); () = the target's own."""
+    """With ``split``: the target's parts that the checkpoint's tensor holds, in its order ((1, 0): up
+    before gate; (1, 2): no query); () = all in the target's own."""
+    groups: int = 1
+    """With ``split``: the tensor is so many equal groups, each with its share of every part;
+    :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
     interleaved: bool = False
     """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
     stacked: bool = False
     """The checkpoint holds many targets in one tensor, along a leading dimension or as equal runs of its
     first: those that ``target``'s last ``{}``, which ``source`` lacks, counts from 0 (experts). What else
     the rule says is of each."""
+
+
+EACH_KV_HEAD = 0
+"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
 
 
 class CausalLM(Protocol):

@@ -23,6 +23,7 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
+    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
     ConvertsTensors,
@@ -38,7 +39,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
 from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
@@ -296,9 +297,8 @@ class _Filling:
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = parts_of(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -328,8 +328,8 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int | None) -> bool:
-        return (place, part or 0) in self.origin
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
@@ -397,8 +397,9 @@ class _Filling:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 
 def _unstacked(
@@ -416,9 +417,9 @@ def _unstacked(
 
 
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, parts, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -432,17 +433,24 @@ def _check_tensor(
 
 
 def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(rule.order or range(len(sizes)))
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    groups = rule.groups
     if rule.interleaved:
-        return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
-            slot.part_dim + 1, stored.index(part)
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(p.units for p in slot.parts)
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
         )
-    start = sum(sizes[other] for other in stored[: stored.index(part)])
-    return tensor.narrow(slot.part_dim, start, sizes[part])
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

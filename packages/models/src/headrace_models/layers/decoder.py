@@ -20,8 +20,8 @@ from headrace_models.layers.linear import (
     TiedLinear,
     quantizes_floats,
 )
-from headrace_models.layers.norm import NormLayer, RMSNorm
-from headrace_models.settings import MAX_LAYERS, Settings
+from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
+from headrace_models.settings import MAX_LAYERS, Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,10 +66,13 @@ class Decoder(Layer, ABC):
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
+    head_bias: ClassVar[bool] = False
+    spelling: ClassVar[Spelling] = {}
+    """See :class:`~headrace_models.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
-        self.settings = Settings(context.config)
+        self.settings = Settings(context.config, self.spelling)
         if context.pooling is None and is_bidirectional("", context.config):
             raise UnsupportedModel(
                 "config.json: the model attends in both directions, so it generates nothing: set "
@@ -81,7 +84,7 @@ class Decoder(Layer, ABC):
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
             for index in range(self.num_layers())
         ]
-        self.final_norm: NormLayer = self.make_final_norm(context, prefix)
+        self.final_norm: NormLayer | NoNorm = self.make_final_norm(context, prefix)
         self.logits_scale = self.logits_multiplier()
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
         self.make_head(context, prefix)
@@ -94,7 +97,7 @@ class Decoder(Layer, ABC):
             context,
             f"{prefix}{self.embedding_name}",
             self.settings.integer("vocab_size"),
-            self.hidden_size(),
+            self.embedding_size(),
         )
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
@@ -102,25 +105,37 @@ class Decoder(Layer, ABC):
         spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear
         if isinstance(table, PackedEmbedding):
-            self.head = TiedLinear(context, spec.name, table.weight)
+            self.head = TiedLinear(context, spec, table.weight)
         elif self.is_tied():
             method = context.quant.for_layer(spec)
             self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:
-            self.head = Linear(context, spec.name, spec.in_features, [Part(spec.out_features)])
+            parts = [Part(spec.out_features)]
+            self.head = Linear(context, spec.name, spec.in_features, parts, bias=spec.bias)
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
         return LinearSpec(
-            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+            f"{prefix}{self.head_name}",
+            self.embedding_size(),
+            (vocab,),
+            self.context.dtype,
+            bias=self.has_head_bias(),
         )
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""
         return self.settings.flag("tie_word_embeddings", self.ties_embeddings)
 
+    def has_head_bias(self) -> bool:
+        return self.head_bias
+
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
+
+    def embedding_size(self) -> int:
+        """Of the table's rows, and what the head reads."""
+        return self.hidden_size()
 
     def num_layers(self) -> int:
         return self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -132,7 +147,7 @@ class Decoder(Layer, ABC):
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         """The stack's layer ``index``; ``name`` as the checkpoint spells it."""
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer | NoNorm:
         eps = self.settings.number("rms_norm_eps", 1e-6)
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
 
