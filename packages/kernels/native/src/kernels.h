@@ -18,6 +18,7 @@
 #include "attention_paired.h"
 #include "attention.h"
 #include "attention_varlen.h"
+#include "recurrent.h"
 #include "sampling.h"
 #include "packed.h"
 
@@ -54,6 +55,11 @@ const Entry entries[] = {
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
+    HR_ENTRY(causal_conv),
+    HR_ENTRY(selective_scan),
+    HR_ENTRY(state_space_scan),
+    HR_ENTRY(delta_rule),
+    HR_ENTRY(gated_rms_norm),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr},

@@ -65,6 +65,11 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "moe": (_I, [_P] * 6 + [_L] * 6 + [_I] * 2),
     "paged_attention": (_I, [_P] * 9 + [_L] * 10 + [_F] * 2 + [_I] * 2),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),
+    "causal_conv": (_I, [_P] * 8 + [_L] * 9 + [_I] * 2),
+    "selective_scan": (_I, [_P] * 13 + [_L] * 13 + [_I]),
+    "state_space_scan": (_I, [_P] * 12 + [_L] * 15 + [_F] * 2 + [_I]),
+    "delta_rule": (_I, [_P] * 12 + [_L] * 17 + [_F] * 3 + [_I] * 2),
+    "gated_rms_norm": (None, [_P] * 4 + [_L] * 6 + [_F] + [_I] * 4),
     "sample": (None, [_P] * 8 + [_L] * 3 + [_F] + [_I] * 2),
     "top_logprobs": (_I, [_P] * 7 + [_L] * 4 + [_I] * 2),
 }

@@ -58,7 +58,9 @@ class CausalConv(WeightLayer):
         return wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight, self.bias = tensors["weight"].squeeze(1), tensors.get("bias")
+        weight = tensors["weight"].squeeze(1)
+        self.weight = weight.T.contiguous().T  # [C, K], the channels side by side
+        self.bias = tensors.get("bias")
 
     def __call__(self, x: Tensor, state: StateArguments) -> Tensor:
         """x [T, C] (rows may lie apart) -> the same shape."""

@@ -108,7 +108,8 @@ class SelectiveScan(WeightLayer):
         return {"A_log": rates, "D": each, "dt_bias": each}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.rates = -torch.exp(tensors["A_log"])
+        rates = -torch.exp(tensors["A_log"])
+        self.rates = rates.T.contiguous().T  # [C, N], the channels side by side
         self.skip, self.step_bias = tensors["D"], tensors["dt_bias"]
 
     def __call__(

@@ -22,6 +22,13 @@ from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
+from headrace_kernels.cpu.ops.recurrent import (
+    CausalConv,
+    DeltaRule,
+    GatedRMSNorm,
+    SelectiveScan,
+    StateSpaceScan,
+)
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
 from headrace_kernels.cpu.ops.routing import TopKSoftmax
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
@@ -54,6 +61,11 @@ def native_ops(library: Library) -> NativeOps:
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "varlen_attention": VarlenAttention(library),
+        "causal_conv": CausalConv(library),
+        "selective_scan": SelectiveScan(library),
+        "state_space_scan": StateSpaceScan(library),
+        "delta_rule": DeltaRule(library),
+        "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),
