@@ -180,6 +180,13 @@ class WeightRule:
     order: tuple[int, ...] = ()
     """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
     ((1, 0): up before gate); () = the target's own."""
+    groups: int = 1
+    """With ``split``: the tensor is so many equal groups, each with its share of every part;
+    :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
+
+
+EACH_KV_HEAD = 0
+"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
 
 
 class CausalLM(Protocol):

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +23,7 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
+    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
     IgnoresWeights,
@@ -314,15 +315,16 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule.order)
+            tensor = _cut_part(slot, part, tensor, rule)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 
 def _check_tensor(
@@ -341,14 +343,20 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
     """One part of a checkpoint tensor that holds them all."""
     if not slot.parts or slot.part_dim is None:
         return tensor
+    groups = min(p.units for p in slot.parts) if rule.groups == EACH_KV_HEAD else rule.groups
     sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(order or range(len(sizes)))
+    if any(size % groups for size in sizes):
+        raise WeightsError(f"{rule.source}: parts of {sizes} rows are not {groups} equal groups")
+    sizes = [size // groups for size in sizes]
+    stored = list(rule.order or range(len(sizes)))
     start = sum(sizes[other] for other in stored[: stored.index(part)])
-    return tensor.narrow(slot.part_dim, start, sizes[part])
+    dim = slot.part_dim
+    own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])
+    return own.flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:
