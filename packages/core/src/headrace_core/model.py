@@ -183,6 +183,12 @@ class WeightRule:
     groups: int = 1
     """With ``split``: the tensor is so many equal groups, each with its share of every part;
     :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
+    interleaved: bool = False
+    """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
+    stacked: bool = False
+    """The checkpoint holds many targets in one tensor, along a leading dimension or as equal runs of its
+    first: those that ``target``'s last ``{}``, which ``source`` lacks, counts from 0 (experts). What else
+    the rule says is of each."""
 
 
 EACH_KV_HEAD = 0

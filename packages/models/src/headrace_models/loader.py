@@ -224,7 +224,12 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
         whole = rule.split is not None and slot.num_parts > 1
         _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
@@ -327,6 +332,20 @@ class _Filling:
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
 
 
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
+
+
 def _check_tensor(
     slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
@@ -349,10 +368,14 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
         return tensor
     groups = min(p.units for p in slot.parts) if rule.groups == EACH_KV_HEAD else rule.groups
     sizes = [p.size * p.shard.count for p in slot.parts]
+    stored = list(rule.order or range(len(sizes)))
+    if rule.interleaved:
+        return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
+            slot.part_dim + 1, stored.index(part)
+        )
     if any(size % groups for size in sizes):
         raise WeightsError(f"{rule.source}: parts of {sizes} rows are not {groups} equal groups")
     sizes = [size // groups for size in sizes]
-    stored = list(rule.order or range(len(sizes)))
     start = sum(sizes[other] for other in stored[: stored.index(part)])
     dim = slot.part_dim
     own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])

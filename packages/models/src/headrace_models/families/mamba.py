@@ -10,7 +10,7 @@ from headrace_core.model import WeightRule
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.hybrid_block import MixerBlock
 from headrace_models.layers.mamba import MambaMixer, MambaSizes
-from headrace_models.layers.norm import RMSNorm, UnweightedRMSNorm
+from headrace_models.layers.norm import RMSNorm
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.recurrent_settings import MAX_TAPS
 
@@ -70,12 +70,12 @@ class MambaForCausalLM(Decoder):
             activation=self.settings.activation("hidden_act"),
             bias=self.settings.flag("use_bias", False),
             conv_bias=self.settings.flag("use_conv_bias", True),
-            norms=self.make_step_norms(context, sizes),
+            norms=self.make_step_norms(context, name, sizes),
         )
 
     def make_step_norms(
-        self, context: BuildContext, sizes: MambaSizes
-    ) -> Sequence[UnweightedRMSNorm]:
+        self, context: BuildContext, name: str, sizes: MambaSizes
+    ) -> Sequence[RMSNorm]:
         """Norms of step, key and query, if the family has them."""
         return ()
 
@@ -100,8 +100,8 @@ class FalconMambaForCausalLM(MambaForCausalLM):
     arXiv:2410.05355."""
 
     def make_step_norms(
-        self, context: BuildContext, sizes: MambaSizes
-    ) -> Sequence[UnweightedRMSNorm]:
+        self, context: BuildContext, name: str, sizes: MambaSizes
+    ) -> Sequence[RMSNorm]:
         eps = self.settings.number("mixer_rms_eps", 1e-6)
         lengths = (sizes.step_rank, sizes.state_size, sizes.state_size)
-        return [UnweightedRMSNorm(context, length, eps) for length in lengths]
+        return [RMSNorm(context, name, length, eps, weight=False) for length in lengths]

@@ -16,7 +16,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel, shard_of
-from headrace_models.layers.norm import RMSNorm, UnweightedRMSNorm
+from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class MambaMixer(RecurrentLayer):
         activation: str,
         bias: bool,
         conv_bias: bool,
-        norms: Sequence[RMSNorm | UnweightedRMSNorm] = (),
+        norms: Sequence[RMSNorm] = (),
     ) -> None:
         channels = shard_of(sizes.channels, context.communicator, what=f"{name}, channels")
         own = Part(sizes.channels // channels.count, channels)

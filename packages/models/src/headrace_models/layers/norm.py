@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_models.layers.base import Layer, Slot, WeightLayer
+from headrace_models.layers.base import Slot, WeightLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,19 +54,6 @@ class RMSNorm(WeightLayer):
         if residual is None:
             return self(x), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps, offset=self.offset)
-
-
-class UnweightedRMSNorm(Layer):
-    """An RMS norm whose weight is 1, and in no checkpoint."""
-
-    def __init__(self, context: BuildContext, size: int, eps: float) -> None:
-        self.ops = context.ops
-        self.eps = eps
-        self.weight = torch.ones(size, dtype=getattr(torch, context.dtype), device=context.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape."""
-        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class LayerNorm(WeightLayer):

@@ -30,7 +30,6 @@ from headrace_kernels.cpu.ops.recurrent import (
     StateSpaceScan,
 )
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
-from headrace_kernels.cpu.ops.routing import TopKSoftmax
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
@@ -55,7 +54,6 @@ def native_ops(library: Library) -> NativeOps:
         "add": Add(library),
         "scale": Scale(library),
         "to_float32": ToFloat32(library),
-        "topk_softmax": TopKSoftmax(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),
