@@ -183,6 +183,9 @@ class WeightRule:
     groups: int = 1
     """With ``split``: the tensor is so many equal groups, each with its share of every part;
     :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
+    holds: tuple[int, ...] = ()
+    """With ``split``: which of the target's parts the tensor has, if not all (Qwen3-Next: query and its
+    gate, of attention that has keys and values besides)."""
     interleaved: bool = False
     """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
     stacked: bool = False

@@ -229,10 +229,12 @@ struct HeadRun {
 // Two rows of the state (or one) stay in registers while the tokens pass: NV vectors from `at` on.
 // What the vectors before have summed up is added to.
 template <int NV, int ROWS>
-inline void pass_rows(const HeadRun& g, float* state, int64_t row, int64_t at) {
+inline void pass_rows(const HeadRun& g, const float* from, float* to, int64_t row, int64_t at) {
   vf held[ROWS][NV];
   for (int r = 0; r < ROWS; ++r) {
-    for (int v = 0; v < NV; ++v) held[r][v] = ld(state + (row + r) * g.width + at + v * W);
+    for (int v = 0; v < NV; ++v) {
+      held[r][v] = from == nullptr ? vzero() : ld(from + (row + r) * g.width + at + v * W);
+    }
   }
   for (int64_t t = 0; t < g.tokens; t += 2) {
     vf sums[4] = {vzero(), vzero(), vzero(), vzero()};
@@ -260,23 +262,24 @@ inline void pass_rows(const HeadRun& g, float* state, int64_t row, int64_t at) {
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    for (int v = 0; v < NV; ++v) st(state + (row + r) * g.width + at + v * W, held[r][v]);
+    for (int v = 0; v < NV; ++v) st(to + (row + r) * g.width + at + v * W, held[r][v]);
   }
 }
 
-template <int NV> inline void pass_columns(const HeadRun& g, float* state, int64_t at) {
+template <int NV> inline void pass_columns(const HeadRun& g, const float* from, float* to, int64_t at) {
   int64_t row = 0;
-  for (; row + 2 <= g.size; row += 2) pass_rows<NV, 2>(g, state, row, at);
-  if (row < g.size) pass_rows<NV, 1>(g, state, row, at);
+  for (; row + 2 <= g.size; row += 2) pass_rows<NV, 2>(g, from, to, row, at);
+  if (row < g.size) pass_rows<NV, 1>(g, from, to, row, at);
 }
 
-inline void pass_tokens(const HeadRun& g, float* state) {
+// State [size, width] before and after the run; null before: zeros.
+inline void pass_tokens(const HeadRun& g, const float* from, float* to) {
   for (int64_t at = 0; at < g.width;) {
     switch (min_of(8, (g.width - at) / W)) {
-      case 8: pass_columns<8>(g, state, at); at += 8 * W; break;
-      case 4: case 5: case 6: case 7: pass_columns<4>(g, state, at); at += 4 * W; break;
-      case 2: case 3: pass_columns<2>(g, state, at); at += 2 * W; break;
-      default: pass_columns<1>(g, state, at); at += W;
+      case 8: pass_columns<8>(g, from, to, at); at += 8 * W; break;
+      case 4: case 5: case 6: case 7: pass_columns<4>(g, from, to, at); at += 4 * W; break;
+      case 2: case 3: pass_columns<2>(g, from, to, at); at += 2 * W; break;
+      default: pass_columns<1>(g, from, to, at); at += W;
     }
   }
 }
@@ -335,10 +338,13 @@ inline void scan_head(const StateSpace<T>& g, int64_t head, int64_t first, int64
   run.sums = run.taken + TOKEN_RUN * size;
   float* steps = run.sums + TOKEN_RUN * size;
   const int64_t own = head * size * g.length;
-  if (from == nullptr) {
-    __builtin_memset(state, 0, size_t(size * width) * sizeof(float));
-  } else {
-    widen_rows(state, from + own, size, g.length, width, g.length);
+  // Rows of whole vectors are worked on where they are.
+  const bool in_place = g.length == width && to != nullptr;
+  const float* before = from == nullptr ? nullptr : from + own;
+  float* after = in_place ? to + own : state;
+  if (before != nullptr && g.length != width) {
+    widen_rows(state, before, size, g.length, width, g.length);
+    before = state;
   }
   const vf skip = vset(g.skip == nullptr ? 0.0f : g.skip[head]);
   for (int64_t t = first; t < end; t += TOKEN_RUN) {
@@ -353,7 +359,8 @@ inline void scan_head(const StateSpace<T>& g, int64_t head, int64_t first, int64
         st_upto(run.taken + i * size + p, vmul(vset(steps[i]), ld_upto(x + i * g.x_row + p, size - p)), size - p);
       }
     }
-    pass_tokens(run, state);
+    pass_tokens(run, before, after);
+    before = after;
     T* out = g.out + (t * g.heads + head) * size;
     for (int64_t i = 0; i < run.tokens; ++i) {
       for (int64_t p = 0; p < size; p += W) {
@@ -363,7 +370,7 @@ inline void scan_head(const StateSpace<T>& g, int64_t head, int64_t first, int64
       }
     }
   }
-  if (to != nullptr) narrow_rows(to + own, state, size, g.length, width);
+  if (to != nullptr && !in_place) narrow_rows(to + own, state, size, g.length, width);
 }
 
 // x [tokens, heads, size], step [tokens, heads], key and query [tokens, groups, length],
@@ -567,6 +574,88 @@ int32_t delta_rule(void* out, const void* query, const void* key, const void* va
     over_requests<float>(s, heads, tokens * heads * size * length / 4, g.out, heads * size,
                          [&](int64_t head, int64_t first, int64_t end, const float* from, float* to) {
       delta_head(g, head, first, end, from, to);
+    });
+  });
+  return OK;
+}
+
+// --- recurrences of single channels -----------------------------------------------------------
+
+// x and both gates [tokens, channels], state [blocks, channels]
+int32_t rg_lru(void* out, const void* x, const void* input_gate, const void* decay_gate, const float* decay,
+               const float* input_bias, const float* decay_bias, void* state, const int64_t* state_in,
+               const int64_t* state_out, const int32_t* cu_seqlens, int64_t requests, int64_t tokens,
+               int64_t channels, int64_t x_row, int64_t input_row, int64_t decay_row, int64_t blocks,
+               int64_t stride, int32_t dtype) {
+  const States s{state, state_in, state_out, cu_seqlens, requests, tokens, blocks, stride};
+  const int32_t status = check_states(s);
+  if (status != OK) return status;
+  with_dtype(dtype, [&](auto* type) {
+    using T = typename pointee<decltype(type)>::type;
+    over_requests<float>(s, ceil_div(channels, W), tokens * channels * 8, static_cast<T*>(out), channels,
+                         [&](int64_t piece, int64_t first, int64_t end, const float* from, float* to) {
+      const int64_t c = piece * W, left = channels - c;
+      const vf rate = vmul(vset(-8.0f), vsoftplus(ld_upto(decay + c, left)));
+      const vf input = ld_upto(input_bias + c, left), opens = ld_upto(decay_bias + c, left);
+      vf held = from == nullptr ? vzero() : ld_upto(from + c, left);
+      for (int64_t t = first; t < end; ++t) {
+        const vf gate = vadd(ld_upto(static_cast<const T*>(input_gate) + t * input_row + c, left), input);
+        const vf taken = vmul(ld_upto(static_cast<const T*>(x) + t * x_row + c, left), vsigmoid(gate));
+        const vf open = vadd(ld_upto(static_cast<const T*>(decay_gate) + t * decay_row + c, left), opens);
+        const vf log = vmul(rate, vsigmoid(open));
+        float share[W];
+        st(share, vsub(vset(1.0f), vexp(vadd(log, log))));
+        for (int i = 0; i < W; ++i) share[i] = __builtin_sqrtf(share[i]);
+        const bool begins = from == nullptr && t == first;
+        held = begins ? taken : vfma(ld(share), taken, vmul(vexp(log), held));
+        st_upto(static_cast<T*>(out) + t * channels + c, held, left);
+      }
+      if (to != nullptr) st_upto(to + c, held, left);
+    });
+  });
+  return OK;
+}
+
+constexpr float WKV_BEGIN = -1e38f;
+
+// A numerator and a denominator, times e^log.
+struct Average { vf total, weight, log; };
+
+// With one more term, of weight e^k.
+inline Average averaged(const Average& a, vf k, vf value) {
+  const vf most = vmax(a.log, k), old = vexp(vsub(a.log, most)), now = vexp(vsub(k, most));
+  return {vfma(now, value, vmul(old, a.total)), vfma(old, a.weight, now), most};
+}
+
+// key and value [tokens, channels], state [blocks, 3, channels]
+int32_t wkv(void* out, const void* key, const void* value, const float* decay, const float* first_weight,
+            void* state, const int64_t* state_in, const int64_t* state_out, const int32_t* cu_seqlens,
+            int64_t requests, int64_t tokens, int64_t channels, int64_t key_row, int64_t value_row,
+            int64_t blocks, int64_t stride, int32_t dtype) {
+  const States s{state, state_in, state_out, cu_seqlens, requests, tokens, blocks, stride};
+  const int32_t status = check_states(s);
+  if (status != OK) return status;
+  with_dtype(dtype, [&](auto* type) {
+    using T = typename pointee<decltype(type)>::type;
+    over_requests<float>(s, ceil_div(channels, W), tokens * channels * 8, static_cast<T*>(out), channels,
+                         [&](int64_t piece, int64_t first, int64_t end, const float* from, float* to) {
+      const int64_t c = piece * W, left = channels - c;
+      const vf rate = ld_upto(decay + c, left), bonus = ld_upto(first_weight + c, left);
+      Average held{vzero(), vzero(), vset(WKV_BEGIN)};
+      if (from != nullptr) {
+        held = {ld_upto(from + c, left), ld_upto(from + channels + c, left), ld_upto(from + 2 * channels + c, left)};
+      }
+      for (int64_t t = first; t < end; ++t) {
+        const vf k = ld_upto(static_cast<const T*>(key) + t * key_row + c, left);
+        const vf v = ld_upto(static_cast<const T*>(value) + t * value_row + c, left);
+        const Average now = averaged(held, vadd(bonus, k), v);
+        st_upto(static_cast<T*>(out) + t * channels + c, vdiv(now.total, now.weight), left);
+        held = averaged({held.total, held.weight, vadd(held.log, rate)}, k, v);
+      }
+      if (to == nullptr) return;
+      st_upto(to + c, held.total, left);
+      st_upto(to + channels + c, held.weight, left);
+      st_upto(to + 2 * channels + c, held.log, left);
     });
   });
   return OK;

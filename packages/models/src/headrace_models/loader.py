@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -37,7 +37,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, held_parts, stored_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,9 +231,8 @@ class _Filling:
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = held_parts(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -347,9 +346,9 @@ def _unstacked(
 
 
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, held: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, held, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -363,19 +362,24 @@ def _check_tensor(
 
 
 def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    groups = min(p.units for p in slot.parts) if rule.groups == EACH_KV_HEAD else rule.groups
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(rule.order or range(len(sizes)))
+    held = {index: slot.parts[index] for index in held_parts(slot, rule)}
+    groups = rule.groups
+    if groups == EACH_KV_HEAD:
+        groups = min(part.units for part in held.values())
+    sizes = {index: part.size * part.shard.count for index, part in held.items()}
+    stored = list(rule.order or held)
     if rule.interleaved:
         return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
             slot.part_dim + 1, stored.index(part)
         )
-    if any(size % groups for size in sizes):
-        raise WeightsError(f"{rule.source}: parts of {sizes} rows are not {groups} equal groups")
-    sizes = [size // groups for size in sizes]
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    sizes = {index: size // groups for index, size in sizes.items()}
     start = sum(sizes[other] for other in stored[: stored.index(part)])
     dim = slot.part_dim
     own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])

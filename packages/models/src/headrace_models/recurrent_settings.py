@@ -38,7 +38,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, str) and value.lower() in ("inf", "infinity"):
         return math.inf
     usable = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if usable and -1e30 < value < 1e300 or value == math.inf else None
+    return float(value) if (usable and -1e30 < value < 1e300) or value == math.inf else None
 
 
 def layer_indices(settings: Settings, name: str) -> frozenset[int]:

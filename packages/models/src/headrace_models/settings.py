@@ -76,7 +76,7 @@ class Settings:
         """Empty if the key is absent or null. Raises: UnsupportedModel."""
         value = self._value(name, [])
         if not isinstance(value, list) or any(type(entry) is not int for entry in value):
-            raise _wrong(name, value, "a list of integers")
+            raise self._wrong(name, value, "a list of integers")
         return value
 
     def optional_integer(self, name: str) -> int | None:

@@ -52,8 +52,10 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
+    WKVOp,
 )
 from headrace_core.ops.rowwise import (
     ACTIVATIONS,
@@ -67,6 +69,7 @@ from headrace_core.ops.rowwise import (
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
+    GateOp,
     LayerNormOp,
     RMSNormOp,
     RouteExpertsOp,
@@ -96,6 +99,7 @@ __all__ = [
     "CausalConvOp",
     "DeltaRuleOp",
     "EmbeddingOp",
+    "GateOp",
     "GatedRMSNormOp",
     "HeadLinearOp",
     "HeadNorm",
@@ -112,6 +116,7 @@ __all__ = [
     "PairsCaches",
     "QuantLinearOp",
     "QuantizedWeight",
+    "RGLRUOp",
     "RMSNormOp",
     "RotaryCacheWriteOp",
     "RotaryOp",
@@ -125,5 +130,6 @@ __all__ = [
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",
+    "WKVOp",
     "bind_ops",
 ]

@@ -83,6 +83,15 @@ class AddOp(Protocol):
         ...
 
 
+class GateOp(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
+
+        ``activation`` is ``silu``, ``sigmoid`` or None, the gate as it is. In float32, rounded once.
+        """
+        ...
+
+
 class ScaleOp(Protocol):
     def __call__(self, x: Tensor, factor: float) -> Tensor:
         """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""

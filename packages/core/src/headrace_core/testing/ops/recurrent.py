@@ -111,9 +111,27 @@ class RecurrentConformance(OpSuite):
         }  # fmt: skip
         return RecurrentCase("delta_rule", by_token, whole, (heads, length, size))
 
+    def _rg_lru(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels = 37
+        fused = self.rand(tokens, 3 * channels, dtype=dtype, seed=1)
+        x, opens, decays = fused.chunk(3, dim=1)
+        by_token = {"x": x, "input_gate": opens, "decay_gate": decays}
+        names = ("decay", "input_bias", "decay_bias")
+        whole = {name: self.rand(channels, seed=seed) for seed, name in enumerate(names)}
+        whole["decay"] -= 3
+        return RecurrentCase("rg_lru", by_token, whole, (channels,))
+
+    def _wkv(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels = 21
+        key, value = self.rand(tokens, 2 * channels, dtype=dtype, seed=1).chunk(2, dim=1)
+        whole = {"decay": -self.rand(channels).exp() * 0.3, "first": self.rand(channels, seed=2)}
+        return RecurrentCase("wkv", {"key": key * 2, "value": value}, whole, (3, channels))
+
     def states(self, case: RecurrentCase, seed: int = 9) -> Tensor:
         """Blocks that lie apart."""
         apart = self.rand(BLOCKS, 2, *case.state_shape, seed=seed)
+        if case.name == "wkv":
+            apart[:, :, 1] = apart[:, :, 1].abs() + 1  # a denominator
         return apart[:, 1].to(getattr(torch, case.state_dtype))
 
     def indices(self, *values: int) -> Tensor:
@@ -127,7 +145,7 @@ class RecurrentConformance(OpSuite):
         ("name", "variant"),
         [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("selective_scan", 1),
          ("state_space_scan", 0), ("state_space_scan", 1), ("state_space_scan", 2),
-         ("delta_rule", 0), ("delta_rule", 1), ("delta_rule", 2)],
+         ("delta_rule", 0), ("delta_rule", 1), ("delta_rule", 2), ("rg_lru", 0), ("wkv", 0)],
     )  # fmt: skip
     def test_recurrences(
         self, op: Callable[[str], Any], dtype: str, name: str, variant: int
@@ -155,7 +173,8 @@ class RecurrentConformance(OpSuite):
         assert not bool(out[-2:].any())
 
     @pytest.mark.parametrize(
-        "name", ["causal_conv", "selective_scan", "state_space_scan", "delta_rule"]
+        "name",
+        ["causal_conv", "selective_scan", "state_space_scan", "delta_rule", "rg_lru", "wkv"],
     )
     def test_recurrences_without_a_state(
         self, op: Callable[[str], Any], dtype: str, name: str
@@ -170,7 +189,7 @@ class RecurrentConformance(OpSuite):
     @pytest.mark.parametrize(
         ("name", "variant"),
         [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("state_space_scan", 0),
-         ("state_space_scan", 1), ("delta_rule", 0), ("delta_rule", 1)],
+         ("state_space_scan", 1), ("delta_rule", 0), ("delta_rule", 1), ("rg_lru", 0), ("wkv", 0)],
     )  # fmt: skip
     def test_recurrences_cut_anywhere(
         self, invariant_op: Callable[[str], Any], dtype: str, name: str, variant: int

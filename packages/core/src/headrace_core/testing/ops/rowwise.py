@@ -147,6 +147,14 @@ class RowwiseConformance(OpSuite):
         assert bits_equal(op("add")(x, y), x + y)
         assert bits_equal(op("scale")(x, 2.0), x * 2)
 
+    @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
+    def test_gate(self, op: Callable[[str], Any], dtype: str, activation: str | None) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x, gate = self.rand(rows, 2 * width, dtype=dtype).chunk(2, dim=1)
+            out = op("gate")(x, gate, activation=activation)
+            expected = call_wide(reference.gate, x, gate, activation=activation)
+            self.check(out, expected, dtype)
+
     @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
     def test_to_float32(self, op: Callable[[str], Any], dtype: str, soft_cap: float) -> None:
         for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:

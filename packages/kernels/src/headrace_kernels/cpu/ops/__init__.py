@@ -16,13 +16,15 @@ from typing import Any
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
-from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
+from headrace_kernels.cpu.ops.elementwise import Add, Gate, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.recurrent import (
+    RGLRU,
+    WKV,
     CausalConv,
     DeltaRule,
     GatedRMSNorm,
@@ -53,6 +55,7 @@ def native_ops(library: Library) -> NativeOps:
         "activation_and_mul": ActivationAndMul(library),
         "add": Add(library),
         "scale": Scale(library),
+        "gate": Gate(library),
         "to_float32": ToFloat32(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
@@ -63,6 +66,8 @@ def native_ops(library: Library) -> NativeOps:
         "selective_scan": SelectiveScan(library),
         "state_space_scan": StateSpaceScan(library),
         "delta_rule": DeltaRule(library),
+        "rg_lru": RGLRU(library),
+        "wkv": WKV(library),
         "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
         "quant_linear": QuantLinear(library),

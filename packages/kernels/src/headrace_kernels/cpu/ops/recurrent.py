@@ -289,6 +289,84 @@ class DeltaRule:
         return out
 
 
+class RGLRU:
+    """See :class:`headrace_core.ops.RGLRUOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.rg_lru
+
+    def __call__(
+        self,
+        x: Tensor,
+        input_gate: Tensor,
+        decay_gate: Tensor,
+        decay: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+        *,
+        input_bias: Tensor,
+        decay_bias: Tensor,
+    ) -> Tensor:
+        _expect("rg_lru", x, tuple(x.shape), input_gate=input_gate, decay_gate=decay_gate)
+        x, tokens, x_row = matrix(x)
+        input_gate, _, input_row = matrix(input_gate)
+        decay_gate, _, decay_row = matrix(decay_gate)
+        channels = x.shape[1]
+        decay, input_bias, decay_bias = (
+            vector(v, torch.float32, channels, "rg_lru: decay or a bias")
+            for v in (decay, input_bias, decay_bias)
+        )
+        states = states_for(
+            "rg_lru", state, state_in, state_out, cu_seqlens_q, (channels,), torch.float32
+        )
+        out = torch.empty(tokens, channels, dtype=x.dtype)
+        status = self._kernel(
+            out.data_ptr(), x.data_ptr(), input_gate.data_ptr(), decay_gate.data_ptr(),
+            decay.data_ptr(), input_bias.data_ptr(), decay_bias.data_ptr(), *states.pointers,
+            states.num_seqs, tokens, channels, x_row, input_row, decay_row, states.blocks,
+            states.stride, dtype_code(x.dtype),
+        )  # fmt: skip
+        raise_for("rg_lru", status, cu_seqlens_q, tokens, states.blocks)
+        return out
+
+
+class WKV:
+    """See :class:`headrace_core.ops.WKVOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.wkv
+
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        first: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+    ) -> Tensor:
+        _expect("wkv", value, tuple(value.shape), key=key)
+        key, tokens, key_row = matrix(key)
+        value, _, value_row = matrix(value)
+        channels = value.shape[1]
+        decay, first = (vector(v, torch.float32, channels, "wkv: decay") for v in (decay, first))
+        states = states_for(
+            "wkv", state, state_in, state_out, cu_seqlens_q, (3, channels), torch.float32
+        )
+        out = torch.empty(tokens, channels, dtype=value.dtype)
+        status = self._kernel(
+            out.data_ptr(), key.data_ptr(), value.data_ptr(), decay.data_ptr(), first.data_ptr(),
+            *states.pointers, states.num_seqs, tokens, channels, key_row, value_row, states.blocks,
+            states.stride, dtype_code(value.dtype),
+        )  # fmt: skip
+        raise_for("wkv", status, cu_seqlens_q, tokens, states.blocks)
+        return out
+
+
 class GatedRMSNorm:
     """See :class:`headrace_core.ops.GatedRMSNormOp`."""
 
