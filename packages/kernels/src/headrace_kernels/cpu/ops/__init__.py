@@ -32,6 +32,7 @@ from headrace_kernels.cpu.ops.recurrent import (
     StateSpaceScan,
 )
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
+from headrace_kernels.cpu.ops.routing import RouteExperts
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
@@ -57,6 +58,7 @@ def native_ops(library: Library) -> NativeOps:
         "scale": Scale(library),
         "gate": Gate(library),
         "to_float32": ToFloat32(library),
+        "route_experts": RouteExperts(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),
