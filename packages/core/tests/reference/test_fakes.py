@@ -33,7 +33,6 @@ def calls(dtype):
     yield "activation_and_mul", (x, "silu"), {}
     yield "route_experts", (x, 3), {}
     yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
-    yield "mul", (x, x), {}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
     yield "cache_write", (heads, heads, *caches, positions), {}
     yield (

@@ -83,12 +83,6 @@ class AddOp(Protocol):
         ...
 
 
-class MulOp(Protocol):
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x * y``, both [T, H] and of one dtype; the product is rounded once."""
-        ...
-
-
 class XIELUOp(Protocol):
     def __call__(
         self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
@@ -98,6 +92,15 @@ class XIELUOp(Protocol):
 
         The numbers are float32, the coefficients as used (not what is learned, whose softplus they
         are). Source: Huang & Schlag 2024, arXiv:2411.13010.
+        """
+        ...
+
+
+class GateOp(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
+
+        ``activation`` is ``silu``, ``sigmoid`` or None, the gate as it is. In float32, rounded once.
         """
         ...
 

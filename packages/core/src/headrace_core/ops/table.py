@@ -20,8 +20,10 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
+    WKVOp,
 )
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
@@ -30,8 +32,8 @@ from headrace_core.ops.rowwise import (
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
+    GateOp,
     LayerNormOp,
-    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
@@ -57,8 +59,8 @@ class OpTable:
     activation_and_mul: ActivationAndMulOp
     xielu: XIELUOp
     add: AddOp
-    mul: MulOp
     scale: ScaleOp
+    gate: GateOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp
     rotary: RotaryOp
@@ -72,6 +74,8 @@ class OpTable:
     selective_scan: SelectiveScanOp
     state_space_scan: StateSpaceScanOp
     delta_rule: DeltaRuleOp
+    rg_lru: RGLRUOp
+    wkv: WKVOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp

@@ -21,13 +21,20 @@ from headrace_models.layers.linear import (
     quantizes_floats,
 )
 from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
+from headrace_models.layers.state_layer import RecurrentLayer
 from headrace_models.settings import MAX_LAYERS, Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import (
+        AttentionLayer,
+        BuildContext,
+        InputEmbeds,
+        StateLayer,
+        WeightRule,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +182,11 @@ class Decoder(Layer, ABC):
         """See :class:`headrace_core.model.CausalLM`."""
         found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
         return {layer.spec.name: layer for layer in found}
+
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """See :class:`headrace_core.model.SupportsRecurrence`."""
+        found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
+        return {layer.name: layer for layer in found}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
