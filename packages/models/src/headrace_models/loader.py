@@ -29,6 +29,7 @@ from headrace_core.model import (
     ModelInfo,
     ProgressCallback,
     SupportsPooling,
+    TranslatesWeights,
     WeightFormat,
     WeightRule,
     ignore_progress,
@@ -91,7 +92,10 @@ def load_model(
     ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
     filling = _Filling(context, leaves, weights, {**HARMLESS, **ignored})
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        for name, tensor, file in _tensors(info, context, load, weights, seed, progress):
+        stored = _tensors(info, context, load, weights, seed, progress)
+        if isinstance(model, TranslatesWeights) and load.load_format.lower() != "dummy":
+            stored = model.translate(stored)
+        for name, tensor, file in stored:
             filling.take(name, tensor, file)
         filling.close(info.path)
     logger.info("%s: %s weights loaded from %s", info.architecture, load.load_format, info.path)

@@ -27,11 +27,15 @@ def fetch(
     revision: str | None = None,
     token: str | None = None,
     download_dir: str | None = None,
+    code: bool = False,
 ) -> Path:
     """The folder that holds the checkpoint ``name``; downloads what is not there yet.
 
     ``HF_HOME`` moves the cache, ``HF_HUB_OFFLINE=1`` forbids the network; both are the hub
     library's.
+
+    Args:
+        code: Python files are wanted, too.
 
     Raises:
         ConfigError: no such folder, and the hub does not have it; names the id and the cache
@@ -49,7 +53,8 @@ def fetch(
             "HEADRACE_USE_MODELSCOPE is set, but downloads from ModelScope are not implemented: "
             "download the model with ModelScope's own tool and pass its folder"
         )
-    return _download(name, revision, token, download_dir)
+    wanted = (*WANTED_FILES, "*.py") if code else WANTED_FILES
+    return _download(name, revision, token, download_dir, wanted)
 
 
 def _looks_like_hub_name(name: str) -> bool:
@@ -57,7 +62,13 @@ def _looks_like_hub_name(name: str) -> bool:
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
-def _download(name: str, revision: str | None, token: str | None, download_dir: str | None) -> Path:
+def _download(
+    name: str,
+    revision: str | None,
+    token: str | None,
+    download_dir: str | None,
+    wanted: tuple[str, ...],
+) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -68,7 +79,7 @@ def _download(name: str, revision: str | None, token: str | None, download_dir: 
             revision=revision,
             token=token,
             cache_dir=cache,
-            allow_patterns=list(WANTED_FILES),
+            allow_patterns=list(wanted),
             ignore_patterns=list(UNWANTED_FILES),
         )
     except Exception as error:  # the library's errors share no base with the network's
