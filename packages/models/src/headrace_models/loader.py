@@ -32,6 +32,7 @@ from headrace_core.model import (
     ProgressCallback,
     SharesByRank,
     SupportsPooling,
+    TranslatesWeights,
     WeightFormat,
     WeightRule,
     ignore_progress,
@@ -98,7 +99,10 @@ def load_model(
             shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
-            fill(built, context, _tensors(info, context, load, built, chosen, seed, progress))
+            stored = _tensors(info, context, load, built, chosen, seed, progress)
+            if isinstance(built.model, TranslatesWeights) and chosen is not None:
+                stored = built.model.translate(stored)
+            fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
     return cast(CausalLM, built.model)
 

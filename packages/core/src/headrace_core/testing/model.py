@@ -248,6 +248,7 @@ def build_context(
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
 
 

@@ -216,6 +216,7 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
