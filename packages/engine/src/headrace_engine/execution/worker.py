@@ -285,6 +285,7 @@ class ModelWorker:
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
         model = self._loaded()
+        backends = group_backends(self._layers, config)
         self._buffers = bind_cache(self._layers, self._states, config, self._device)
         self._cache = config
         if self._device.type == "cpu":
@@ -292,7 +293,7 @@ class ModelWorker:
         make_runner = ModelRunner if self._pooling is None else PoolingRunner
         self._runner = make_runner(
             model,
-            group_backends(self._layers, config),
+            backends,
             config,
             device=self._device,
             vocab_size=self._vocab_size,
