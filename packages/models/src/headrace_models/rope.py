@@ -47,12 +47,14 @@ def rope_settings(
     layer_type: str | None = None,
     *,
     theta: float | None = None,
+    partial: float = 1.0,
     max_positions: int | None = None,
 ) -> RopeSettings:
     """Read the settings of a config, or of one of its layer types.
 
     Args:
         theta: base if the config names none; default 10,000.
+        partial: ``partial_rotary_factor`` if the config names none.
         max_positions: replaces ``max_position_embeddings``, if the config has another name for it.
 
     Raises:
@@ -75,7 +77,7 @@ def rope_settings(
         kind=kind,
         theta=own.positive("rope_theta", whole.positive("rope_theta", theta or 10_000.0)),
         partial_rotary_factor=own.positive(
-            "partial_rotary_factor", whole.positive("partial_rotary_factor", 1.0)
+            "partial_rotary_factor", whole.positive("partial_rotary_factor", partial)
         ),
         original_max_position_embeddings=original if kind in _SCALES_FROM_ORIGINAL else limit,
         scaling=block,

@@ -5,21 +5,32 @@ from headrace_models.catalogue.row import Architecture
 _MIXED = ("full", "sliding")
 
 ROWS = (
+    Architecture("ArceeForCausalLM", "arcee:ArceeForCausalLM", "Arcee AFM 4.5B"),
+    Architecture("CwmForCausalLM", "cwm:CwmForCausalLM", "CWM", _MIXED),
+    Architecture("Exaone4ForCausalLM", "exaone4:Exaone4ForCausalLM", "EXAONE 4", _MIXED),
     Architecture("Gemma2ForCausalLM", "gemma2:Gemma2ForCausalLM", "Gemma 2", _MIXED),
     Architecture("Gemma3ForCausalLM", "gemma3:Gemma3ForCausalLM", "Gemma 3, text", _MIXED),
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
     Architecture("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2, Cerebras-GPT"),
+    Architecture("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3, PowerLM"),
     Architecture("GritLM", "gritlm:GritLM", "GritLM (generates and embeds)", _MIXED, "pool"),
+    Architecture("HyperCLOVAXForCausalLM", "hyperclovax:HyperCLOVAXForCausalLM", "HyperCLOVA X SEED"),
+    Architecture("Jais2ForCausalLM", "jais2:Jais2ForCausalLM", "Jais 2"),
     Architecture(
         "LLaMAForCausalLM", "llama:LlamaForCausalLM", "Llama", alias_of="LlamaForCausalLM"
     ),
     Architecture(
         "LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 1 to 3.3, Yi, SmolLM 1 and 2"
     ),
+    Architecture("MinistralForCausalLM", "ministral:MinistralForCausalLM", "Ministral 8B", _MIXED),
     Architecture("MistralForCausalLM", "mistral:MistralForCausalLM", "Mistral 7B, Nemo", _MIXED),
     Architecture("MixtralForCausalLM", "mixtral:MixtralForCausalLM", "Mixtral 8x7B, 8x22B", _MIXED),
+    Architecture("NemotronForCausalLM", "nemotron:NemotronForCausalLM", "Nemotron-4, Minitron"),
     Architecture("Phi3ForCausalLM", "phi3:Phi3ForCausalLM", "Phi-3, Phi-4", _MIXED),
     Architecture("Qwen2ForCausalLM", "qwen2:Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", _MIXED),
     Architecture("Qwen3ForCausalLM", "qwen3:Qwen3ForCausalLM", "Qwen3", _MIXED),
     Architecture("Qwen3MoeForCausalLM", "qwen3_moe:Qwen3MoeForCausalLM", "Qwen3 MoE", _MIXED),
+    Architecture("SeedOssForCausalLM", "seed_oss:SeedOssForCausalLM", "Seed-OSS"),
+    Architecture("SmolLM3ForCausalLM", "smollm3:SmolLM3ForCausalLM", "SmolLM3", _MIXED),
+    Architecture("VaultGemmaForCausalLM", "vaultgemma:VaultGemmaForCausalLM", "VaultGemma", _MIXED),
 )
