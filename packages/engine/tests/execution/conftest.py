@@ -200,7 +200,7 @@ class Harness:
             **settings,
         )
         self.worker.load()
-        self.config = KVCacheConfig(num_blocks=400, groups=groups)
+        self.config = KVCacheConfig((400,), groups)
         self.worker.allocate_cache(self.config)
         self.next_block = 1
         self.num_steps = 0
