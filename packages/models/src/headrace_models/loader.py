@@ -214,10 +214,12 @@ def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
         if candidate.recognises(path):
             return candidate
     others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
-    hint = f" It holds {', '.join(others)}: name one GGUF file, or convert what is none." if others else ""
-    raise WeightsError(
-        f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}"
+    hint = (
+        f" It holds {', '.join(others)}: name one GGUF file, or convert what is none."
+        if others
+        else ""
     )
+    raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
 
 
 @dataclass(slots=True)
