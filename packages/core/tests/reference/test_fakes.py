@@ -32,7 +32,6 @@ def calls(dtype):
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
     yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
-    yield "mul", (x, x), {}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
     yield "cache_write", (heads, heads, *caches, positions), {}
     yield (

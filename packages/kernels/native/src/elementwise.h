@@ -30,22 +30,6 @@ void add(void* out, const void* x, const void* y, int64_t rows, int64_t n, int64
   });
 }
 
-// out [rows, n] = x * y
-void mul(void* out, const void* x, const void* y, int64_t rows, int64_t n, int64_t x_stride,
-         int64_t y_stride, int32_t dtype) {
-  with_dtype(dtype, [&](auto* t) {
-    using T = typename pointee<decltype(t)>::type;
-    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
-      const T* a = static_cast<const T*>(x) + row * x_stride + at;
-      const T* b = static_cast<const T*>(y) + row * y_stride + at;
-      T* to = static_cast<T*>(out) + row * n + at;
-      for (int64_t j = 0; j < many; j += W) {
-        st_upto(to + j, vmul(ld_upto(a + j, many - j), ld_upto(b + j, many - j)), many - j);
-      }
-    });
-  });
-}
-
 // exp(x) - 1 - x for x <= 0, by the series where the difference would lose its digits
 inline vf vexp_rest(vf x) {
   vf series = vset(1.0f / 5040);

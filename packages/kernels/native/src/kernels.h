@@ -35,7 +35,6 @@ const Entry entries[] = {
     HR_ENTRY(activation_and_mul),
     HR_ENTRY(xielu),
     HR_ENTRY(add),
-    HR_ENTRY(mul),
     HR_ENTRY(scale),
     HR_ENTRY(to_float32),
     HR_ENTRY(topk_softmax),

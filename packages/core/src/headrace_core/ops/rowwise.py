@@ -72,12 +72,6 @@ class AddOp(Protocol):
         ...
 
 
-class MulOp(Protocol):
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """``x * y``, both [T, H] and of one dtype; the product is rounded once."""
-        ...
-
-
 class XIELUOp(Protocol):
     def __call__(
         self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6

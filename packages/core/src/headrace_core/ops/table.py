@@ -31,7 +31,6 @@ from headrace_core.ops.rowwise import (
     AddRMSNormOp,
     EmbeddingOp,
     LayerNormOp,
-    MulOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
@@ -58,7 +57,6 @@ class OpTable:
     activation_and_mul: ActivationAndMulOp
     xielu: XIELUOp
     add: AddOp
-    mul: MulOp
     scale: ScaleOp
     to_float32: ToFloat32Op
     topk_softmax: TopKSoftmaxOp

@@ -20,7 +20,7 @@ from headrace_core.reference.cache import (
     latent_cache_write,
     rotary_cache_write,
 )
-from headrace_core.reference.elementwise import add, mul, scale, to_float32
+from headrace_core.reference.elementwise import add, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import head_linear, linear
 from headrace_core.reference.logprobs import top_logprobs
@@ -55,7 +55,6 @@ __all__ = [
     "layer_norm",
     "linear",
     "moe",
-    "mul",
     "paged_attention",
     "quant_linear",
     "rms_norm",

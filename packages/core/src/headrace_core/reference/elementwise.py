@@ -13,11 +13,6 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return x + y
 
 
-def mul(x: Tensor, y: Tensor) -> Tensor:
-    """See :class:`headrace_core.ops.MulOp`."""
-    return x * y
-
-
 def scale(x: Tensor, factor: float) -> Tensor:
     """See :class:`headrace_core.ops.ScaleOp`."""
     return (widened(x) * factor).to(x.dtype)

@@ -57,10 +57,6 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _like(x)
 
 
-def mul(x: Tensor, y: Tensor) -> Tensor:
-    return _like(x)
-
-
 def xielu(x: Tensor, alpha_p: float, alpha_n: float, **options: float) -> Tensor:
     return _like(x)
 

@@ -46,7 +46,6 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "activation_and_mul": (None, [_P] * 2 + [_L] * 3 + [_I] * 2),
     "xielu": (None, [_P] * 2 + [_L] + [_F] * 4 + [_I]),
     "add": (None, [_P] * 3 + [_L] * 4 + [_I]),
-    "mul": (None, [_P] * 3 + [_L] * 4 + [_I]),
     "scale": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
     "to_float32": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
     "topk_softmax": (_I, [_P] * 3 + [_L] * 4 + [_I] * 2),

@@ -16,7 +16,7 @@ from typing import Any
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
-from headrace_kernels.cpu.ops.elementwise import Add, Mul, Scale, ToFloat32
+from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.linear import Linear
 from headrace_kernels.cpu.ops.moe import MoE
@@ -47,7 +47,6 @@ def native_ops(library: Library) -> NativeOps:
         "activation_and_mul": ActivationAndMul(library),
         "xielu": XIELU(library),
         "add": Add(library),
-        "mul": Mul(library),
         "scale": Scale(library),
         "to_float32": ToFloat32(library),
         "topk_softmax": TopKSoftmax(library),

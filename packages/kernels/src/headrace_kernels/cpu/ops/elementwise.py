@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,17 +12,15 @@ from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, matrix
 
 
-class _OfTwo:
-    """An op of two tensors of one shape and dtype."""
-
-    name: ClassVar[str]
+class Add:
+    """See :class:`headrace_core.ops.AddOp`."""
 
     def __init__(self, library: Library) -> None:
-        self._kernel = getattr(library, self.name)
+        self._kernel = library.add
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         if x.shape != y.shape or x.dtype is not y.dtype:
-            raise ConfigError(f"{self.name}: x is {describe(x)}, y is {describe(y)}")
+            raise ConfigError(f"add: x is {describe(x)}, y is {describe(y)}")
         x, rows, x_stride = matrix(x)
         y, _, y_stride = matrix(y)
         width = x.shape[1]
@@ -32,18 +30,6 @@ class _OfTwo:
             dtype_code(x.dtype),
         )  # fmt: skip
         return out
-
-
-class Add(_OfTwo):
-    """See :class:`headrace_core.ops.AddOp`."""
-
-    name = "add"
-
-
-class Mul(_OfTwo):
-    """See :class:`headrace_core.ops.MulOp`."""
-
-    name = "mul"
 
 
 class Scale:
@@ -57,6 +43,31 @@ class Scale:
         width = x.shape[1]
         out = torch.empty(rows, width, dtype=x.dtype)
         self._kernel(out.data_ptr(), x.data_ptr(), rows, width, stride, factor, dtype_code(x.dtype))
+        return out
+
+
+_OPENINGS: Mapping[str | None, int] = {None: 0, "silu": 1, "sigmoid": 2}
+
+
+class Gate:
+    """See :class:`headrace_core.ops.GateOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.gate
+
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        if x.shape != gate.shape or x.dtype is not gate.dtype:
+            raise ConfigError(f"gate: x is {describe(x)}, gate is {describe(gate)}")
+        if activation not in _OPENINGS:
+            raise ConfigError(f"gate: activation {activation!r}: must be one of {list(_OPENINGS)}")
+        x, rows, x_stride = matrix(x)
+        gate, _, gate_stride = matrix(gate)
+        width = x.shape[1]
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), gate.data_ptr(), rows, width, x_stride, gate_stride,
+            _OPENINGS[activation], dtype_code(x.dtype),
+        )  # fmt: skip
         return out
 
 
