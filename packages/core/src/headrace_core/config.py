@@ -424,7 +424,7 @@ class LoadConfig:
         "runai_streamer_sharded, fastsafetensors, or a plug-in's name.",
     )  # fmt: skip
     model_loader_extra_config: Mapping[str, Any] = option(
-        {}, "JSON: settings of the load format, such as {\"concurrency\": 16} for runai_streamer."
+        {}, 'JSON: settings of the load format, such as {"concurrency": 16} for runai_streamer.'
     )
     download_dir: str | None = option(None, "Where hub downloads go. Default: the hub's cache.")
     safetensors_load_strategy: Literal["lazy", "eager"] = option(

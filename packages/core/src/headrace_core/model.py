@@ -180,6 +180,22 @@ class WeightRule:
     order: tuple[int, ...] = ()
     """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
     ((1, 0): up before gate); () = the target's own."""
+    groups: int = 1
+    """With ``split``: the tensor is so many equal groups, each with its share of every part;
+    :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
+    holds: tuple[int, ...] = ()
+    """With ``split``: which of the target's parts the tensor has, if not all (Qwen3-Next: query and its
+    gate, of attention that has keys and values besides)."""
+    interleaved: bool = False
+    """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
+    stacked: bool = False
+    """The checkpoint holds many targets in one tensor, along a leading dimension or as equal runs of its
+    first: those that ``target``'s last ``{}``, which ``source`` lacks, counts from 0 (experts). What else
+    the rule says is of each."""
+
+
+EACH_KV_HEAD = 0
+"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
 
 
 class CausalLM(Protocol):

@@ -78,6 +78,29 @@ void scale(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, fl
   });
 }
 
+// How gate() opens.
+enum Opening : int32_t { AS_IT_IS = 0, BY_SILU = 1, BY_SIGMOID = 2 };
+
+// out [rows, n] = x * act(gate)
+void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int64_t x_stride,
+          int64_t by_stride, int32_t kind, int32_t dtype) {
+  const vf one = vset(1.0f);
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+      const T* a = static_cast<const T*>(x) + row * x_stride + at;
+      const T* b = static_cast<const T*>(by) + row * by_stride + at;
+      T* to = static_cast<T*>(out) + row * n + at;
+      for (int64_t j = 0; j < many; j += W) {
+        vf open = ld_upto(b + j, many - j);
+        if (kind == BY_SILU) open = act(SILU, open);
+        if (kind == BY_SIGMOID) open = vdiv(one, vadd(one, vexp(vsub(vzero(), open))));
+        st_upto(to + j, vmul(ld_upto(a + j, many - j), open), many - j);
+      }
+    });
+  });
+}
+
 // out [rows, n] = x, or soft_cap * tanh(x / soft_cap) if soft_cap > 0
 void to_float32(float* out, const void* x, int64_t rows, int64_t n, int64_t stride, float soft_cap,
            int32_t dtype) {

@@ -23,6 +23,7 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
+    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
     ConvertsTensors,
@@ -38,7 +39,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, held_parts, stored_shape
 from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
@@ -291,11 +292,15 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = held_parts(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -387,21 +392,36 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule.order)
+            tensor = _cut_part(slot, part, tensor, rule)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
 
 
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, held: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, held, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -414,14 +434,29 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(order or range(len(sizes)))
+    held = {index: slot.parts[index] for index in held_parts(slot, rule)}
+    groups = rule.groups
+    if groups == EACH_KV_HEAD:
+        groups = min(part.units for part in held.values())
+    sizes = {index: part.size * part.shard.count for index, part in held.items()}
+    stored = list(rule.order or held)
+    if rule.interleaved:
+        return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
+            slot.part_dim + 1, stored.index(part)
+        )
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    sizes = {index: size // groups for index, size in sizes.items()}
     start = sum(sizes[other] for other in stored[: stored.index(part)])
-    return tensor.narrow(slot.part_dim, start, sizes[part])
+    dim = slot.part_dim
+    own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])
+    return own.flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

@@ -65,17 +65,17 @@ def scale(x: Tensor, factor: float) -> Tensor:
     return _like(x)
 
 
+def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+    return _like(x, *x.shape)
+
+
 def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
-def topk_softmax(x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
     weights = torch.empty((x.shape[0], k), dtype=torch.float32, device=x.device)
     return weights, torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
-
-
-def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    return topk_softmax(x, k, renormalise=False)
 
 
 def rotary(
@@ -128,6 +128,14 @@ def state_space_scan(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
+def rg_lru(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def wkv(key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(value, *value.shape)
 
 

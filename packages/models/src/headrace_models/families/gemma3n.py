@@ -213,7 +213,12 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
         """One for all layers, or a list."""
         if not isinstance(self.context.config.get("intermediate_size"), list):
             return self.settings.integer("intermediate_size")
-        sizes = self.settings.integers("intermediate_size", self.num_layers())
+        sizes = self.settings.integers("intermediate_size")
+        if len(sizes) != self.num_layers() or min(sizes) < 1:
+            raise UnsupportedModel(
+                f"config.json: intermediate_size = {sizes!r:.200}: must be a number above 0 for each of "
+                f"{self.num_layers()} layers"
+            )
         return sizes[index]
 
     def _sparsity(self, index: int) -> float:

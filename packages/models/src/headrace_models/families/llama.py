@@ -50,7 +50,7 @@ class LlamaForCausalLM(Decoder):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         rope = rope_settings(
-            context.config, theta=self.default_theta, partial=self.default_partial_rotary
+            self.settings.config, theta=self.default_theta, partial=self.default_partial_rotary
         )
         limit = self.settings.integer("max_position_embeddings", 2048)
         self.rotary = rotary_table(context, rope, self.head_dim(), max_positions=limit)

@@ -21,13 +21,20 @@ from headrace_models.layers.linear import (
     quantizes_floats,
 )
 from headrace_models.layers.norm import NormLayer, RMSNorm
+from headrace_models.layers.state_layer import RecurrentLayer
 from headrace_models.settings import MAX_LAYERS, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import (
+        AttentionLayer,
+        BuildContext,
+        InputEmbeds,
+        StateLayer,
+        WeightRule,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +73,13 @@ class Decoder(Layer, ABC):
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
+    head_bias: ClassVar[bool] = False
+    spelling: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """See :class:`~headrace_models.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
-        self.settings = Settings(context.config)
+        self.settings = Settings(context.config, self.spelling)
         if context.pooling is None and is_bidirectional("", context.config):
             raise UnsupportedModel(
                 "config.json: the model attends in both directions, so it generates nothing: set "
@@ -102,17 +112,22 @@ class Decoder(Layer, ABC):
         spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear
         if isinstance(table, PackedEmbedding):
-            self.head = TiedLinear(context, spec.name, table.weight)
+            self.head = TiedLinear(context, spec, table.weight)
         elif self.is_tied():
             method = context.quant.for_layer(spec)
             self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:
-            self.head = Linear(context, spec.name, spec.in_features, [Part(spec.out_features)])
+            parts = [Part(spec.out_features)]
+            self.head = Linear(context, spec.name, spec.in_features, parts, bias=spec.bias)
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
         return LinearSpec(
-            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+            f"{prefix}{self.head_name}",
+            self.hidden_size(),
+            (vocab,),
+            self.context.dtype,
+            bias=self.head_bias,
         )
 
     def is_tied(self) -> bool:
@@ -160,6 +175,11 @@ class Decoder(Layer, ABC):
         """See :class:`headrace_core.model.CausalLM`."""
         found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
         return {layer.spec.name: layer for layer in found}
+
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """See :class:`headrace_core.model.SupportsRecurrence`."""
+        found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
+        return {layer.name: layer for layer in found}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
