@@ -324,3 +324,14 @@ class TestGemma4Large(TestGemma4):
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
         "num_global_key_value_heads": 2,
     }  # fmt: skip
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Experts(TestGemma4Large):
+    """26B-A4B: experts beside the MLP."""
+
+    own: ClassVar = {
+        **TestGemma4Large.own, "num_hidden_layers": 3, "enable_moe_block": True, "num_experts": 5,
+        "top_k_experts": 2, "moe_intermediate_size": 40,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }  # fmt: skip

@@ -63,7 +63,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     """
     path = checkpoint_folder(config, load)
     assert config.model is not None
-    stated = stated_config(path, config_folder=config.hf_config_path)
+    stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
     whole = merged(stated, config.hf_overrides)
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace_core.errors import ConfigError, NetworkError
@@ -16,6 +17,7 @@ WANTED_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
     "auto": ("*.safetensors", "*.bin"),
     "pt": ("*.bin", "*.pt"),
+    "mistral": ("consolidated*.safetensors",),
     "tensorizer": ("*.tensors",),
     "dummy": (),
 }
@@ -114,7 +116,9 @@ def _download(
             token=token,
             cache_dir=cache,
             allow_patterns=list(wanted),
-            ignore_patterns=list(UNWANTED_FILES),
+            ignore_patterns=[
+                kind for kind in UNWANTED_FILES if not any(fnmatch(w, kind) for w in wanted)
+            ],
         )
     except Exception as error:  # the library's errors share no base with the network's
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""

@@ -111,13 +111,14 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
         own = self.num_layers() - shared
         if index < own:
             return None
-        alike = [i for i in range(own) if self.is_sliding(i) == self.is_sliding(index)]
-        if not alike:
+        kind = self.is_sliding(index)
+        source = next((i for i in reversed(range(own)) if self.is_sliding(i) == kind), None)
+        if source is None:
             raise UnsupportedModel(
                 f"config.json: num_kv_shared_layers = {shared}: no layer below has a cache that layer "
                 f"{index} could read"
             )
-        return alike[-1]
+        return source
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         rotary = self.local_rotary if self.is_sliding(index) else self.rotary
@@ -213,7 +214,12 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
         """One for all layers, or a list."""
         if not isinstance(self.context.config.get("intermediate_size"), list):
             return self.settings.integer("intermediate_size")
-        sizes = self.settings.integers("intermediate_size", self.num_layers())
+        sizes = self.settings.integers("intermediate_size")
+        if len(sizes) != self.num_layers() or min(sizes) < 1:
+            raise UnsupportedModel(
+                f"config.json: intermediate_size = {sizes!r:.200}: must be a number above 0 for each of "
+                f"{self.num_layers()} layers"
+            )
         return sizes[index]
 
     def _sparsity(self, index: int) -> float:

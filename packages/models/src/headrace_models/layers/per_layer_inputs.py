@@ -90,4 +90,4 @@ class PerLayerGate(Layer):
     def __call__(self, x: Tensor, inputs: Tensor) -> Tensor:
         """x [T, H], inputs [T, P] -> [T, H]."""
         gate = self.gate.activated(x, self.activation)
-        return self.norm(self.projection(self.ops.gate(gate, inputs)))
+        return self.norm(self.projection(self.ops.gate(inputs, gate)))
