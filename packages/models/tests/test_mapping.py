@@ -75,3 +75,27 @@ def test_shapes_in_the_checkpoint_are_whole() -> None:
 def test_slot_without_rule_is_an_error_of_the_family() -> None:
     with pytest.raises(LookupError, match=r"no weight rule leads to qk\.weight"):
         list(WeightMap((), {"qk": Leaf(weight=FUSED)}).wanted())
+
+
+EXPERTS = Leaf(**{f"{i}.{key}": FUSED for i in range(3) for key in ("gate_up.weight",)})
+STACKED = WeightRule(
+    "m.{}.gate_up_proj", "layers.{}.experts.{}.gate_up.weight", split=ALL_PARTS, stacked=True
+)
+
+
+def test_a_stack_has_a_place_for_each_row() -> None:
+    weights = WeightMap((STACKED,), {"layers.4.experts": EXPERTS})
+    found = weights.find("m.4.gate_up_proj")
+    assert found is not None
+    assert weights.stack(found) == [
+        Place("layers.4.experts", f"{i}.gate_up.weight") for i in range(3)
+    ]
+    wanted = list(weights.wanted())
+    assert [(w.source, w.shape) for w in wanted] == [("m.4.gate_up_proj", (3, 6, 4))]
+    assert weights.find("m.5.gate_up_proj") is None
+
+
+def test_one_tensor_for_each_target_is_the_usual_layout() -> None:
+    single = WeightRule("m.{}.{}.w", "layers.{}.experts.{}.gate_up", split=ALL_PARTS)
+    weights = WeightMap((STACKED, single), {"layers.4.experts": EXPERTS})
+    assert [w.source for w in weights.wanted()] == [f"m.4.{i}.w.weight" for i in range(3)]

@@ -180,6 +180,12 @@ class WeightRule:
     order: tuple[int, ...] = ()
     """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
     ((1, 0): up before gate); () = the target's own."""
+    interleaved: bool = False
+    """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
+    stacked: bool = False
+    """The checkpoint holds many targets in one tensor, along a leading dimension or as equal runs of its
+    first: those that ``target``'s last ``{}``, which ``source`` lacks, counts from 0 (experts). What else
+    the rule says is of each."""
 
 
 class CausalLM(Protocol):

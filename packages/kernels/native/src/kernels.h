@@ -38,7 +38,7 @@ const Entry entries[] = {
     HR_ENTRY(add),
     HR_ENTRY(scale),
     HR_ENTRY(to_float32),
-    HR_ENTRY(topk_softmax),
+    HR_ENTRY(route_experts),
     HR_ENTRY(rotary),
     HR_ENTRY(cache_write),
     HR_ENTRY(rotary_cache_write),

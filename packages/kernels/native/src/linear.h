@@ -239,8 +239,8 @@ inline Rows<A> readable(const T* x, int64_t rows, int64_t K, int64_t stride, Scr
 }
 
 // out[n] = sums[n] + bias[n]
-template <class T>
-inline void finish_row(T* out, const float* sums, const T* bias, int64_t n) {
+template <class T, class B>
+inline void finish_row(T* out, const float* sums, const B* bias, int64_t n) {
   for (int64_t j = 0; j < n; j += W) {
     vf y = ld(sums + j);
     if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));

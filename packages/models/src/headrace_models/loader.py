@@ -223,7 +223,12 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
         whole = rule.split is not None and slot.num_parts > 1
         _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
@@ -314,7 +319,7 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule.order)
+            tensor = _cut_part(slot, part, tensor, rule)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
@@ -323,6 +328,20 @@ class _Filling:
         # A head that is the embedding may be stored all the same.
         heads = ("lm_head.weight", "proj_out.weight")
         return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+
+
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
 
 
 def _check_tensor(
@@ -341,12 +360,16 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
     """One part of a checkpoint tensor that holds them all."""
     if not slot.parts or slot.part_dim is None:
         return tensor
     sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(order or range(len(sizes)))
+    stored = list(rule.order or range(len(sizes)))
+    if rule.interleaved:
+        return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
+            slot.part_dim + 1, stored.index(part)
+        )
     start = sum(sizes[other] for other in stored[: stored.index(part)])
     return tensor.narrow(slot.part_dim, start, sizes[part])
 

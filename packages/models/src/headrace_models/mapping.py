@@ -51,17 +51,28 @@ class WeightMap:
     """
 
     def __init__(self, rules: Sequence[WeightRule], leaves: Mapping[str, WeightLayer]) -> None:
-        # Longest source first: the most specific rule that matches is the one that is meant.
-        self.rules = sorted(rules, key=lambda rule: -len(rule.source))
+        # Longest source first: the most specific rule that matches is the one that is meant. Of names
+        # that the checkpoint may use, one for each target is the usual one.
+        self.rules = sorted(rules, key=lambda rule: (rule.stacked, -len(rule.source)))
         self.slots = {path: leaf.slots() for path, leaf in leaves.items()}
 
     def find(self, name: str) -> Match | None:
-        """Where a checkpoint's tensor goes; None if nowhere."""
+        """Where a checkpoint's tensor goes, or (with ``{}`` in the key) its rows; None if nowhere."""
         for rule in self.rules:
             target = _translate(rule.source, rule.target, name)
             if target is not None and (place := self._place(target)) is not None:
                 return Match(place, rule)
         return None
+
+    def stack(self, match: Match) -> list[Place]:
+        """The places of a stacked tensor's rows; of any other tensor, its own."""
+        place, rule = match
+        if not rule.stacked:
+            return [place]
+        slots, found = self.slots[place.leaf], []
+        while (key := _numbered(place.key, len(found))) in slots:
+            found.append(Place(place.leaf, key))
+        return found
 
     def sources(self, place: Place, part: int) -> list[tuple[str, WeightRule]]:
         """Names under which the checkpoint may hold one part of a slot, the usual one first."""
@@ -90,18 +101,25 @@ class WeightMap:
             source, rule = candidates[0]
             whole = rule.split is not None
             shape = stored_shape(slot, None if whole else part, rule)
+            if rule.stacked:
+                template = self.find(source)
+                assert template is not None, source
+                rows = self.stack(template)
+                if place != rows[0]:
+                    continue
+                shape = (len(rows), *shape)
             yield Wanted(source, place, None if whole else part, shape, slot.dtype)
             if whole:
                 return
 
     def _place(self, target: str) -> Place | None:
-        """Cut a full target name into leaf and slot."""
+        """Cut a full target name into leaf and slot; of a stack, its first row's must be there."""
         leaf, key = target, ""
         while leaf:
             leaf, _, last = leaf.rpartition(".")
             key = f"{last}.{key}" if key else last
             if leaf in self.slots:
-                return Place(leaf, key) if key in self.slots[leaf] else None
+                return Place(leaf, key) if _numbered(key, 0) in self.slots[leaf] else None
         return None
 
 
@@ -115,14 +133,20 @@ def stored_shape(slot: Slot, part: int | None, rule: WeightRule) -> tuple[int, .
     return tuple(shape)
 
 
+def _numbered(key: str, row: int) -> str:
+    """The slot of one row of a stack."""
+    return key.replace("{}", str(row), 1)
+
+
 def _translate(pattern: str, into: str, name: str) -> str | None:
-    """``name``, which fits ``pattern`` plus an unchanged rest, spelled by ``into``."""
+    """``name``, which fits ``pattern`` plus an unchanged rest, spelled by ``into``; what ``into`` has
+    more of ``{}`` stays."""
     found = _compiled(pattern).fullmatch(name)
     if found is None:
         return None
     *wildcards, rest = found.groups()
     values = iter(wildcards)
-    return re.sub(r"\{\}", lambda _: next(values), into) + (rest or "")
+    return re.sub(r"\{\}", lambda _: next(values, "{}"), into) + (rest or "")
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
@@ -60,6 +60,13 @@ class Settings:
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise _wrong(name, value, "true or false")
+        return value
+
+    def integers(self, name: str) -> Sequence[int]:
+        """Empty if the key is absent or null. Raises: UnsupportedModel."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or any(type(entry) is not int for entry in value):
+            raise _wrong(name, value, "a list of integers")
         return value
 
     def optional_integer(self, name: str) -> int | None:

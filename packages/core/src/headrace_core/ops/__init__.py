@@ -58,6 +58,10 @@ from headrace_core.ops.recurrent import (
 )
 from headrace_core.ops.rowwise import (
     ACTIVATIONS,
+    CLAMPED_SWIGLU_ALPHA,
+    CLAMPED_SWIGLU_LIMIT,
+    GATED_ACTIVATIONS,
+    SCORINGS,
     ActivationAndMulOp,
     ActivationOp,
     AddLayerNormOp,
@@ -69,7 +73,6 @@ from headrace_core.ops.rowwise import (
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
-    TopKSoftmaxOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -77,9 +80,13 @@ from headrace_core.ops.table import OP_NAMES, OpTable
 __all__ = [
     "ACTIVATIONS",
     "CACHE_OPS",
+    "CLAMPED_SWIGLU_ALPHA",
+    "CLAMPED_SWIGLU_LIMIT",
+    "GATED_ACTIVATIONS",
     "ONE_BYTE_CACHES",
     "OP_NAMES",
     "QUANT_ACTIVATIONS",
+    "SCORINGS",
     "ActivationAndMulOp",
     "ActivationOp",
     "AddLayerNormOp",
@@ -116,7 +123,6 @@ __all__ = [
     "SelectiveScanOp",
     "StateSpaceScanOp",
     "ToFloat32Op",
-    "TopKSoftmaxOp",
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",

@@ -35,7 +35,6 @@ from headrace_core.ops.rowwise import (
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
-    TopKSoftmaxOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -57,7 +56,6 @@ class OpTable:
     add: AddOp
     scale: ScaleOp
     to_float32: ToFloat32Op
-    topk_softmax: TopKSoftmaxOp
     route_experts: RouteExpertsOp
     rotary: RotaryOp
     cache_write: CacheWriteOp

@@ -35,7 +35,7 @@ from headrace_core.reference.recurrent import (
     state_space_scan,
 )
 from headrace_core.reference.rotary import rotary
-from headrace_core.reference.routing import route_experts, topk_softmax
+from headrace_core.reference.routing import route_experts
 from headrace_core.reference.sampling import sample
 
 __all__ = [
@@ -67,6 +67,5 @@ __all__ = [
     "state_space_scan",
     "to_float32",
     "top_logprobs",
-    "topk_softmax",
     "varlen_attention",
 ]

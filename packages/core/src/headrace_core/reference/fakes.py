@@ -65,13 +65,9 @@ def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
-def topk_softmax(x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
     weights = torch.empty((x.shape[0], k), dtype=torch.float32, device=x.device)
     return weights, torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
-
-
-def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    return topk_softmax(x, k, renormalise=False)
 
 
 def rotary(

@@ -26,6 +26,7 @@ from headrace_core.testing.ops.linear import LinearConformance
 from headrace_core.testing.ops.moe import MoEConformance
 from headrace_core.testing.ops.paged import PagedCase, paged_case
 from headrace_core.testing.ops.quantized import QuantizedConformance
+from headrace_core.testing.ops.routing import RoutingConformance
 from headrace_core.testing.ops.rowwise import RowwiseConformance
 from headrace_core.testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
 
@@ -48,6 +49,7 @@ class OpConformance(
     RowwiseConformance,
     LinearConformance,
     QuantizedConformance,
+    RoutingConformance,
     MoEConformance,
     CacheConformance,
     AttentionConformance,

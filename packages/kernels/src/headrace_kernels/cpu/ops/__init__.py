@@ -24,7 +24,7 @@ from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
-from headrace_kernels.cpu.ops.routing import TopKSoftmax
+from headrace_kernels.cpu.ops.routing import RouteExperts
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
@@ -49,7 +49,7 @@ def native_ops(library: Library) -> NativeOps:
         "add": Add(library),
         "scale": Scale(library),
         "to_float32": ToFloat32(library),
-        "topk_softmax": TopKSoftmax(library),
+        "route_experts": RouteExperts(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),

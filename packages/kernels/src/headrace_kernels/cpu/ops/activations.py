@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.arguments import activation_code, dtype_code, matrix
+from headrace_kernels.cpu.ops.arguments import activation_code, dtype_code, gate_code, matrix
 
 
 class Activation:
@@ -40,7 +40,7 @@ class ActivationAndMul:
             rows,
             width,
             stride,
-            activation_code(kind),
+            gate_code(kind),
             dtype_code(x.dtype),
         )
         return out

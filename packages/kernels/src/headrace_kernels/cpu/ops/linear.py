@@ -15,6 +15,7 @@ from headrace_kernels.cpu.ops.arguments import (
     activation_code,
     bias_for,
     dtype_code,
+    gate_code,
     gate_width,
     int64,
     matrix,
@@ -81,7 +82,7 @@ class Linear:
         out = torch.empty(rows, width, dtype=dtype)
         self._gated_kernel(
             out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), bias_pointer, rows, width,
-            packed.in_features, stride, activation_code(kind), CODES[dtype],
+            packed.in_features, stride, gate_code(kind), CODES[dtype],
         )  # fmt: skip
         return out
 
