@@ -49,16 +49,17 @@ int32_t latent_cache_write(const void* latent, const void* rope_key, void* cache
   return status;
 }
 
-int32_t latent_attention(void* out, const void* query, const void* cache, const int32_t* block_table,
-                         const int32_t* cu_seqlens_q, const int32_t* seq_lens, int64_t tokens, int64_t requests,
-                         int64_t q_heads, int64_t dim, int64_t value_dim, int64_t q_row, int64_t q_head,
-                         int64_t blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
-                         int64_t table_stride, int64_t table_width, float scale, int32_t dtype) {
+int32_t latent_attention(void* out, const void* query, const void* rope_query, const void* cache,
+                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
+                         int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim, int64_t value_dim,
+                         int64_t q_row, int64_t q_head, int64_t rope_row, int64_t rope_head, int64_t blocks,
+                         int64_t block_size, int64_t block_stride, int64_t token_stride, int64_t table_stride,
+                         int64_t table_width, float scale, int32_t dtype) {
   const Cache both{const_cast<void*>(cache), blocks, block_size, block_stride, token_stride, 0, 1,
                    AS_COMPUTED, nullptr};
   paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, nullptr, both, both, tokens, requests,
                      q_heads, 1, dim, value_dim, q_row, q_head, table_stride, table_width, scale, 0.0f, 0, 0,
-                     true, nullptr, {nullptr, 0}};
+                     true, nullptr, {nullptr, 0}, rope_query, rope_row, rope_head};
   g.kv_heads = head_groups(g);
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;

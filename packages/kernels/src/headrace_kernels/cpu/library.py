@@ -68,7 +68,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "paged_attention": (_I, [_P] * 10 + [_L] * 11 + [_F] * 2 + [_I] * 2),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),
     "latent_cache_write": (_I, [_P] * 4 + [_L] * 9 + [_I]),
-    "latent_attention": (_I, [_P] * 6 + [_L] * 13 + [_F, _I]),
+    "latent_attention": (_I, [_P] * 7 + [_L] * 15 + [_F, _I]),
     "head_linear": (None, [_P] * 3 + [_L] * 6 + [_I]),
     "causal_conv": (_I, [_P] * 8 + [_L] * 9 + [_I] * 2),
     "selective_scan": (_I, [_P] * 13 + [_L] * 13 + [_I]),

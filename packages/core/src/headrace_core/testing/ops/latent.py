@@ -21,12 +21,12 @@ class LatentCase:
     """Inputs of one call of ``latent_attention``, in the order of its parameters."""
 
     query: Tensor
+    rope_query: Tensor
     cache: Tensor
     block_table: Tensor
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     scale: float
-    value_dim: int
 
     def run(self, op: Callable[..., Tensor]) -> Tensor:
         return op(*self._arguments(), **self._options())
@@ -42,13 +42,21 @@ class LatentCase:
         return replace(
             self,
             query=self.query[start + first : start + last],
+            rope_query=self.rope_query[start + first : start + last],
             block_table=self.block_table[b : b + 1],
             cu_seqlens_q=self.cu_seqlens_q.new_tensor([0, last - first]),
             seq_lens=self.seq_lens[b : b + 1] - (end - start - last),
         )
 
     def _arguments(self) -> tuple[Tensor, ...]:
-        return self.query, self.cache, self.block_table, self.cu_seqlens_q, self.seq_lens
+        return (
+            self.query,
+            self.rope_query,
+            self.cache,
+            self.block_table,
+            self.cu_seqlens_q,
+            self.seq_lens,
+        )
 
     def _options(self) -> dict[str, Any]:
         some = len(self.seq_lens) > 0
@@ -56,7 +64,6 @@ class LatentCase:
             "max_seqlen_q": int(self.cu_seqlens_q.diff().max()) if some else 0,
             "max_seqlen_k": int(self.seq_lens.max()) if some else 0,
             "scale": self.scale,
-            "value_dim": self.value_dim,
         }
 
 
@@ -75,8 +82,8 @@ def latent_case(
 ) -> LatentCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
 
-    Slots that no request owns are NaN. ``padding`` rows belong to no request. blocks_apart: the cache
-    is every so many-th block of a larger one.
+    Both queries are slices, and slots that no request owns are NaN. ``padding`` rows belong to no
+    request. blocks_apart: the cache is every so many-th block of a larger one.
     """
     width = latent_dim + rope_dim
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -96,15 +103,15 @@ def latent_case(
             cache[block, :filled] = rand(filled, width, dtype=dtype, seed=seed + block)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0)
     tokens = int(starts[-1]) + padding
-    query = rand(tokens, num_heads, width + 3, dtype=dtype, device=device, seed=seed)[..., :width]
+    query = rand(tokens, num_heads, width + 3, dtype=dtype, device=device, seed=seed)
     return LatentCase(
-        query,
+        query[..., :latent_dim],
+        query[..., latent_dim + 1 : width + 1],
         moved(cache, device),
         table.to(device),
         starts.int().to(device),
         torch.tensor([n for _, n in lengths], dtype=torch.int32, device=device),
         scale=width**-0.5,
-        value_dim=latent_dim,
     )
 
 

@@ -63,6 +63,7 @@ class LatentAttention:
     def __call__(
         self,
         query: Tensor,
+        rope_query: Tensor,
         cache: Tensor,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
@@ -71,33 +72,31 @@ class LatentAttention:
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
-        value_dim: int,
     ) -> Tensor:
-        query = unit_last(query)
-        (tokens, heads, dim), (blocks, size, width) = query.shape, cache.shape
+        query, rope_query = unit_last(query), unit_last(rope_query)
+        (tokens, heads, latent), (blocks, size, width) = query.shape, cache.shape
         requests = seq_lens.shape[0]
         if (
             cu_seqlens_q.shape[0] != requests + 1
-            or dim != width
-            or not 0 < value_dim <= width
-            or query.dtype is not cache.dtype
+            or rope_query.shape != (tokens, heads, width - latent)
+            or not query.dtype == rope_query.dtype == cache.dtype
             or cache.stride(2) != 1
         ):
             raise ConfigError(
-                f"latent_attention: query is {describe(query)}, cache {describe(cache)}, value_dim "
-                f"{value_dim}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
-                f"{describe(seq_lens)}: must be of one dtype and width, values no wider"
+                f"latent_attention: query is {describe(query)}, rope_query {describe(rope_query)}, "
+                f"cache {describe(cache)}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
+                f"{describe(seq_lens)}: must be of one dtype, and queries together as wide as the cache"
             )
         if block_table.stride(1) != 1 and block_table.shape[1] > 1:
             block_table = block_table.contiguous()
         block_table, cu_seqlens_q = int32(block_table), int32(cu_seqlens_q)
         seq_lens = int32(seq_lens)
-        out = torch.empty(tokens, heads, value_dim, dtype=query.dtype)
+        out = torch.empty(tokens, heads, latent, dtype=query.dtype)
         status = self._kernel(
-            out.data_ptr(), query.data_ptr(), cache.data_ptr(), block_table.data_ptr(),
-            cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), tokens, requests, heads, dim, value_dim,
-            *query.stride()[:2], blocks, size, cache.stride(0), cache.stride(1),
-            block_table.stride(0), block_table.shape[1], scale, dtype_code(query.dtype),
+            out.data_ptr(), query.data_ptr(), rope_query.data_ptr(), cache.data_ptr(),
+            block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), tokens, requests,
+            heads, width, latent, *query.stride()[:2], *rope_query.stride()[:2], blocks, size,
+            *cache.stride()[:2], block_table.stride(0), block_table.shape[1], scale, dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(
