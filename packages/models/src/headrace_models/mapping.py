@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     source: str
     place: Place
     part: int | None
-    """None: it holds all parts."""
+    """Its first; None: it holds all parts."""
     shape: tuple[int, ...]
     """As stored."""
     dtype: str | None
@@ -79,7 +79,7 @@ class WeightMap:
         target = f"{place.leaf}.{place.key}"
         found = []
         for rule in self.rules:
-            if rule.split is None and rule.part != part:
+            if part not in held_parts(self.slots[place.leaf][place.key], rule):
                 continue
             name = _translate(rule.target, rule.source, target)
             if name is not None:
@@ -94,13 +94,17 @@ class WeightMap:
                     yield from self._wanted(Place(leaf, key), slot)
 
     def _wanted(self, place: Place, slot: Slot) -> Iterator[Wanted]:
+        named: set[int] = set()
         for part in range(slot.num_parts):
+            if part in named:
+                continue
             candidates = self.sources(place, part)
             if not candidates:
                 raise LookupError(f"no weight rule leads to {place.leaf}.{place.key}, part {part}")
             source, rule = candidates[0]
-            whole = rule.split is not None
-            shape = stored_shape(slot, None if whole else part, rule)
+            held = held_parts(slot, rule)
+            named.update(held)
+            shape = stored_shape(slot, held, rule)
             if rule.stacked:
                 template = self.find(source)
                 assert template is not None, source
@@ -108,9 +112,8 @@ class WeightMap:
                 if place != rows[0]:
                     continue
                 shape = (len(rows), *shape)
+            whole = rule.split is not None and len(held) == slot.num_parts
             yield Wanted(source, place, None if whole else part, shape, slot.dtype)
-            if whole:
-                return
 
     def _place(self, target: str) -> Place | None:
         """Cut a full target name into leaf and slot; of a stack, its first row's must be there."""
@@ -123,11 +126,19 @@ class WeightMap:
         return None
 
 
-def stored_shape(slot: Slot, part: int | None, rule: WeightRule) -> tuple[int, ...]:
-    """Shape in the checkpoint of one part, or (None) of all in one tensor."""
-    shape = list(slot.source_shape(part or 0))
-    if part is None and slot.parts and slot.part_dim is not None:
-        shape[slot.part_dim] = sum(p.size * p.shard.count for p in slot.parts)
+def held_parts(slot: Slot, rule: WeightRule) -> Sequence[int]:
+    """Which of a slot's parts a rule's tensor has, in the slot's order."""
+    if rule.split is None:
+        return (rule.part,)
+    return rule.holds or range(slot.num_parts)
+
+
+def stored_shape(slot: Slot, held: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
+    """Shape in the checkpoint of a tensor with these parts of a slot."""
+    shape = list(slot.source_shape(held[0]))
+    if slot.parts and slot.part_dim is not None:
+        parts = [slot.parts[part] for part in held]
+        shape[slot.part_dim] = sum(part.size * part.shard.count for part in parts)
     if rule.transposed and len(shape) == 2:
         shape.reverse()
     return tuple(shape)

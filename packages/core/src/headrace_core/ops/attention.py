@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from headrace_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -172,6 +174,26 @@ class PagedAttentionOp(Protocol):
             ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk.
         """
         ...
+
+
+def check_mask(
+    *, causal: bool, sliding_window: int | None, attention_chunk: int | None, alibi: bool
+) -> None:
+    """What :class:`PagedAttentionOp` says of options that exclude each other.
+
+    Raises:
+        ConfigError: see there; or a chunk of less than one token.
+    """
+    windowed = sliding_window is not None and sliding_window > 0
+    if not causal and windowed:
+        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
+    if not causal and (attention_chunk is not None or alibi):
+        raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if attention_chunk is not None and (windowed or attention_chunk < 1):
+        raise ConfigError(
+            f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
+            f"{sliding_window}: a chunk has at least one token, and no window beside it"
+        )
 
 
 class LatentCacheWriteOp(Protocol):

@@ -418,7 +418,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if name.endswith("A_log"):  # decays slow enough to remember many tokens
+                parameter.copy_(0.5 * noise - 2.0)
+            elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
             elif "embed" in name or ".wte" in name or ".wpe" in name:
                 parameter.copy_(0.4 * noise)

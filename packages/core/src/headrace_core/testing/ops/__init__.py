@@ -25,6 +25,7 @@ from headrace_core.testing.ops.linear import LinearConformance
 from headrace_core.testing.ops.moe import MoEConformance
 from headrace_core.testing.ops.paged import PagedCase, paged_case
 from headrace_core.testing.ops.quantized import QuantizedConformance
+from headrace_core.testing.ops.recurrent import RecurrentConformance
 from headrace_core.testing.ops.routing import RoutingConformance
 from headrace_core.testing.ops.rowwise import RowwiseConformance
 from headrace_core.testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
@@ -51,5 +52,6 @@ class OpConformance(
     CacheConformance,
     AttentionConformance,
     VarlenConformance,
+    RecurrentConformance,
 ):
     """What every kernel provider must pass; see the module's docstring."""
