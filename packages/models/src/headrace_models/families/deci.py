@@ -78,7 +78,7 @@ class DeciLMForCausalLM(LlamaForCausalLM):
             found = stated[index]
         else:
             found = self.settings.num_kv_heads()
-        if found < 1 or heads % found:
+        if found < 1 or found != int(found) or heads % found:
             raise UnsupportedModel(
                 f"config.json: layer {index} has {found:g} key-value heads: must be a divisor of "
                 f"num_attention_heads = {heads}"
