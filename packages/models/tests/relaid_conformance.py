@@ -33,8 +33,12 @@ class Relaid:
         config = {**self.suite.config_of(config), "architectures": [self.suite.published]}
         (folder / "config.json").write_text(json.dumps(config))
         tensors = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        published = {name: t.contiguous() for name, t in self.suite.tensors_of(tensors).items()}
-        save_torch_state_dict(published, folder, max_shard_size=max_shard_size)
+        published = self.suite.tensors_of(tensors)
+        apart = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in published.items()
+        }
+        save_torch_state_dict(apart, folder, max_shard_size=max_shard_size)
 
 
 class RelaidConformance(FamilyConformance):

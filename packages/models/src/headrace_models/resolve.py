@@ -38,7 +38,7 @@ from headrace_models.pooling.traits import configured, pooling_traits, said_by_f
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import Run, choose_run
-from headrace_models.settings import Settings
+from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ LENGTH_KEYS = (
     "max_seq_length", "max_trained_positions", "max_target_positions",
 )  # fmt: skip
 """Names that configs give to the trained context."""
+LAST_LENGTH_KEY = "model_max_length"
+"""Asked if a config has none of these (Baichuan 13B); beside them it is the tokenizer's."""
+VOCABULARY_KEYS: Spelling = {"vocab_size": ("padded_vocab_size",)}
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DEFAULT_LENGTH = 2048
@@ -96,7 +99,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         generation_config=generation,
         dtype=dtype,
         max_model_len=length,
-        vocab_size=Settings(text).integer("vocab_size"),
+        vocab_size=Settings(text, VOCABULARY_KEYS).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
         tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
@@ -243,7 +246,8 @@ def _max_model_len(
 def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     """Longest context that the model has positions for."""
     settings = Settings(text)
-    stated = [settings.integer(key) for key in LENGTH_KEYS if text.get(key) is not None]
+    keys = [key for key in LENGTH_KEYS if text.get(key) is not None] or [LAST_LENGTH_KEY]
+    stated = [settings.integer(key) for key in keys if text.get(key) is not None]
     if not stated:
         logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
     rows = min(stated, default=_DEFAULT_LENGTH)

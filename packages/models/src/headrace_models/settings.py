@@ -95,8 +95,8 @@ class Settings:
         """A key that must be absent, null or one of the accepted. Raises: UnsupportedModel."""
         value = self.config.get(name)
         if value is not None and value not in accepted:
-            said = " or ".join(repr(one) for one in accepted)
-            raise self._wrong(name, value, f"{said} (nothing else is supported)")
+            said = " or ".join([*map(repr, accepted), "absent"])
+            raise self._wrong(name, value, f"{said}; nothing else is supported")
 
     def numbers(self, name: str, count: int) -> list[float] | None:
         """A list of ``count`` numbers; None if the key is absent or null. Raises: UnsupportedModel."""

@@ -190,16 +190,16 @@ class Decoder(Layer, ABC):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        x, residual = self.run_layers(batch)
+        x, residual = self.run_blocks(self.embed_tokens(batch), batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
             rows, select = batch.logits_rows, self.context.ops.embedding
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the last block, [T, H] in one term or two (:class:`Block`)."""
-        x, residual = self.embed_tokens(batch), None
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
+        residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return x, residual
