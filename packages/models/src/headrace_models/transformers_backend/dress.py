@@ -132,6 +132,9 @@ class Dressing:
         projections = Projections(leaf)
         for index, (path, child) in enumerate(zip(paths, children)):
             self._rule(path, leaf.name, part=index)
+            if biased[index] and not all(biased):  # biases are numbered without those that are not
+                part = sum(biased[:index])
+                self._rule(f"{path}.bias", f"{leaf.name}.bias", part=part)
             child.forward = projections.part(index)  # type: ignore[method-assign]
             self.done.add(child)
         return leaf
@@ -177,6 +180,8 @@ class Dressing:
         check_plain(self.context, name)
         plain = module.has_gate and module.is_concatenated
         plain = plain and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
+        # Other children are experts of another kind (LongCat's, that do nothing).
+        plain = plain and {child for child, _ in module.named_children()} <= {"act_fn"}
         kind = expert_gate_like(module) if plain else None
         names = sorted(module._parameters)
         if kind is None or names != ["down_proj", "gate_up_proj"] or list(module.buffers(False)):
