@@ -31,10 +31,25 @@ if TYPE_CHECKING:
     from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.model import BuildContext
 
-BATCH = "headrace_batch"
-"""The keyword argument in which a step's batch goes through the tree to its attention."""
-LAYER = "headrace_attention"
-"""Attribute of an attention module: its layer."""
+STEP = "headrace_step"
+"""The keyword argument in which a :class:`Step` goes through the tree to its attention."""
+LAYERS = "headrace_attention"
+"""Attribute of an attention module: its layers, one for each time that it attends in a step."""
+
+
+class Step:
+    """One run of a tree."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self.batch = batch
+        self.turns: dict[nn.Module, int] = {}
+
+    def turn(self, module: nn.Module) -> int:
+        """How often the module has attended in this step. Those that loop over their layers have a
+        cache for every round."""
+        count = self.turns.get(module, 0)
+        self.turns[module] = count + 1
+        return count
 
 
 class Seen(NamedTuple):
@@ -62,8 +77,10 @@ def attend(
 
     Everything about the mask was found out before (:mod:`.trial`); none is made any more.
     """
-    layer: PagedLayer | EncoderLayer = getattr(module, LAYER)
-    out = layer(_flat(query), _flat(key), _flat(value), kwargs[BATCH])
+    layers: list[PagedLayer | EncoderLayer] = getattr(module, LAYERS)
+    step: Step = kwargs[STEP]
+    layer = layers[0] if len(layers) == 1 else layers[step.turn(module)]
+    out = layer(_flat(query), _flat(key), _flat(value), step.batch)
     return out.unsqueeze(0), None
 
 

@@ -84,21 +84,24 @@ def _named(whole: Mapping[str, Any]) -> Any:
     return None
 
 
-def check(found: Found, text: Any) -> None:
+def check(base: Any, model_type: str) -> None:
     """Refuse classes that cannot run over a paged cache, before they are built.
+
+    Args:
+        base: the class that must have the marker.
+        model_type: of the language model.
 
     Raises:
         UnsupportedModel: says why.
     """
-    name, kind = found.base.__name__, getattr(text, "model_type", "")
-    reason = REFUSED.get(kind)
+    name, reason = base.__name__, REFUSED.get(model_type)
     if reason is not None:
         raise UnsupportedModel(f"{name}: {reason}")
-    if getattr(found.base, "_is_stateful", False):
+    if getattr(base, "_is_stateful", False):
         raise UnsupportedModel(
             f"{name}: keeps a recurrent state, in a cache that only transformers can manage"
         )
-    if not getattr(found.base, "_supports_attention_backend", False):
+    if not getattr(base, "_supports_attention_backend", False):
         raise UnsupportedModel(
             f"Marker: {name} does not have _supports_attention_backend = True: its attention is its own"
         )
@@ -192,7 +195,9 @@ class _Given(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["real"][0], name)
+            found = getattr(self.__dict__["real"][0], name)
+            # Some call what is inside the base model (OPT's decoder).
+            return _Given(found) if hasattr(found, "_from_config") else found
 
 
 def _headed(base: Any) -> Any:

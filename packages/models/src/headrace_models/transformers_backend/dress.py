@@ -26,6 +26,7 @@ from headrace_models.transformers_backend.leaves import (
     gated_forward,
     layer_norm_forward,
     norm_forward,
+    put_elsewhere,
 )
 from headrace_models.transformers_backend.likeness import (
     expert_gate_like,
@@ -33,6 +34,7 @@ from headrace_models.transformers_backend.likeness import (
     rms_norm_like,
 )
 from headrace_models.transformers_backend.plan import COLUMNS, HALVES, ROWS, TensorParallelPlan
+from headrace_models.transformers_backend.refusals import KEPT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,6 +67,8 @@ class Dressing:
         """Run in order once every leaf has its weights."""
         self.done: set[nn.Module] = set()
         self.is_exact = exact_names(tree, context.dtype)
+        self.kept = KEPT.get(tree.config.model_type, ())
+        """Ends of names of linear layers that stay torch's."""
         modules = dict(tree.named_modules())
         for name, module in modules.items():
             self._dress_parent(name, module)
@@ -92,9 +96,12 @@ class Dressing:
             type(child) is nn.Linear
             and child not in self.done
             and f"{name}.{which}.weight" not in self.tied
-            and not self.is_exact(f"{name}.{which}.weight")
+            and not self._stays(f"{name}.{which}")
             for which, child in zip(names, children)
         )
+
+    def _stays(self, name: str) -> bool:
+        return self.is_exact(f"{name}.weight") or name.endswith(tuple(self.kept))
 
     def _cut_alike(self, name: str, names: Sequence[str]) -> bool:
         module = self.tree.get_submodule(name)
@@ -132,7 +139,11 @@ class Dressing:
         projections = Projections(leaf)
         for index, (path, child) in enumerate(zip(paths, children)):
             self._rule(path, leaf.name, part=index)
+            if biased[index] and not all(biased):  # biases are numbered without those that are not
+                part = sum(biased[:index])
+                self._rule(f"{path}.bias", f"{leaf.name}.bias", part=part)
             child.forward = projections.part(index)  # type: ignore[method-assign]
+            put_elsewhere(child)
             self.done.add(child)
         return leaf
 
@@ -150,7 +161,7 @@ class Dressing:
         if self._dress_experts(name, module) or self._dress_tied(name, module, own):
             return
         is_linear = type(module) is nn.Linear or _is_conv1d(module)
-        if is_linear and not self.is_exact(f"{name}.weight"):
+        if is_linear and not self._stays(name):
             self._linear(name, module)
             return
         self._dress_norm(module)
@@ -176,9 +187,9 @@ class Dressing:
             return False
         check_plain(self.context, name)
         plain = module.has_gate and module.is_concatenated
-        plain = plain and not (
-            module.is_transposed or module.has_bias or module.has_post_expert_norm
-        )
+        plain = plain and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
+        # Other children are experts of another kind (LongCat's, that do nothing).
+        plain = plain and {child for child, _ in module.named_children()} <= {"act_fn"}
         kind = expert_gate_like(module) if plain else None
         names = sorted(module._parameters)
         if kind is None or names != ["down_proj", "gate_up_proj"] or list(module.buffers(False)):
@@ -210,6 +221,7 @@ class Dressing:
         self._add(name, leaf)
         self._rule(name, name, split=() if style == HALVES else None, transposed=conv1d)
         module.forward = Projections(leaf).whole
+        put_elsewhere(module)
         self.done.add(module)
         if f"{name}.bias" in self.tied:
             raise UnsupportedModel(f"{name}.bias is another layer's, its weight is not")

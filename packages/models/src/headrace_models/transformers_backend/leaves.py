@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from headrace_core.errors import UnsupportedModel
@@ -58,6 +59,38 @@ class Parameters(WeightLayer):
                 self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:
                 self.module._buffers[name] = tensor
+
+
+_HARMLESS = frozenset({
+    "__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "element_size",
+    "get_device", "__repr__", "__format__", "detach",
+})  # fmt: skip
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a parameter whose values a leaf took: it has a shape and a dtype, and no values.
+
+    Code that computes with it must not get what happens to be in memory.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ not in _HARMLESS:
+            raise UnsupportedModel(
+                f"its code computes with the weight of a linear layer {list(args[0].shape)} besides "
+                f"calling the layer ({func.__name__})"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def put_elsewhere(module: nn.Module) -> None:
+    """Take a module's parameters away, but for their shapes and dtypes."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            empty = torch.Tensor._make_subclass(Elsewhere, parameter.data, False)
+            module._parameters[name] = empty  # type: ignore[assignment]
 
 
 class Projections:

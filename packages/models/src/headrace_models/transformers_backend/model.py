@@ -17,7 +17,13 @@ from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.pooling.heads import ClassificationHead, EmbeddingHead
 from headrace_models.pooling.pooler import TaskPooler
 from headrace_models.transformers_backend import attention, classes, leaves, trial
-from headrace_models.transformers_backend.attention import BATCH, LAYER, EncoderLayer, PagedLayer
+from headrace_models.transformers_backend.attention import (
+    LAYERS,
+    STEP,
+    EncoderLayer,
+    PagedLayer,
+    Step,
+)
 from headrace_models.transformers_backend.dress import Dressing
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
@@ -63,7 +69,7 @@ class TransformersModel(Layer):
         config = read_config(context.whole_config, context.path, trusted=context.trust_remote_code)
         self.text = text_config(config)
         found = self.find_class(config)
-        classes.check(found, self.text)
+        classes.check(found.base, self.text.model_type)
         self.tree: Any = make_tree(
             found.tree, config, dtype=context.dtype, attention=TRIAL, experts=ATTENTION
         )
@@ -125,11 +131,14 @@ class TransformersModel(Layer):
         notes = trial.Notes(self.context.max_model_len)
         trial.try_tree(self._run, self.text.vocab_size, notes, self.context.dtype)
         paths = {module: name for name, module in self.tree.named_modules()}
-        for module, seen in notes.seen.items():
-            self._check_direction(module, seen.mask.causal)
-            made = (PagedLayer if self.causal else EncoderLayer)(self.context, paths[module], seen)
-            setattr(module, LAYER, made)
-            self.layers[paths[module]] = made
+        for module, calls in notes.seen.items():
+            setattr(module, LAYERS, [])
+            for turn, seen in enumerate(calls):
+                self._check_direction(module, seen.mask.causal)
+                name = paths[module] + (f".{turn}" if turn else "")
+                made = (PagedLayer if self.causal else EncoderLayer)(self.context, name, seen)
+                getattr(module, LAYERS).append(made)
+                self.layers[name] = made
         self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
             config = getattr(module, "config", None)
@@ -169,7 +178,7 @@ class TransformersModel(Layer):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        arguments: dict[str, Any] = {BATCH: batch}
+        arguments: dict[str, Any] = {STEP: Step(batch)}
         if batch.token_type_ids is not None:
             arguments["token_type_ids"] = batch.token_type_ids.unsqueeze(0)
         hidden = self._run(batch.input_ids, batch.positions, **arguments)

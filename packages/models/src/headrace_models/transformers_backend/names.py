@@ -21,6 +21,8 @@ from headrace_models.transformers_backend.library import first_line
 if TYPE_CHECKING:
     from torch import Tensor
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""A part of a name that counts."""
 Stored = tuple[str, "Tensor", Path]
 """Name, tensor, and the file that it came from."""
 
@@ -129,16 +131,15 @@ def _check_alike(group: _Group) -> None:
 
 def _missing(pattern: str, stored: list[Stored], most: list[Stored]) -> WeightsError:
     """Which of the numbered tensors is not there: the first whose siblings under another pattern are."""
-    have = {tuple(re.findall(r"\d+", name)) for name, _, _ in stored}
-    lacking = next(
-        (name for name, _, _ in most if tuple(re.findall(r"\d+", name)) not in have), most[0][0]
+    have = {tuple(_NUMBER.findall(name)) for name, _, _ in stored}
+    sibling, _, file = next(
+        entry for entry in most if tuple(_NUMBER.findall(entry[0])) not in have
     )
-    like = stored[0][0] if stored else pattern
-    numbers = iter(re.findall(r"\d+", lacking))
-    named = re.sub(r"(?<=\.)\d+(?=\.)", lambda _: next(numbers, "?"), like) if stored else like
-    return WeightsError(
-        f"{most[0][2]}: tensor {named!r} is missing from the checkpoint: it belongs to {lacking!r}"
-    )
+    named = pattern
+    if stored:
+        numbers = iter(_NUMBER.findall(sibling))
+        named = _NUMBER.sub(lambda _: next(numbers), stored[0][0])
+    return WeightsError(f"{file}: tensor {named!r} is missing from the checkpoint, {sibling!r} is there")
 
 
 def _natural(stored: Stored) -> list[tuple[int, str]]:

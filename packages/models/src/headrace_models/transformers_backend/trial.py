@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.transformers_backend.attention import BATCH, Seen
+from headrace_models.transformers_backend.attention import STEP, Seen
 from headrace_models.transformers_backend.library import first_line
 from headrace_models.transformers_backend.masks import MaskFacts, read_mask
 
@@ -26,7 +26,7 @@ NOTES = "headrace_notes"
 """The keyword argument that carries the notes through the tree while it is tried."""
 NUM_TOKENS = 6
 _PASSED_ON = frozenset({
-    BATCH, NOTES, "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal",
+    STEP, NOTES, "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal",
     "position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict",
     "cache_position", "past_key_values", "past_key_value", "position_embeddings", "layer_idx",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "output_router_logits",
@@ -40,7 +40,9 @@ class Notes:
 
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
-        self.seen: dict[nn.Module, Seen] = {}
+        self.seen: dict[nn.Module, list[Seen]] = {}
+        """One entry for each time that a module attends in a step."""
+        self.is_first_run = True
         self.masks: dict[AskedMask, MaskFacts] = {}
 
 
@@ -52,6 +54,17 @@ class AskedMask:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+
+    def __getitem__(self, key: object) -> AskedMask:
+        parts = key if isinstance(key, tuple) else (key,)
+        if all(part in (slice(None), slice(0, None)) for part in parts):  # all of it
+            return self
+        raise UnsupportedModel("it computes with its mask, which is not known before the step")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
 
 
 def note_mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> AskedMask:
@@ -75,9 +88,8 @@ def note_attention(
             f"{type(module).__name__}"
         )
     asked = _asked(module, query, key, value, attention_mask, notes, kwargs)
-    before = notes.seen.setdefault(module, asked)
-    if before[:6] != asked[:6]:
-        raise UnsupportedModel(f"{type(module).__name__} attends twice, in two ways")
+    if notes.is_first_run:
+        notes.seen.setdefault(module, []).append(asked)
     groups = query.shape[1] // key.shape[1]
     own = [x.repeat_interleave(groups, dim=1).transpose(1, 2) for x in (key, value)]
     # Rotated vectors of other positions have other sums.
@@ -162,6 +174,7 @@ def try_tree(run: Callable[..., Tensor], vocab_size: int, notes: Notes, dtype: s
     try:
         with torch.no_grad():
             together = run(ids, positions, **arguments).float()
+            notes.is_first_run = False
             if not notes.seen:
                 raise UnsupportedModel(
                     "Attention: no module looks its function up in transformers' registry by "
