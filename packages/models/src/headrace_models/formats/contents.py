@@ -40,7 +40,7 @@ def stated_config(
         return read_object(path / "config.json", required=True)
     file = gguf_file(path)
     if file is not None:
-        return gguf_config(read_gguf(file))
+        return gguf_config(read_parts(file))
     several = [found.name for found in sorted(path.glob("*.gguf"))] if path.is_dir() else []
     if several:
         raise UnsupportedModel(
@@ -93,6 +93,5 @@ def stored_tensors(path: Path, load: LoadConfig) -> tuple[TensorEntry, ...]:
 def _of_gguf(file: Path) -> tuple[TensorEntry, ...]:
     return tuple(
         TensorEntry(tensor.name, tensor.type.name, tensor.shape, tensor.offset, tensor.num_bytes)
-        for part in read_parts(file)
-        for tensor in part.tensors
+        for tensor in read_parts(file).tensors
     )
