@@ -165,12 +165,7 @@ class ModelWorker:
         self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
-        self._model = self._build_model()
-        self._layers = self._model.attention_layers()
-        if isinstance(self._model, SupportsRecurrence):
-            self._states = self._model.state_layers()
-        for layer in self._states.values():
-            layer.bind_states(None, 0)
+        self._hold(self._build_model())
         if self._prompt_embeds and not isinstance(self._model, SupportsPromptEmbeds):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
@@ -191,6 +186,14 @@ class ModelWorker:
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
         )
+
+    def _hold(self, model: CausalLM) -> None:
+        """Take a model, whose layers have no cache yet."""
+        self._model = model
+        self._layers = model.attention_layers()
+        self._states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+        for layer in self._states.values():
+            layer.bind_states(None, 0)
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         """By layer's name: those of attention, in execution order, then recurrent ones; layers that
@@ -400,23 +403,12 @@ class ModelWorker:
         if self._rebuild_model is None or cache is None:
             raise UnsupportedFeature("reload_weights: this worker reads its weights once")
         self._free()
-        self._model = self._rebuild_model(self._load_changes)
-        self._layers = self._model.attention_layers()
+        self._hold(self._rebuild_model(self._load_changes))
         self.allocate_cache(cache)
         self.warm_up()
 
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
-<<<<<<< HEAD
-        for populator in self._populators:
-            populator.close()
-        self._populators = []
-        if self._runner is not None and self._runner.graph is not None:
-            self._runner.graph.close()
-        unbind(self._layers, self._states)
-        self._layers, self._states = {}, {}
-        self._model = self._runner = self._cache = self._processors = None
-=======
         self._free()
         self._processors = None
         self._binding.leave()
@@ -425,17 +417,14 @@ class ModelWorker:
 
     def _free(self) -> None:
         """Let go of the model, its recordings, its cache and its requests."""
-        if self._populator is not None:
-            self._populator.close()
-            self._populator = None
+        for populator in self._populators:
+            populator.close()
+        self._populators = []
         if self._runner is not None and self._runner.graph is not None:
             self._runner.graph.close()
-        for layer in self._layers.values():
-            if layer.kv_spec is not None:
-                layer.bind_cache(None, 0)
-        self._layers = {}
+        unbind(self._layers, self._states)
+        self._layers, self._states = {}, {}
         self._model = self._runner = self._cache = None
->>>>>>> w/loading
         self._buffers = []
 
     def _make_populators(self, config: KVCacheConfig) -> Iterator[CachePopulator]:
