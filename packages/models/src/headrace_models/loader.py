@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -100,11 +100,12 @@ def load_model(
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = _tensors(info, context, load, built, chosen, seed, progress)
-            if isinstance(built.model, TranslatesWeights) and chosen is not None:
-                stored = built.model.translate(stored)
+            model: object = built.model
+            if isinstance(model, TranslatesWeights) and chosen is not None:
+                stored = model.translate(stored)
             fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
-    return cast(CausalLM, built.model)
+    return built.model
 
 
 class Built(NamedTuple):

@@ -165,16 +165,17 @@ class ModelWorker:
         self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
-        self._hold(self._build_model())
-        if self._prompt_embeds and not isinstance(self._model, SupportsPromptEmbeds):
+        model = self._build_model()
+        self._hold(model)
+        if self._prompt_embeds and not isinstance(model, SupportsPromptEmbeds):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
-                f"({type(self._model).__name__}), which takes tokens only",
+                f"({type(model).__name__}), which takes tokens only",
                 field="model.enable_prompt_embeds",
             )
-        if self._pooling is not None and not isinstance(self._model, SupportsPooling):
+        if self._pooling is not None and not isinstance(model, SupportsPooling):
             raise ModelError(
-                f"{type(self._model).__name__} has no pooler: it cannot run with --runner pooling"
+                f"{type(model).__name__} has no pooler: it cannot run with --runner pooling"
             )
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
@@ -182,7 +183,7 @@ class ModelWorker:
             made = self._make_processors(self._device)
             self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
-        self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
+        self._weights = max(self._meter.used() - before, _parameter_bytes(model))
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
         )
