@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
+    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
     ConvertsTensors,
@@ -31,6 +32,7 @@ from headrace_core.model import (
     ProgressCallback,
     SharesByRank,
     SupportsPooling,
+    TranslatesWeights,
     WeightFormat,
     WeightRule,
     ignore_progress,
@@ -38,7 +40,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
 from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
@@ -97,9 +99,13 @@ def load_model(
             shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
-            fill(built, context, _tensors(info, context, load, built, chosen, seed, progress))
+            stored = _tensors(info, context, load, built, chosen, seed, progress)
+            model: object = built.model
+            if isinstance(model, TranslatesWeights) and chosen is not None:
+                stored = model.translate(stored)
+            fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
-    return cast(CausalLM, built.model)
+    return built.model
 
 
 class Built(NamedTuple):
@@ -214,10 +220,12 @@ def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
         if candidate.recognises(path):
             return candidate
     others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
-    hint = f" It holds {', '.join(others)}: name one GGUF file, or convert what is none." if others else ""
-    raise WeightsError(
-        f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}"
+    hint = (
+        f" It holds {', '.join(others)}: name one GGUF file, or convert what is none."
+        if others
+        else ""
     )
+    raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
 
 
 @dataclass(slots=True)
@@ -289,11 +297,15 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = parts_of(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -323,8 +335,8 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int | None) -> bool:
-        return (place, part or 0) in self.origin
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
@@ -385,21 +397,36 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule.order)
+            tensor = _cut_part(slot, part, tensor, rule)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
 
 
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, parts, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -412,14 +439,25 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(order or range(len(sizes)))
-    start = sum(sizes[other] for other in stored[: stored.index(part)])
-    return tensor.narrow(slot.part_dim, start, sizes[part])
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    groups = rule.groups
+    if rule.interleaved:
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(p.units for p in slot.parts)
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

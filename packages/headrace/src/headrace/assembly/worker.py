@@ -238,6 +238,7 @@ def build_context(resolved: Resolved, ops: OpTable) -> BuildContext:
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
 
 

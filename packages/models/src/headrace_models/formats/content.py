@@ -48,9 +48,7 @@ class Content:
             WeightsError: the file ends before.
         """
         if offset + num_bytes > len(self._bytes):
-            raise WeightsError(
-                f"{self.path}: tensor {name!r} ends after the file (it has changed)"
-            )
+            raise WeightsError(f"{self.path}: tensor {name!r} ends after the file (it has changed)")
         count = num_bytes // dtype.itemsize
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
 

@@ -12,23 +12,30 @@ from headrace_models.formats.gguf.files import SUFFIX, gguf_file
 from headrace_models.formats.gguf.header import read_gguf, read_parts
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import (
+    CONSOLIDATED,
     PICKLES,
     PT_FILES,
     SHARD,
     checkpoint_files,
     checkpoint_headers,
 )
+from headrace_models.formats.mistral_config import has_params, mistral_config
 from headrace_models.json_object import read_object
 
 
-def stated_config(path: Path, *, config_folder: str | None = None) -> dict[str, Any]:
-    """``config.json``: of another folder, of the checkpoint's, or made of a GGUF file's metadata.
+def stated_config(
+    path: Path, *, config_folder: str | None = None, load_format: str = "auto"
+) -> dict[str, Any]:
+    """``config.json``: of another folder, of the checkpoint's, or made of Mistral's ``params.json`` or
+    of a GGUF file's metadata.
 
     Raises:
         UnsupportedModel: there is none, or it cannot be read. WeightsError: the GGUF file is damaged.
     """
     if config_folder is not None:
         return read_object(Path(config_folder).expanduser() / "config.json", required=True)
+    if has_params(path, load_format):
+        return mistral_config(path)
     if path.is_dir() and (path / "config.json").is_file():
         return read_object(path / "config.json", required=True)
     file = gguf_file(path)
@@ -69,6 +76,9 @@ def stored_tensors(path: Path, load: LoadConfig) -> tuple[TensorEntry, ...]:
             TensorEntry(each.name, each.type.name, each.shape, each.offset, each.num_bytes)
             for each in read_parts(files[0]).tensors
         )
+    if has_params(path, load.load_format):
+        headers = checkpoint_headers(path, CONSOLIDATED)
+        return tuple(entry for entries in headers.values() for entry in entries)
     if files and files[0].suffix == ".safetensors" and not files[0].name.startswith(SHARD):
         return tuple(entry for entries in checkpoint_headers(path).values() for entry in entries)
     return tuple(TensorEntry("", "", (), 0, each.stat().st_size) for each in files)
@@ -83,6 +93,8 @@ def weight_files(path: Path, load: LoadConfig) -> tuple[Path, ...]:
     wanted, file = load.load_format.lower(), gguf_file(path)
     if path.is_file() or wanted == "gguf":
         return _parts(file)
+    if has_params(path, wanted):
+        return checkpoint_files(path, CONSOLIDATED)
     if wanted != "pt" and (files := checkpoint_files(path)):
         return files
     return (

@@ -32,6 +32,12 @@ PICKLES = Naming(
     "pytorch_model.bin", "pytorch_model.bin.index.json", "*.bin",
     ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "scaler"),
 )  # fmt: skip
+CONSOLIDATED = Naming(
+    "consolidated.safetensors",
+    "consolidated.safetensors.index.json",
+    "consolidated*.safetensors",
+    (),
+)
 PT_FILES = PICKLES._replace(pattern="*.pt")
 
 
@@ -78,18 +84,20 @@ def has_index(folder: Path, naming: Naming) -> bool:
     return not (folder / naming.single).is_file() and (folder / naming.index).is_file()
 
 
-def checkpoint_headers(folder: Path) -> dict[Path, tuple[TensorEntry, ...]]:
+def checkpoint_headers(
+    folder: Path, naming: Naming = SAFETENSORS
+) -> dict[Path, tuple[TensorEntry, ...]]:
     """Headers of all safetensors files, checked against the index if there is one.
 
     Raises:
         WeightsError: as above, or a tensor is not in the file that the index names.
     """
-    headers = {path: read_header(path) for path in checkpoint_files(folder)}
-    if has_index(folder, SAFETENSORS):
+    headers = {path: read_header(path) for path in checkpoint_files(folder, naming)}
+    if has_index(folder, naming):
         held = {path.name: {entry.name for entry in entries} for path, entries in headers.items()}
-        for tensor, name in read_index(folder).items():
+        for tensor, name in read_index(folder, naming).items():
             if tensor not in held[name]:
-                raise missing_from(folder / name, tensor, INDEX)
+                raise missing_from(folder / name, tensor, naming.index)
     return headers
 
 

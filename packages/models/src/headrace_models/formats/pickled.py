@@ -154,9 +154,7 @@ class _Mapping:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last and any(low <= first and last <= high for low, high in self.ranges):
-            self.advise(
-                ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED
-            )
+            self.advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def _reason(error: Exception) -> str:

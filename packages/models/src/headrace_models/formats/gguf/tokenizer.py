@@ -79,7 +79,8 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> GGUFTokenizer:
     content["version"] = "1.0"
     content["added_tokens"] = list(vocabulary.added())
     return GGUFTokenizer(
-        json.dumps(content, ensure_ascii=False), {**vocabulary.config(begins), **_templates(metadata)}
+        json.dumps(content, ensure_ascii=False),
+        {**vocabulary.config(begins), **_templates(metadata)},
     )
 
 
@@ -188,9 +189,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
         steps.append({"type": "Digits", "individual_digits": True})
     if not own:
         pattern = {"Regex": cutting.pattern}
-        steps.append(
-            {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        )
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
     bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     steps.append({**bytes_, "use_regex": own})
     model = {
