@@ -136,3 +136,36 @@ class TestYoutu(FamilyConformance):
 
         own = {"rope_parameters": {"rope_theta": 300.0}, "attention_bias": True}
         return YoutuConfig(**{**TINY, **own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-MOE")
+@pytest.mark.spec("ATTN-CHUNKED-LOCAL")
+class TestLlama4(FamilyConformance):
+    """Chunks shorter than the prompt, a full layer between, mixtures in the second and fourth layer."""
+
+    def hf_class(self) -> Any:
+        from transformers import Llama4ForCausalLM
+
+        return Llama4ForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Llama4TextConfig
+
+        own = {
+            "num_hidden_layers": 4, "head_dim": 22, "intermediate_size": 44,
+            "intermediate_size_mlp": 60, "num_key_value_heads": 2, "num_local_experts": 5,
+            "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 9,
+            "no_rope_layer_interval": 3, "floor_scale": 5, "attn_scale": 0.4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            "attention_bias": True,
+        }  # fmt: skip
+        tiny = {k: v for k, v in TINY.items() if "lora" not in k and "_dim" not in k}
+        return Llama4TextConfig(**{**tiny, **own, **overrides})
+
+
+class TestLlama4Dense(TestLlama4):
+    """Maverick's kind: no norms of queries and keys."""
+
+    def hf_config(self, **overrides: Any) -> Any:
+        own = {"use_qk_norm": False, "attn_temperature_tuning": False, "num_experts_per_tok": 1}
+        return super().hf_config(**{**own, **overrides})

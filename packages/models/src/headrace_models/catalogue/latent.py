@@ -1,4 +1,4 @@
-"""Decoders of text whose attention is latent."""
+"""Decoders of text whose attention is latent, or within chunks."""
 
 from headrace_models.catalogue.row import Architecture
 
@@ -19,6 +19,9 @@ ROWS = (
     ),
     Architecture(
         "Glm4MoeLiteForCausalLM", "glm4_moe_lite:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", _LATENT
+    ),
+    Architecture(
+        "Llama4ForCausalLM", "llama4:Llama4ForCausalLM", "Llama 4, text", ("full", "chunked")
     ),
     Architecture("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM 3", _LATENT),
     Architecture("YoutuForCausalLM", "youtu:YoutuForCausalLM", "Youtu-LLM", _LATENT),
