@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.mamba2 import Mamba2Sizes
-from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
+from headrace_models.settings import MAX_HEAD_DIM, Settings
 
 MAX_TAPS = 64
 """Largest convolution; published ones have 2 to 5 taps."""
@@ -39,22 +39,6 @@ def _number(value: Any) -> float | None:
         return math.inf
     usable = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if (usable and -1e30 < value < 1e300) or value == math.inf else None
-
-
-def layer_indices(settings: Settings, name: str) -> frozenset[int]:
-    """A list of layers, by index; empty if it is absent.
-
-    Raises:
-        UnsupportedModel: not a list of indices.
-    """
-    value = settings.config.get(name)
-    if value is None:
-        return frozenset()
-    if not isinstance(value, list) or not all(
-        isinstance(index, int) and 0 <= index < MAX_LAYERS for index in value
-    ):
-        raise UnsupportedModel(f"config.json: {name} = {value!r:.200}: must be a list of layers")
-    return frozenset(value)
 
 
 def layer_kinds(
