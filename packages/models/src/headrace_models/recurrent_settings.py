@@ -61,6 +61,26 @@ def layer_kinds(
     return value
 
 
+def repeated_kinds(settings: Settings, name: str, default: tuple[str, ...]) -> list[str]:
+    """A pattern of kinds that layers repeat.
+
+    Args:
+        default: if the key is absent; its entries are the known kinds.
+
+    Raises:
+        UnsupportedModel: not a list of known kinds.
+    """
+    value = settings.config.get(name)
+    if value is None:
+        return list(default)
+    if not isinstance(value, list) or not value or any(kind not in default for kind in value):
+        raise UnsupportedModel(
+            f"config.json: {name} = {value!r:.200}: must be a list out of "
+            + ", ".join(dict.fromkeys(default))
+        )
+    return value
+
+
 def mamba2_sizes(settings: Settings, hidden_size: int) -> Mamba2Sizes:
     """Of hybrids with Mamba 2 (Bamba, Granite 4, Falcon-H1), whose keys begin with ``mamba_``.
 
