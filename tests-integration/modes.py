@@ -19,7 +19,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-FEW_BLOCKS = {"mistral": 17, "gemma2": 40, "gemma3": 97}
+FEW_BLOCKS = {"mistral": 17, "gemma2": 40, "gemma3": 97, "cohere2": 40}
 """Enough for one request and not for seven; hybrid models need blocks in each cache group."""
 
 
