@@ -430,3 +430,37 @@ class WeightFormat(Protocol):
     ) -> Iterable[tuple[str, Tensor, Path]]:
         """Every tensor once: name, tensor (memory-mapped where possible), file it came from."""
         ...
+
+
+@runtime_checkable
+class ConvertsTensors(Protocol):
+    """A :class:`WeightFormat` that computes its tensors, and so may as well make them of the model's
+    dtype: a wider copy of the whole model never exists."""
+
+    def convert_to(self, dtype: str) -> None:
+        """Called before ``tensors``.
+
+        Args:
+            dtype: of the activations, as torch spells it.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesByRank(Protocol):
+    """A :class:`WeightFormat` of tensors as one rank's model holds them: fused, cut, and named by the
+    model's own layers. Its ``tensors`` yields those of rank 0 of 1."""
+
+    def rank_tensors(
+        self,
+        path: Path,
+        rank: int,
+        world_size: int,
+        progress: ProgressCallback = ignore_progress,
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """Every tensor of a rank once: ``path of the layer.name``, tensor, file.
+
+        Raises:
+            WeightsError: the files are for another number of ranks.
+        """
+        ...

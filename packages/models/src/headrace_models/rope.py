@@ -13,8 +13,10 @@ from typing import Any
 from headrace_core.errors import UnsupportedModel
 from headrace_models.settings import Settings
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "ntk")
-_ALIASES = {"su": "longrope"}
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "ntk")
+_ALIASES = {"su": "longrope", "mrope": "default"}
+_AXES = 3
+"""Time, height and width."""
 _SCALES_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -31,6 +33,11 @@ class RopeSettings:
     """Context of the pre-training that the scaling starts from."""
     scaling: Mapping[str, Any]
     """The kind's own keys (``factor``, ``low_freq_factor``, ``long_factor``, ...)."""
+    sections: tuple[int, ...] = ()
+    """How many of the frequencies go by a token's position in time, height and width (Qwen2-VL,
+    arXiv:2409.12191); empty: all go by one position."""
+    interleaved_sections: bool = False
+    """The axes take turns (Qwen3-VL), instead of one run of frequencies for each."""
 
     def number(self, name: str, default: float | None = None) -> float:
         """A key of ``scaling``.
@@ -81,7 +88,21 @@ def rope_settings(
         ),
         original_max_position_embeddings=original if kind in _SCALES_FROM_ORIGINAL else limit,
         scaling=block,
+        sections=_sections(block),
+        interleaved_sections=own.flag("mrope_interleaved", False),
     )
+
+
+def _sections(block: Mapping[str, Any]) -> tuple[int, ...]:
+    value = block.get("mrope_section")
+    if value is None:
+        return ()
+    good = isinstance(value, list) and len(value) == _AXES
+    if not good or not all(type(size) is int and 0 <= size < 2**16 for size in value):
+        raise UnsupportedModel(
+            f"config.json: mrope_section = {value!r:.200}: must be {_AXES} numbers of frequencies"
+        )
+    return tuple(value)
 
 
 def scaling_block(config: Mapping[str, Any], layer_type: str | None = None) -> Mapping[str, Any]:
@@ -106,6 +127,15 @@ def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     return any(
         isinstance(block.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")
     )
+
+
+def of_windows(config: Mapping[str, Any], theta: Any) -> Mapping[str, Any]:
+    """The config as it is for layers with windows. In the old spelling, which has no settings by layer
+    type, these have a base of their own, ``theta``, and never the full layers' scaling."""
+    if is_per_layer_type(_written(config)):
+        return config
+    plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return {**plain, "rope_theta": theta}
 
 
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:

@@ -30,6 +30,7 @@ from headrace_core.ops.attention import (
     RotaryCacheWriteOp,
     RotaryOp,
     VarlenAttentionOp,
+    check_mask,
 )
 from headrace_core.ops.binding import (
     CapturesSteps,
@@ -75,6 +76,7 @@ from headrace_core.ops.rowwise import (
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -131,5 +133,7 @@ __all__ = [
     "TopLogprobsOp",
     "VarlenAttentionOp",
     "WKVOp",
+    "XIELUOp",
     "bind_ops",
+    "check_mask",
 ]

@@ -38,6 +38,7 @@ from headrace_core.ops.rowwise import (
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -56,6 +57,7 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    xielu: XIELUOp
     add: AddOp
     scale: ScaleOp
     gate: GateOp

@@ -9,7 +9,7 @@ Linear layers are torch's own, so results may depend on the number of rows: the 
 claim row invariance.
 """
 
-from headrace_core.reference.activations import activation, activation_and_mul
+from headrace_core.reference.activations import activation, activation_and_mul, xielu
 from headrace_core.reference.attention import (
     latent_attention,
     paged_attention,
@@ -73,4 +73,5 @@ __all__ = [
     "top_logprobs",
     "varlen_attention",
     "wkv",
+    "xielu",
 ]

@@ -76,9 +76,7 @@ class Names:
             *([WeightRule(self.positions, "positions")] if self.positions else []),
             WeightRule(f"{block}.{self.input_norm}", "layers.{}.input_norm"),
             *qkv,
-            WeightRule(
-                f"{attention}.{self.out}", "layers.{}.attention.out", transposed=transposed
-            ),
+            WeightRule(f"{attention}.{self.out}", "layers.{}.attention.out", transposed=transposed),
             WeightRule(f"{block}.{self.mlp_norm}", "layers.{}.mlp_norm"),
             WeightRule(f"{block}.{self.up}", "layers.{}.mlp.up", transposed=transposed),
             WeightRule(f"{block}.{self.down}", "layers.{}.mlp.down", transposed=transposed),

@@ -6,11 +6,12 @@ Letters: T tokens, H heads of this rank, D head size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_models.layers.base import Part, Slot, WeightLayer
+from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
 from headrace_models.layers.linear import shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 
@@ -81,6 +82,34 @@ class WholeLayerNorm(LayerNorm):
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, D] -> the same shape."""
         return self.heads.own(super().__call__(self.heads.join(x)), x.shape[-1])
+
+
+class HeadLayerNorms(Layer):
+    """LayerNorm over each head, stored as a norm for each (StableLM 2): ``norms.{head}.weight`` [D].
+
+    Every rank holds all of them. As with :class:`HeadLayerNorm`, no captured step can hold the product.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, num_heads: int, head_dim: int, eps: float
+    ) -> None:
+        self.ops, self.eps = context.ops, eps
+        self.shard = shard_of(num_heads, context.communicator, what=f"{name}, heads")
+        self.norms = [
+            LayerNorm(context, f"{name}.{head}", head_dim, eps, bias=False)
+            for head in range(num_heads)
+        ]
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """[H, D], once loaded."""
+        weights = torch.stack([norm.weight for norm in self.norms])
+        return weights.chunk(self.shard.count)[self.shard.index]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> the same shape."""
+        ones = torch.ones_like(self.weight[0])
+        return self.ops.layer_norm(x, ones, None, self.eps) * self.weight
 
 
 class HeadLayerNorm(WeightLayer):

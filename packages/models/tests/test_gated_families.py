@@ -1,0 +1,326 @@
+"""Gated decoders that transformers knows, each on a tiny config in which its own features matter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from model_families_conformance import FamilyConformance
+from test_families import LLAMA3_ROPE, TINY
+
+from headrace_core.testing.model import Checkpoint, PagedDriver
+
+pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+
+
+class GatedConformance(FamilyConformance):
+    """What is left for a class: what transformers calls the family, and what its config sets."""
+
+    stem: ClassVar[str]
+    own: ClassVar[dict[str, Any]] = {}
+
+    def hf_class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, f"{self.stem}ForCausalLM")
+
+    def hf_config(self, **overrides: Any) -> Any:
+        import transformers
+
+        make = getattr(transformers, f"{self.stem}Config")
+        return make(**{**TINY, **self.own, **overrides})
+
+
+class TestArcee(GatedConformance):
+    stem = "Arcee"
+    own: ClassVar = {"head_dim": 22, "attention_bias": True, "mlp_bias": True}
+
+
+class TestNemotron(GatedConformance):
+    """A quarter of each head turns; the default is a half."""
+
+    stem = "Nemotron"
+    own: ClassVar = {
+        "head_dim": 24, "attention_bias": True, "norm_eps": 0.03,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default",
+                            "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+
+
+class TestNemotronByDefault(GatedConformance):
+    stem = "Nemotron"
+    own: ClassVar = {"head_dim": 24, "mlp_bias": True}
+
+
+class TestJais2(GatedConformance):
+    stem = "Jais2"
+    own: ClassVar = {"head_dim": 22, "layer_norm_eps": 0.03}
+
+
+class TestSeedOss(GatedConformance):
+    stem = "SeedOss"
+    own: ClassVar = {"head_dim": 22, "attention_out_bias": True, "mlp_bias": True}
+
+
+class TestCwm(GatedConformance):
+    stem = "Cwm"
+    own: ClassVar = {
+        "num_hidden_layers": 5, "head_dim": 22, "sliding_window": 7, "rope_parameters": LLAMA3_ROPE,
+    }  # fmt: skip
+
+
+class TestMinistral(GatedConformance):
+    stem = "Ministral"
+    own: ClassVar = {
+        "head_dim": 22, "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }  # fmt: skip
+
+
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.7, "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+}  # fmt: skip
+
+
+class TestGranite(GatedConformance):
+    stem = "Granite"
+    own: ClassVar = {**MULTIPLIERS, "attention_bias": True, "mlp_bias": True}
+
+
+class TestHyperCLOVAX(GatedConformance):
+    stem = "HyperCLOVAX"
+    own: ClassVar = {**MULTIPLIERS, "head_dim": 22, "attention_multiplier": None}
+
+
+class TestHyperCLOVAXWithoutPostNorm(GatedConformance):
+    stem = "HyperCLOVAX"
+    own: ClassVar = {**MULTIPLIERS, "use_post_norm": False}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestVaultGemma(GatedConformance):
+    stem = "VaultGemma"
+    own: ClassVar = {
+        "head_dim": 20, "sliding_window": 7, "query_pre_attn_scalar": 30,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0,
+    }  # fmt: skip
+
+
+class TestSmolLM3(GatedConformance):
+    """The third layer has no positions, and as windows are used, one."""
+
+    stem = "SmolLM3"
+    own: ClassVar = {
+        "no_rope_layer_interval": 3, "attention_bias": True, "use_sliding_window": True,
+        "sliding_window": 7,
+    }  # fmt: skip
+
+
+class TestExaone4(GatedConformance):
+    stem = "Exaone4"
+    own: ClassVar = {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": LLAMA3_ROPE}
+
+
+class TestExaone4WithoutWindows(GatedConformance):
+    """EXAONE 4.0 1.2B."""
+
+    stem = "Exaone4"
+    own: ClassVar = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
+
+
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestCohere(GatedConformance):
+    """Command R+: a LayerNorm with its own weight for every head."""
+
+    stem = "Cohere"
+    own: ClassVar = {"use_qk_norm": True, "logit_scale": 0.3, "layer_norm_eps": 0.03}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestCohereWithBiases(GatedConformance):
+    stem = "Cohere"
+    own: ClassVar = {"attention_bias": True, "logit_scale": 0.3}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestCohere2(GatedConformance):
+    stem = "Cohere2"
+    own: ClassVar = {"num_hidden_layers": 4, "sliding_window": 7, "logit_scale": 0.3}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGlm(GatedConformance):
+    stem = "Glm"
+    own: ClassVar = {"head_dim": 24}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGlm4(GatedConformance):
+    stem = "Glm4"
+    own: ClassVar = {"head_dim": 24, "rope_parameters": PARTIAL_ROPE, "attention_bias": False}
+
+
+class TestHelium(GatedConformance):
+    stem = "Helium"
+    own: ClassVar = {"head_dim": 18, "attention_bias": True, "mlp_bias": True}
+
+
+class TestErnie4_5(GatedConformance):
+    stem = "Ernie4_5"
+    own: ClassVar = {"head_dim": 24, "use_bias": True}
+
+
+class TestOlmo(GatedConformance):
+    stem = "Olmo"
+    own: ClassVar = {"clip_qkv": 0.8, "attention_bias": True}
+
+
+class TestOlmo2(GatedConformance):
+    stem = "Olmo2"
+    own: ClassVar = {"attention_bias": True, "rms_norm_eps": 0.03}
+
+
+class TestOlmo3(GatedConformance):
+    """The windows' base is not that of the full layer, which is scaled."""
+
+    stem = "Olmo3"
+    own: ClassVar = {
+        "num_hidden_layers": 4, "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+
+class TestStableLm(GatedConformance):
+    stem = "StableLm"
+    own: ClassVar = {"use_qkv_bias": True, "layer_norm_eps": 0.03, "hidden_size": 96}
+
+    def test_names_of_the_first_configs(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        """StableLM-3B-4E1T was published before transformers had the class."""
+        (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
+        config = json.loads((checkpoint.path / "config.json").read_text())
+        config["norm_eps"] = config.pop("layer_norm_eps")
+        config["rope_pct"] = config.pop("rope_parameters")["partial_rotary_factor"]
+        config["architectures"] = ["StableLMEpochForCausalLM"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        prompt = self.prompt(self.prompt_len)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        self.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+class TestStableLm2(GatedConformance):
+    """StableLM 2 12B: parallel halves, a LayerNorm stored for each head."""
+
+    stem = "StableLm"
+    own: ClassVar = {"use_parallel_residual": True, "qk_layernorm": True, "hidden_size": 96}
+
+
+class TestHunYuanDense(GatedConformance):
+    stem = "HunYuanDenseV1"
+    own: ClassVar = {
+        "head_dim": 22, "attention_bias": True,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0,
+                            "rope_theta": 500.0},
+    }  # fmt: skip
+
+
+class TestMinistral3(GatedConformance):
+    """The prompt is longer than the original context, which queries feel."""
+
+    stem = "Ministral3"
+    own: ClassVar = {
+        "head_dim": 22, "sliding_window": 21,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 16.0, "mscale": 1.0,
+            "mscale_all_dim": 1.0, "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.3,
+        },
+    }  # fmt: skip
+
+
+class TestNanoChat(GatedConformance):
+    stem = "NanoChat"
+    own: ClassVar = {"final_logit_softcapping": 6.0, "attention_bias": True}
+
+
+class TestGraniteSWA(GatedConformance):
+    """Three bases, one of them none."""
+
+    stem = "GraniteSWA"
+    own: ClassVar = {
+        **MULTIPLIERS, "num_hidden_layers": 5, "sliding_window": 7,
+        "layer_rope_theta": [500.0, 30.0, 0, 500.0, 0],
+    }  # fmt: skip
+
+
+class TestApertus(GatedConformance):
+    stem = "Apertus"
+    own: ClassVar = {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma3n(GatedConformance):
+    """Two layers read the caches below, a window and none; sparse gates; a table that is too short."""
+
+    stem = "Gemma3n"
+    own: ClassVar = {
+        "num_hidden_layers": 5, "head_dim": 20, "sliding_window": 7, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+                        "sliding_attention", "full_attention"],
+        "intermediate_size": [100, 60, 100, 100, 80],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0],
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "altup_num_inputs": 3,
+        "altup_active_idx": 1, "laurel_rank": 10, "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma3nTextConfig
+
+        return Gemma3nTextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4(GatedConformance):
+    """E2B: inputs for every layer, and wider MLPs above, where layers read the caches below."""
+
+    stem = "Gemma4"
+    own: ClassVar = {
+        "num_hidden_layers": 5, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 131, "final_logit_softcapping": 6.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+                        "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4,
+                               "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma4TextConfig
+
+        return Gemma4TextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Large(TestGemma4):
+    """31B: no further inputs; layers without a window have few heads, whose values are their keys."""
+
+    own: ClassVar = {
+        **TestGemma4.own, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+    }  # fmt: skip
