@@ -36,6 +36,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **_COMMON, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 24,
         "query_pre_attn_scalar": 16,
     }),
+    "gemma4": ("Gemma4TextConfig", {
+        **_COMMON, "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
+        "sliding_window": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }),
+    "cohere2": ("Cohere2Config", {
+        **_COMMON, "sliding_window": 24, "logit_scale": 1.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    "olmo2": ("Olmo2Config", {**_COMMON}),
     "phi3": ("Phi3Config", {**_COMMON}),
     "gpt2": ("GPT2Config", {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,

@@ -47,8 +47,8 @@ def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
     groups = []
     for spec in ordered:
         pool, names = pages.index(_page(spec)), kinds[spec]
-        for part in _even_parts(names, -(-len(names) // sizes[pool])):
-            groups.append(KVCacheGroup(tuple(part), spec, pool))
+        parts = _even_parts(names, -(-len(names) // sizes[pool]))
+        groups += [KVCacheGroup(tuple(part), spec, pool) for part in parts]
     return tuple(groups)
 
 

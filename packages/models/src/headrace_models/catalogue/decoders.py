@@ -18,6 +18,9 @@ ROWS = (
     Architecture("Gemma3ForCausalLM", "gemma3:Gemma3ForCausalLM", "Gemma 3, text", _MIXED),
     Architecture("Gemma3nForCausalLM", "gemma3n:Gemma3nForCausalLM", "Gemma 3n, text", _MIXED),
     Architecture("Gemma4ForCausalLM", "gemma4:Gemma4ForCausalLM", "Gemma 4, text", _MIXED),
+    Architecture(
+        "Gemma4UnifiedForCausalLM", "gemma4:Gemma4UnifiedForCausalLM", "Gemma 4 12B, text", _MIXED
+    ),
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
     Architecture("Glm4ForCausalLM", "glm4:Glm4ForCausalLM", "GLM-4-0414, GLM-Z1"),
     Architecture("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4 9B, GLM-Edge"),
@@ -40,6 +43,7 @@ ROWS = (
     Architecture(
         "LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 1 to 3.3, Yi, SmolLM 1 and 2"
     ),
+    Architecture("MellumForCausalLM", "mellum:MellumForCausalLM", "Mellum 2", _MIXED),
     Architecture(
         "Ministral3ForCausalLM", "ministral3:Ministral3ForCausalLM", "Ministral 3, text", _MIXED
     ),

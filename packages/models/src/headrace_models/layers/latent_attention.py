@@ -54,6 +54,8 @@ def latent_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     return (
         WeightRule(f"{source}.q_proj", f"{target}.direct", part=0),
         WeightRule(f"{source}.kv_a_proj_with_mqa", f"{target}.direct", part=1),
+        # Only this part of the fused layer has a bias.
+        WeightRule(f"{source}.kv_a_proj_with_mqa.bias", f"{target}.direct.bias", part=0),
         WeightRule(f"{source}.q_a_proj", f"{target}.down", part=0),
         WeightRule(f"{source}.kv_a_proj_with_mqa", f"{target}.down", part=1),
         WeightRule(f"{source}.q_a_layernorm", f"{target}.query_norm"),
