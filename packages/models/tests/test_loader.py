@@ -484,7 +484,7 @@ class TestRefusals:
             assert plugins.load("headrace.models", name).weight_rules
 
     def test_foreign_family_is_named_as_such(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headrace_models import resolve as module
+        from headrace_models import implementation as module
 
         foreign = plugins.Plugin("headrace.models", "X", "x:X", "acme-models 1.2")
         monkeypatch.setattr(plugins, "installed", lambda _: {"X": foreign})
