@@ -50,6 +50,7 @@ class TritonProvider:
             activations,
             cache_write,
             norms,
+            recurrent,
             rotary,
             varlen_attention,
         )
@@ -69,6 +70,11 @@ class TritonProvider:
             "paged_attention": functools.partial(
                 attention.paged_attention, batch_invariant=invariant
             ),
+            "causal_conv": recurrent.causal_conv,
+            "selective_scan": recurrent.selective_scan,
+            "state_space_scan": recurrent.state_space_scan,
+            "delta_rule": recurrent.delta_rule,
+            "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
         }
 
