@@ -49,6 +49,7 @@ class TritonProvider:
         from headrace_kernels.triton import (
             activations,
             cache_write,
+            latent_attention,
             norms,
             rotary,
             varlen_attention,
@@ -70,6 +71,10 @@ class TritonProvider:
                 attention.paged_attention, batch_invariant=invariant
             ),
             "varlen_attention": varlen_attention.varlen_attention,
+            "latent_cache_write": latent_attention.latent_cache_write,
+            "latent_attention": functools.partial(
+                latent_attention.latent_attention, batch_invariant=invariant
+            ),
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
