@@ -110,7 +110,7 @@ def rotary_ops(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
-    from headrace_kernels.triton import merge, varlen_attention
+    from headrace_kernels.triton import latent_attention, merge, varlen_attention
     from headrace_kernels.triton import unified_attention as unified
 
     for head_dim in head_dims:
@@ -143,6 +143,22 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
                 query, query[:, :2], query[:, :2], ends, max_seqlen=3, scale=0.1, **extra
             )
         lse = torch.ones(8, 5)
+        # DeepSeek's sizes: they do not follow the head's.
+        latent, rope = torch.ones(5, 40, 512, dtype=dtype), torch.ones(5, 40, 64, dtype=dtype)
+        vectors = torch.zeros(9, 64, 576, dtype=dtype)
+        latent_attention.latent_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
+        for longest_context in (40, 4000):
+            latent_attention.latent_attention(
+                latent,
+                rope,
+                vectors,
+                torch.zeros(5, 4, dtype=torch.int32),
+                torch.arange(6, dtype=torch.int32),
+                torch.full((5,), 40, dtype=torch.int32),
+                max_seqlen_q=1,
+                max_seqlen_k=longest_context,
+                scale=0.1,
+            )
         merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())
 
 
@@ -180,6 +196,9 @@ def main() -> None:
     from headrace_kernels.triton import unified_attention
 
     unified_attention._num_programs_wanted = lambda device: 264
+    from headrace_kernels.triton import latent_attention
+
+    latent_attention._num_programs_wanted = lambda device: 264
     small_ops(dtype)
     rotary_ops(dtype)
     expert_ops(dtype)

@@ -42,6 +42,8 @@ KERNELS = {
     "_split_kernel",
     "_reduce_kernel",
     "_varlen_kernel",
+    "_latent_kernel",
+    "_latent_write_kernel",
     "_merge_kernel",
 }
 

@@ -50,6 +50,7 @@ class TritonProvider:
             activations,
             cache_write,
             moe,
+            latent_attention,
             norms,
             recurrent,
             rotary,
@@ -80,6 +81,10 @@ class TritonProvider:
             "delta_rule": recurrent.delta_rule,
             "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
+            "latent_cache_write": latent_attention.latent_cache_write,
+            "latent_attention": functools.partial(
+                latent_attention.latent_attention, batch_invariant=invariant
+            ),
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
