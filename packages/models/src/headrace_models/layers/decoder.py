@@ -95,6 +95,13 @@ class Decoder(Layer, ABC):
         self.logits_scale = self.logits_multiplier()
         self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
         self.make_head(context, prefix)
+        self._share_caches()
+
+    def _share_caches(self) -> None:
+        layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}
+        for layer in layers.values():
+            if layer.spec.kv_sharing_target is not None:
+                layer.share(layers[layer.spec.kv_sharing_target])
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
         """The table of input vectors; packed for the head if that multiplies with it."""
