@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace_core.attention import AttentionLayerSpec, AttentionNeed, KVViews
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    AttentionNeed,
+    KVViews,
+)
 from headrace_core.kv import (
     CACHE_DTYPES,
     ChunkedLocalSpec,
@@ -169,15 +174,27 @@ class ProjectedAttention(Layer):
         return query, key
 
 
-class SelfAttention(ProjectedAttention, ABC):
-    """Of a step's tokens, with a cache or without. Arguments: :class:`ProjectedAttention`."""
+class SelfAttention(Layer, ABC):
+    """Of a step's tokens, with a cache or without."""
 
     @abstractmethod
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
 
 
-class Attention(SelfAttention):
+class CachedAttention(SelfAttention):
+    """What a decoder counts among its attention layers: core's ``AttentionLayer``."""
+
+    spec: AttentionLayerSpec
+    kv_spec: KVCacheSpec | None
+    backend: AttentionBackend
+
+    @abstractmethod
+    def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
+        """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
+
+
+class Attention(ProjectedAttention, CachedAttention):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
 
     Its cache's scales can be measured (``MeasuresKVScales``).
@@ -223,7 +240,7 @@ class Attention(SelfAttention):
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
         )
-        self.kv_spec: KVCacheSpec | None = None if shares else _cache_spec(context, self.spec)
+        self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,

@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -93,7 +93,7 @@ class Decoder(Layer, ABC):
         ]
         self.final_norm: NormLayer = self.make_final_norm(context, prefix)
         self.logits_scale = self.logits_multiplier()
-        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
         self._share_caches()
 
@@ -162,6 +162,10 @@ class Decoder(Layer, ABC):
         """What the head's results are multiplied by."""
         return 1.0
 
+    def logits_soft_cap(self) -> float | None:
+        """What tanh keeps the logits within."""
+        return self.settings.optional_positive("final_logit_softcapping")
+
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
         return self.embed(ids)
@@ -180,7 +184,7 @@ class Decoder(Layer, ABC):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
-        found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
+        found = (layer for _, layer in walk(self) if isinstance(layer, CachedAttention))
         return {layer.spec.name: layer for layer in found}
 
     def state_layers(self) -> Mapping[str, StateLayer]:
