@@ -7,14 +7,12 @@ here holds the rows of one kind of model, by name.
 
 from collections.abc import Mapping
 
-from headrace_models.catalogue import decoders, pooled, recurrent, speech
+from headrace_models.catalogue import decoders, gpt, pooled, recurrent, remote, speech
 from headrace_models.catalogue.row import CACHES, Architecture
 
+_KINDS = (decoders, gpt, recurrent, remote, pooled, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    row.name: row
-    for row in sorted(
-        (*decoders.ROWS, *recurrent.ROWS, *pooled.ROWS, *speech.ROWS), key=lambda r: r.name
-    )
+    row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }
 """By name."""
 

@@ -30,7 +30,6 @@ ROWS = (
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
     Architecture("Glm4ForCausalLM", "glm4:Glm4ForCausalLM", "GLM-4-0414, GLM-Z1"),
     Architecture("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4 9B, GLM-Edge"),
-    Architecture("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2, Cerebras-GPT"),
     Architecture("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3, PowerLM"),
     Architecture(
         "GraniteSWAForCausalLM", "granite_swa:GraniteSWAForCausalLM", "Granite with windows", _MIXED

@@ -185,8 +185,7 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
             eps=self.norm_eps(),
         )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x = self.embed_tokens(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         inputs = self.per_layer(batch.input_ids, x) if self.has_inputs else None
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Block)
