@@ -47,7 +47,9 @@ def choose_implementation(
         MissingDependency: transformers is asked for and not installed.
     """
     architectures = whole.get("architectures")
-    found = [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
+    found = (
+        [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
+    )
     known = plugins.installed("headrace.models")
     own = next((a for a in found if served_by(a, known) is not None), None)
     if own is not None and config.model_impl != TRANSFORMERS:

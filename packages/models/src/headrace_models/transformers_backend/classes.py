@@ -26,9 +26,7 @@ class Found(NamedTuple):
     """The class of the base model, which must have the marker."""
 
 
-def generating(
-    whole: Mapping[str, Any], config: Any, path: Path | None, *, trusted: bool
-) -> Found:
+def generating(whole: Mapping[str, Any], config: Any, path: Path | None, *, trusted: bool) -> Found:
     """The language model of a checkpoint: transformers', else its own base model under a plain head.
 
     Raises:
@@ -160,7 +158,7 @@ def first_position(base: nn.Module) -> int:
 def without_base(tree: Any, name: str, base: nn.Module) -> nn.Module:
     """The tree with nothing below its head: what it is given as input vectors it takes for the base
     model's final states. So logits are whatever the class makes of them."""
-    head = copy.copy(tree)
+    head: nn.Module = copy.copy(tree)
     head._modules = dict(tree._modules)
     head._modules[name] = _Given(base)
     return head

@@ -82,7 +82,7 @@ class Elsewhere(torch.Tensor):
                 f"its code computes with the weight of a linear layer {list(args[0].shape)} besides "
                 f"calling the layer ({func.__name__})"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def put_elsewhere(module: nn.Module) -> None:
@@ -91,6 +91,11 @@ def put_elsewhere(module: nn.Module) -> None:
         if parameter is not None:
             empty = torch.Tensor._make_subclass(Elsewhere, parameter.data, False)
             module._parameters[name] = empty  # type: ignore[assignment]
+
+
+def compute_by(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    """Have a module of a tree compute something else than its class would."""
+    vars(module)["forward"] = forward
 
 
 class Projections:
@@ -220,7 +225,9 @@ class PackedExperts(WeightLayer):
         halves = (Part(inner, self.shard), Part(inner, self.shard))
         return {
             "gate_up_proj": Slot((experts, 2 * inner, hidden), parts=halves, part_dim=1),
-            "down_proj": Slot((experts, hidden, inner), part_dim=None, in_dim=2, in_shard=self.shard),
+            "down_proj": Slot(
+                (experts, hidden, inner), part_dim=None, in_dim=2, in_shard=self.shard
+            ),
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -290,4 +297,3 @@ def meta_left(tree: nn.Module) -> list[str]:
         and any(p is not None and p.is_meta for p in module._parameters.values())
         and not hasattr(module, EXPERTS)
     ]
-

@@ -47,7 +47,17 @@ def read_mask(function: MaskFunction, length: int) -> MaskFacts:
         facts = MaskFacts(causal, chunk=reach)
     else:
         facts = MaskFacts(causal, window=reach)
-    probes = {0, 1, length // 3, length // 2, reach - 1, reach, 2 * reach - 1, 2 * reach, length - 1}
+    probes = {
+        0,
+        1,
+        length // 3,
+        length // 2,
+        reach - 1,
+        reach,
+        2 * reach - 1,
+        2 * reach,
+        length - 1,
+    }
     for query in sorted(q for q in probes if 0 <= q < length):
         if not torch.equal(row(query), _expected(facts, query, keys)):
             raise UnsupportedModel("its mask is neither causal, full, of a window nor of chunks")

@@ -14,6 +14,7 @@ from torch import nn
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.base import Layer, Slot, WeightLayer
+from headrace_models.pooling.classifier import Classifier
 from headrace_models.pooling.heads import ClassificationHead, EmbeddingHead
 from headrace_models.pooling.pooler import TaskPooler
 from headrace_models.transformers_backend import attention, classes, leaves, trial
@@ -66,9 +67,7 @@ class TransformersModel(Layer):
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         register()
         self.context = context
-        config = read_config(
-            context.whole_config, context.path, trusted=context.trust_remote_code
-        )
+        config = read_config(context.whole_config, context.path, trusted=context.trust_remote_code)
         self.text = text_config(config)
         found = self.find_class(config)
         classes.check(found.base, self.text.model_type)
@@ -143,7 +142,7 @@ class TransformersModel(Layer):
                 self.layers[name] = made
         self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == TRIAL:
                 config._attn_implementation = ATTENTION
 
@@ -153,7 +152,7 @@ class TransformersModel(Layer):
         if self.causal:
             raise UnsupportedModel(
                 f"{type(module).__name__} attends in both directions, so that it generates nothing: "
-                "run it for pooling, with hf_overrides {\"is_causal\": false} if its config does not "
+                'run it for pooling, with hf_overrides {"is_causal": false} if its config does not '
                 "say so"
             )
         raise UnsupportedModel(
@@ -232,7 +231,7 @@ class TransformersForPooling(TransformersModel):
         )
 
 
-class _OwnLabels(Layer):
+class _OwnLabels(Classifier):
     """The logits that a class makes of one row of hidden states, pooled by headrace."""
 
     def __init__(self, head: nn.Module) -> None:
@@ -262,5 +261,3 @@ class _AllLoaded(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.model.complete()
-
-
