@@ -130,7 +130,10 @@ class TransformersModel(Layer):
         if empty:
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
         notes = trial.Notes(self.context.max_model_len)
-        trial.try_tree(self._run, self.text.vocab_size, notes, self.context.dtype)
+        context = self.context
+        trial.try_tree(
+            self._run, self.text.vocab_size, notes, dtype=context.dtype, device=context.device
+        )
         paths = {module: name for name, module in self.tree.named_modules()}
         for module, calls in notes.seen.items():
             setattr(module, LAYERS, [])
