@@ -95,7 +95,9 @@ def test_quantized_linear_layers(llama: Path) -> None:
     """Methods that round weights while loading apply to the tree's layers, too."""
     with LLM(str(llama), model_impl="transformers", quantization="int8", **SETTINGS) as llm:
         methods = llm.apply_model(
-            lambda model: {type(x.method).__name__ for x in model.leaves.values() if hasattr(x, "method")}
+            lambda model: {
+                type(x.method).__name__ for x in model.leaves.values() if hasattr(x, "method")
+            }
         )
         outputs = _ids(llm.generate(_prompts(3), _greedy(4), use_tqdm=False))
     with LLM(str(llama), model_impl="headrace", quantization="int8", **SETTINGS) as llm:

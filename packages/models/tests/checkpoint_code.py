@@ -21,7 +21,7 @@ CONFIG = {
     "auto_map": {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"},
 }  # fmt: skip
 
-CODE = '''
+CODE = """
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -100,7 +100,7 @@ class TinyModel(PreTrainedModel):
         for layer in self.layers:
             x = layer(x, attention_mask=attention_mask, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=x)
-'''
+"""
 
 
 class Written:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import test_kv_scales
 import torch
 from model_families_conformance import FamilyConformance
 from safetensors.torch import load_file, save_file
@@ -410,6 +411,22 @@ def test_gemma_stores_keys_that_nobody_reads(suite: GatedConformance, tmp_path: 
     prompt = suite.prompt(9)
     logits = PagedDriver(suite.open(tmp_path)).step({"a": prompt})
     suite.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+def test_layers_that_share_a_cache_share_its_scales(tmp_path: Path) -> None:
+    suite = TestGemma4()
+    checkpoint = suite.make_checkpoint(tmp_path)
+    model = test_kv_scales.load((suite, tmp_path), test_kv_scales.reference_ops(), "int8")
+    prompt = suite.prompt(test_kv_scales.PROMPT)
+    test_kv_scales.measured(model, prompt)
+    logits = PagedDriver(model).step({"a": prompt})
+    specs = {name: layer.spec for name, layer in model.attention_layers().items()}
+    shared = specs["model.layers.4.self_attn"]
+    assert shared.kv_sharing_target == "model.layers.1.self_attn"
+    assert shared.k_scale is specs[shared.kv_sharing_target].k_scale is not None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cosine = torch.cosine_similarity(logprobs, checkpoint.logprobs(prompt), dim=-1)
+    assert float(cosine.min()) > 0.97
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,31 @@ class TestYoutu(FamilyConformance):
         return YoutuConfig(**{**TINY, **own, **overrides})
 
 
+class TestLongcatFlash(FamilyConformance):
+    """Five experts that compute and three that give back what they get.
+
+    transformers keeps gates and ups of the latter too, which no published checkpoint has.
+    """
+
+    flips_ties = False
+
+    def hf_class(self) -> Any:
+        from transformers import LongcatFlashForCausalLM
+
+        return LongcatFlashForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import LongcatFlashConfig
+
+        own = {"num_layers": 2, "head_dim": TINY["qk_rope_head_dim"], "ffn_hidden_size": 60,
+               "expert_ffn_hidden_size": 36, "moe_topk": 3, "n_routed_experts": 5,
+               "zero_expert_num": 3, "routed_scaling_factor": 2.1, "attention_bias": True,
+               "rope_parameters": {"rope_theta": 300.0}}  # fmt: skip
+        dropped = ("num_hidden_layers", "intermediate_size")
+        tiny = {name: value for name, value in TINY.items() if name not in dropped}
+        return LongcatFlashConfig(**{**tiny, **own, **overrides})
+
+
 @pytest.mark.spec("MODEL-TEXTGEN-MOE")
 @pytest.mark.spec("ATTN-CHUNKED-LOCAL")
 class TestLlama4(FamilyConformance):

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pooling_decoders
+import pytest
 import test_encoders as encoders
 import test_families as families
 import test_rotary_encoders as rotary_encoders
@@ -145,7 +145,14 @@ class TestWhoseCode:
 
     def test_facts_are_the_configs(self, folder: Path) -> None:
         native, other = found(folder), found(folder, model_impl="transformers")
-        for name in ("vocab_size", "max_model_len", "dtype", "eos_token_ids", "tasks", "architecture"):
+        for name in (
+            "vocab_size",
+            "max_model_len",
+            "dtype",
+            "eos_token_ids",
+            "tasks",
+            "architecture",
+        ):
             assert getattr(native, name) == getattr(other, name), name
 
     def test_fallback_warns_unless_it_is_meant(
@@ -156,11 +163,15 @@ class TestWhoseCode:
             with caplog.at_level(logging.INFO, "headrace_models.implementation"):
                 info = found(folder, hf_overrides={"architectures": [name]})
             assert (info.source, info.architecture) == ("transformers", name)
-            assert [record.levelname for record in caplog.records if name in record.message] == [level]
+            assert [record.levelname for record in caplog.records if name in record.message] == [
+                level
+            ]
 
     def test_headrace_alone(self, folder: Path) -> None:
         with pytest.raises(UnsupportedModel, match="allows no other class"):
-            found(folder, model_impl="headrace", hf_overrides={"architectures": ["HeliumForCausalLM"]})
+            found(
+                folder, model_impl="headrace", hf_overrides={"architectures": ["HeliumForCausalLM"]}
+            )
 
     def test_without_the_library(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library.transformers.cache_clear()
@@ -177,7 +188,12 @@ class TestWhoseCode:
 
     @pytest.mark.parametrize(
         "overrides",
-        [{"hidden_size": "wide"}, {"num_attention_heads": 5}, {"model_type": 3}, {"model_type": "no"}],
+        [
+            {"hidden_size": "wide"},
+            {"num_attention_heads": 5},
+            {"model_type": 3},
+            {"model_type": "no"},
+        ],
     )
     def test_configs_that_transformers_refuses(self, folder: Path, overrides: Any) -> None:
         with pytest.raises(UnsupportedModel, match=r"config\.json"):
@@ -188,6 +204,28 @@ class TestWhoseCode:
         info = found(folder, model_impl="transformers", hf_overrides=overrides)
         model = load_model(info, build_context(info))
         assert model.tree.config._attn_implementation == "headrace"
+
+
+_CALL = "x = x + self.attn(self.norm(x), **kwargs)"
+_ATTEND = "out, _ = attend(self"
+_OUT = "return self.o("
+_OWN_PRODUCT = "nn.functional.linear(out.reshape(*x.shape[:-1], -1), self.o.weight)"
+REQUIREMENTS = [
+    ("Marker", "_supports_attention_backend = True", "pass"),
+    (
+        "Keyword arguments",
+        "mask=None, **kwargs):\n        x =",
+        "mask=None, kwargs={}):\n        x =",
+    ),
+    ("Keyword arguments", "mask=attention_mask, **kwargs)", "mask=attention_mask)"),
+    ("Attention", "self.config._attn_implementation, eager", '"sdpa", eager'),
+    ("positions", "position_ids)", "torch.arange(input_ids.shape[1])[None])"),
+    ("outside of attention", _CALL, f"{_CALL} + x.cumsum(1)"),
+    ("passes bias", _ATTEND, f"kwargs['bias'] = self.o.bias\n        {_ATTEND}"),
+    ("both directions", "is_causal = True", "is_causal = False"),
+    ("weight of a linear layer", _OUT, f"return {_OWN_PRODUCT} + self.o("),
+]
+"""Words of the error, and what of the code is changed into what."""
 
 
 @pytest.mark.spec("MODEL-CUSTOM-CODE")
@@ -230,24 +268,11 @@ class TestCheckpointsOwnCode:
                 logits.log_softmax(-1), written.logprobs(prompt), atol=1e-4, rtol=0
             )
 
-    @pytest.mark.parametrize(
-        ("changes", "words"),
-        [
-            ({"_supports_attention_backend = True": "pass"}, "Marker"),
-            ({"attention_mask=None, **kwargs):\n        x = self": "attention_mask=None):\n        kwargs = {}\n        x = self"}, "Keyword arguments"),
-            ({"attention_mask=attention_mask, **kwargs)": "attention_mask=attention_mask)"}, "Keyword arguments"),
-            ({"self.config._attn_implementation, eager": '"sdpa", eager'}, "Attention"),
-            ({"position_ids)": "torch.arange(input_ids.shape[1])[None])"}, "positions"),
-            ({"x = x + self.attn(self.norm(x), **kwargs)": "x = x + self.attn(self.norm(x), **kwargs) + x.cumsum(1)"}, "outside of attention"),
-            ({"out, _ = attend(self": "kwargs['bias'] = self.o.bias\n        out, _ = attend(self"}, "bias"),
-            ({"is_causal = True": "is_causal = False"}, "both directions"),
-            ({"return self.o(": "return nn.functional.linear(out.reshape(*x.shape[:-1], -1), self.o.weight) + self.o("}, "weight of a linear layer"),
-        ],
-    )  # fmt: skip
-    def test_each_requirement(self, tmp_path: Path, changes: dict[str, str], words: str) -> None:
-        Written(tmp_path, changes)
+    @pytest.mark.parametrize(("words", "old", "new"), REQUIREMENTS)
+    def test_each_requirement(self, tmp_path: Path, words: str, old: str, new: str) -> None:
+        Written(tmp_path, {old: new})
+        info = found(tmp_path, trust_remote_code=True)
         with pytest.raises(UnsupportedModel, match=words):
-            info = found(tmp_path, trust_remote_code=True)
             load_model(info, build_context(info))
 
     def test_an_encoder_says_that_it_is_one(self, tmp_path: Path) -> None:

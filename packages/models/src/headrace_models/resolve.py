@@ -1,4 +1,5 @@
-"""From what a user typed to the facts of a checkpoint. Reads no weight and imports no torch."""
+"""From what a user typed to the facts of a checkpoint. Reads no weight, and imports
+no torch for what headrace has a class of its own for."""
 
 from __future__ import annotations
 
@@ -251,7 +252,7 @@ def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     stated = [settings.integer(key) for key in keys if text.get(key) is not None]
     if not stated:
         logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
-    rows = min(stated, default=_DEFAULT_LENGTH)
+    rows = _served_length(settings) or min(stated, default=_DEFAULT_LENGTH)
     if traits is None or not traits.positions_follow_padding:
         return scaled_context(text, rows)
     first = first_position(text)
@@ -260,6 +261,13 @@ def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
             f"config.json: max_position_embeddings = {rows}: must be above pad_token_id + 1 = {first}"
         )
     return rows - first
+
+
+def _served_length(settings: Settings) -> int | None:
+    """Command R's, whose ``max_position_embeddings`` is that of the first stage of its training."""
+    if not str(settings.config.get("model_type", "")).startswith("cohere"):
+        return None
+    return settings.optional_integer("model_max_length")
 
 
 def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:

@@ -12,6 +12,12 @@ ROWS = (
     ),
     Architecture("CohereForCausalLM", "cohere:CohereForCausalLM", "Command R and R+, Aya 23"),
     Architecture("CwmForCausalLM", "cwm:CwmForCausalLM", "CWM", _MIXED),
+    Architecture(
+        "Ernie4_5_ForCausalLM",
+        "ernie4_5:Ernie4_5ForCausalLM",
+        "ERNIE 4.5, dense",
+        alias_of="Ernie4_5ForCausalLM",
+    ),
     Architecture("Ernie4_5ForCausalLM", "ernie4_5:Ernie4_5ForCausalLM", "ERNIE 4.5, dense"),
     Architecture("Exaone4ForCausalLM", "exaone4:Exaone4ForCausalLM", "EXAONE 4", _MIXED),
     Architecture("Gemma2ForCausalLM", "gemma2:Gemma2ForCausalLM", "Gemma 2", _MIXED),

@@ -23,6 +23,9 @@ ROWS = (
     Architecture(
         "Llama4ForCausalLM", "llama4:Llama4ForCausalLM", "Llama 4, text", ("full", "chunked")
     ),
+    Architecture(
+        "LongcatFlashForCausalLM", "longcat_flash:LongcatFlashForCausalLM", "LongCat-Flash", _LATENT
+    ),
     Architecture("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM 3", _LATENT),
     Architecture("YoutuForCausalLM", "youtu:YoutuForCausalLM", "Youtu-LLM", _LATENT),
 )

@@ -149,7 +149,10 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
 
 class InputWeightedMoE(SparseMoE):
-    """``sum over the chosen experts of expert_e(weight_e * x)``, plus the shared expert."""
+    """``sum over the chosen experts of expert_e(weight_e * x)``, plus the shared expert.
+
+    Weighing rows is torch's work, which no captured step can hold.
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x)

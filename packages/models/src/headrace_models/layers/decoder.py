@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import CachedAttention
+from headrace_models.layers.attention import Attention, CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -95,6 +95,13 @@ class Decoder(Layer, ABC):
         self.logits_scale = self.logits_multiplier()
         self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
+        self._share_caches()
+
+    def _share_caches(self) -> None:
+        layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}
+        for layer in layers.values():
+            if layer.spec.kv_sharing_target is not None:
+                layer.share(layers[layer.spec.kv_sharing_target])
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
         """The table of input vectors; packed for the head if that multiplies with it."""

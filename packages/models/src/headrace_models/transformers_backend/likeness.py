@@ -22,7 +22,6 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 """The op's name -> what it computes."""
-_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class NormLike(NamedTuple):
@@ -48,7 +47,7 @@ def rms_norm_like(module: nn.Module) -> NormLike | None:
     for eps in {v for v in vars(module).values() if isinstance(v, float)}:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):
-            if torch.allclose(answer, normed * (weight + offset), **_CLOSE):
+            if _close(answer, normed * (weight + offset)):
                 return NormLike(eps, offset)
     return None
 
@@ -61,9 +60,13 @@ def activation_like(function: object) -> str | None:
     answer = _call(function, x)
     if answer is None:
         return None
+<<<<<<< HEAD
     return next(
         (k for k, f in _ACTIVATIONS.items() if torch.allclose(answer, f(x), **_CLOSE)), None
     )
+=======
+    return next((k for k, f in _ACTIVATIONS.items() if _close(answer, f(x))), None)
+>>>>>>> w/hfback
 
 
 def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | None:
@@ -79,7 +82,7 @@ def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | No
         return None
     opened, let = x @ parts[0].T, x @ parts[1].T
     for kind, function in _ACTIVATIONS.items():
-        if torch.allclose(answer, (function(opened) * let) @ parts[2].T, **_CLOSE):
+        if _close(answer, (function(opened) * let) @ parts[2].T):
             return kind
     return None
 
@@ -91,9 +94,13 @@ def expert_gate_like(module: Any) -> str | None:
     if answer is None:
         return None
     for kind, function in _ACTIVATIONS.items():
-        if torch.allclose(answer, function(x[:, :4]) * x[:, 4:], **_CLOSE):
+        if _close(answer, function(x[:, :4]) * x[:, 4:]):
             return kind
     return None
+
+
+def _close(answer: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(answer, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Matrix(nn.Module):
