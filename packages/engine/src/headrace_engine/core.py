@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 WORKER_CALLS = {
     "report": 0, "start_profile": 0, "stop_profile": 0, "update_config": 1, "reload_weights": 0,
 }  # fmt: skip
-"""Worker methods that may be called from outside, and how many arguments each takes. A list of what may, never of
-what may not: a worker has methods that would end it."""
+"""Worker methods that may be called from outside, and how many arguments each takes. A list of what
+may, never of what may not: a worker has methods that would end it."""
 
 
 class StepScheduler(Protocol):
