@@ -7,13 +7,14 @@ here holds the rows of one kind of model, by name.
 
 from collections.abc import Mapping
 
-from headrace_models.catalogue import decoders, pooled, recurrent, speech
+from headrace_models.catalogue import decoders, mixtures, pooled, recurrent, speech
 from headrace_models.catalogue.row import CACHES, Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row
     for row in sorted(
-        (*decoders.ROWS, *recurrent.ROWS, *pooled.ROWS, *speech.ROWS), key=lambda r: r.name
+        (*decoders.ROWS, *mixtures.ROWS, *recurrent.ROWS, *pooled.ROWS, *speech.ROWS),
+        key=lambda r: r.name,
     )
 }
 """By name."""
