@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
     "max_seq_length", "max_trained_positions", "max_target_positions",
+    "model_max_length",
 )  # fmt: skip
 """Names that configs give to the trained context."""
 

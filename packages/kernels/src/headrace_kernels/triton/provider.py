@@ -51,6 +51,7 @@ class TritonProvider:
             cache_write,
             latent_attention,
             norms,
+            recurrent,
             rotary,
             varlen_attention,
         )
@@ -70,6 +71,11 @@ class TritonProvider:
             "paged_attention": functools.partial(
                 attention.paged_attention, batch_invariant=invariant
             ),
+            "causal_conv": recurrent.causal_conv,
+            "selective_scan": recurrent.selective_scan,
+            "state_space_scan": recurrent.state_space_scan,
+            "delta_rule": recurrent.delta_rule,
+            "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
             "latent_cache_write": latent_attention.latent_cache_write,
             "latent_attention": functools.partial(

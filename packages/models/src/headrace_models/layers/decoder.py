@@ -93,7 +93,7 @@ class Decoder(Layer, ABC):
         ]
         self.final_norm: NormLayer = self.make_final_norm(context, prefix)
         self.logits_scale = self.logits_multiplier()
-        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
@@ -154,6 +154,10 @@ class Decoder(Layer, ABC):
     def logits_multiplier(self) -> float:
         """What the head's results are multiplied by."""
         return 1.0
+
+    def logits_soft_cap(self) -> float | None:
+        """What tanh keeps the logits within."""
+        return self.settings.optional_positive("final_logit_softcapping")
 
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
+from headrace_models.layers.head_view import in_rows
 from headrace_models.layers.linear import shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 
@@ -34,7 +35,7 @@ class _WholeHeads:
 
     def join(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [T, all heads * D]."""
-        flat = x.flatten(1)
+        flat = in_rows(x)
         if self.shard.count == 1:
             return flat
         everyone = self.communicator.all_gather(flat)

@@ -29,6 +29,7 @@ from headrace_core.model import WeightRule
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.attention import CachedAttention
 from headrace_models.layers.base import Part, Slot, WeightLayer
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import (
     Linear,
     column_parallel,
@@ -233,10 +234,7 @@ class LatentAttention(CachedAttention):
         if self.latent_scale != 1.0:
             latent = self.ops.scale(latent, self.latent_scale)
         head_dim = sizes.nope_head_dim + sizes.rope_head_dim
-        # Not a view by sizes: of a single row that would forget how far apart rows are, and a step is
-        # recorded with one row as with many.
-        shape, strides = (x.shape[0], self.num_heads, head_dim), (query.stride(0), head_dim, 1)
-        return query.as_strided(shape, strides), latent, rope_key
+        return by_heads(query, head_dim), latent, rope_key
 
     def expanded(
         self, nope: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor, batch: ForwardBatch
