@@ -67,6 +67,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "decoder_sparse_step": 1, "norm_topk_prob": True,
     }),
+    "deepseek_v3": ("DeepseekV3Config", {
+        **_COMMON, "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 6,
+        "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+    }),
 }  # fmt: skip
 
 
