@@ -41,6 +41,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
         "bos_token_id": 1, "eos_token_id": 2,
     }),
+    "bloom": ("BloomConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 3, "n_head": 4, "seq_length": 256,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "gptj": ("GPTJConfig", {
+        "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
+        "rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2,
+    }),
     "mixtral": ("MixtralConfig", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", {
         **_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
