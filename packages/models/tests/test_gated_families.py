@@ -259,3 +259,68 @@ class TestGraniteSWA(GatedConformance):
         **MULTIPLIERS, "num_hidden_layers": 5, "sliding_window": 7,
         "layer_rope_theta": [500.0, 30.0, 0, 500.0, 0],
     }  # fmt: skip
+
+
+class TestApertus(GatedConformance):
+    stem = "Apertus"
+    own: ClassVar = {"attention_bias": True, "rope_parameters": LLAMA3_ROPE}
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma3n(GatedConformance):
+    """Two layers read the caches below, a window and none; sparse gates; a table that is too short."""
+
+    stem = "Gemma3n"
+    own: ClassVar = {
+        "num_hidden_layers": 5, "head_dim": 20, "sliding_window": 7, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+                        "sliding_attention", "full_attention"],
+        "intermediate_size": [100, 60, 100, 100, 80],
+        "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0],
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "altup_num_inputs": 3,
+        "altup_active_idx": 1, "laurel_rank": 10, "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma3nTextConfig
+
+        return Gemma3nTextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4(GatedConformance):
+    """E2B: inputs for every layer, and wider MLPs above, where layers read the caches below."""
+
+    stem = "Gemma4"
+    own: ClassVar = {
+        "num_hidden_layers": 5, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 131, "final_logit_softcapping": 6.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+                        "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4,
+                               "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma4TextConfig
+
+        return Gemma4TextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Large(TestGemma4):
+    """31B: no further inputs; layers without a window have few heads, whose values are their keys."""
+
+    own: ClassVar = {
+        **TestGemma4.own, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
+        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+    }  # fmt: skip

@@ -53,6 +53,13 @@ def test_activations(kind, at_one):
     assert reference.activation(-x, "relu2").tolist() == [[0.0, 0.0]]
 
 
+def test_xielu():
+    out = reference.xielu(torch.tensor([2.0, -1.0, 0.0]), 0.8, 0.9)
+    assert out[0].item() == pytest.approx(0.8 * 4 + 0.5 * 2)
+    assert out[1].item() == pytest.approx(0.9 * math.exp(-1) - 0.5)
+    assert out[2].item() == pytest.approx(0, abs=1e-6)
+
+
 def test_unknown_activation_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"'swish' is unknown.*silu"):
         reference.activation(torch.ones(1), "swish")

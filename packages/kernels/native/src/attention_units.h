@@ -64,6 +64,8 @@ struct Attention {
   bool causal;     // false: keys after a query are seen too, with a window those less than it away
   const float* slopes;  // [q_heads] of ALiBi, null = none
   Bias bias;
+  const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
+  int64_t rope_row, rope_head;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -447,10 +449,25 @@ struct UnitRows {
 
   void load_query() {
     const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
+    if (g.rope_query != nullptr) return load_query_of_two(begin);
     for (int64_t r = 0; r < rows; ++r) {
       const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
       for (int64_t w = 0; w < q_width; w += W) {
         st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+      }
+    }
+  }
+
+  void load_query_of_two(int64_t begin) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = begin + r / group, head = head_of(r);
+      const TQ* first = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
+      const TQ* second = static_cast<const TQ*>(g.rope_query) + token * g.rope_row + head * g.rope_head;
+      for (int64_t w = 0; w < q_width; w += W) {
+        const int64_t d = w * STEP, left = min_of(CHUNK, g.dim - d);
+        TQ both[CHUNK] = {};
+        for (int64_t i = 0; i < left; ++i) both[i] = d + i < g.value_dim ? first[d + i] : second[d + i - g.value_dim];
+        st(q + r * q_width + w, A::words(both, CHUNK));
       }
     }
   }

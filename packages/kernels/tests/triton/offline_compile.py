@@ -96,7 +96,11 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
         query = torch.ones(5, 8, head_dim, dtype=dtype)
         cache = torch.zeros(9, 2, 2, 16, head_dim, dtype=dtype).permute(1, 0, 3, 2, 4)
         options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": torch.ones(8, dtype=dtype)}
-        calls = ((1, 40, {}), (1, 4000, {}), (5, 40, options), (5, 40, {"causal": False}))
+        local = {"attention_chunk": 16, "alibi_slopes": torch.ones(8)}
+        calls: tuple[tuple[int, int, dict[str, Any]], ...] = (
+            (1, 40, {}), (1, 4000, {}), (1, 4000, local), (5, 40, options), (5, 40, local),
+            (5, 40, {"causal": False}),
+        )  # fmt: skip
         for longest_query, longest_context, extra in calls:
             unified.paged_attention(
                 query,

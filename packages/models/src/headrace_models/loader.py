@@ -12,10 +12,10 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -26,9 +26,11 @@ from headrace_core.model import (
     EACH_KV_HEAD,
     BuildContext,
     CausalLM,
+    ConvertsTensors,
     IgnoresWeights,
     ModelInfo,
     ProgressCallback,
+    SharesByRank,
     SupportsPooling,
     WeightFormat,
     WeightRule,
@@ -37,7 +39,8 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
+from headrace_models.mapping import Place, WeightMap, held_parts, stored_shape
+from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,10 +56,12 @@ HARMLESS: Mapping[str, str] = {
 """Left-over tensors that are passed over: a pattern of the whole name, and why. A class may add its
 own (:class:`~headrace_core.model.IgnoresWeights`)."""
 
+_PREFERRED = ("safetensors", "pt", "gguf", "sharded_state")
+"""Formats that ``auto`` asks first, in this order."""
+_UNREAD = ("*.h5", "*.msgpack", "*.onnx", "*.gguf")
 _ALIGNMENT = 64
 _MAX_SCRATCH = 128 << 20
 """Scratch memory that is kept from leaf to leaf, in bytes; more is given back at once."""
-_UNREAD = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 
 
 def load_model(
@@ -84,35 +89,88 @@ def load_model(
             a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
-    model = model_class(info)(context)
-    if info.pooling is not None and not isinstance(model, SupportsPooling):
-        raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
-    leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
-    weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
-    ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
-    filling = _Filling(context, leaves, weights, {**HARMLESS, **ignored})
+    built = Built.of(info, context)
+    wanted = load.load_format.lower()
+    chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        for name, tensor, file in _tensors(info, context, load, weights, seed, progress):
-            filling.take(name, tensor, file)
-        filling.close(info.path)
-    logger.info("%s: %s weights loaded from %s", info.architecture, load.load_format, info.path)
-    return cast(CausalLM, model)
+        if isinstance(chosen, SharesByRank):
+            group = context.communicator
+            shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
+            fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
+        else:
+            fill(built, context, _tensors(info, context, load, built, chosen, seed, progress))
+    logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
+    return cast(CausalLM, built.model)
+
+
+class Built(NamedTuple):
+    """A model without weights, and what it waits for."""
+
+    model: CausalLM
+    info: ModelInfo
+    leaves: Mapping[str, WeightLayer]
+    """By path."""
+    weights: WeightMap
+    harmless: Mapping[str, str]
+    """See :data:`HARMLESS`."""
+
+    @classmethod
+    def of(cls, info: ModelInfo, context: BuildContext) -> Built:
+        """Raises: UnsupportedModel, see :func:`load_model`."""
+        model = model_class(info)(context)
+        if info.pooling is not None and not isinstance(model, SupportsPooling):
+            raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
+        leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
+        weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
+        ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
+        return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
+
+
+def fill(
+    built: Built,
+    context: BuildContext,
+    tensors: Iterable[tuple[str, Tensor, Path]],
+    deliver: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+) -> None:
+    """Bring a checkpoint's tensors to the leaves that wait for them.
+
+    Args:
+        tensors: by the checkpoint's names.
+        deliver: takes a leaf's path and its tensors, which may be views that are soon overwritten,
+            in place of the leaf.
+
+    Raises:
+        WeightsError: see :func:`load_model`.
+    """
+    filling = _Filling(context, built, deliver)
+    for name, tensor, file in tensors:
+        filling.take(name, tensor, file)
+    filling.close(built.info.path)
+
+
+def checkpoint_tensors(
+    info: ModelInfo, load: LoadConfig, chosen: WeightFormat, progress: ProgressCallback
+) -> Iterable[tuple[str, Tensor, Path]]:
+    """All tensors of the folder, those of its Dense modules included."""
+    own = chosen.tensors(info.path, progress)
+    return itertools.chain(own, _dense_tensors(info, load, progress))
 
 
 def _tensors(
     info: ModelInfo,
     context: BuildContext,
     load: LoadConfig,
-    weights: WeightMap,
+    built: Built,
+    chosen: WeightFormat | None,
     seed: int,
     progress: ProgressCallback,
 ) -> Iterable[tuple[str, Tensor, Path]]:
-    """The checkpoint's tensors, through the format that the user or the files ask for."""
-    wanted = load.load_format.lower()
-    if wanted == "dummy":
-        return dummy_tensors(weights.wanted(), context.dtype, seed)
-    own = _format(info.path, load, wanted).tensors(info.path, progress)
-    return itertools.chain(own, _dense_tensors(info, load, wanted, progress))
+    """The checkpoint's tensors, or made-up ones."""
+    if chosen is None:
+        return dummy_tensors(built.weights.wanted(), context.dtype, seed)
+    if isinstance(chosen, ConvertsTensors):
+        chosen.convert_to(context.dtype)
+    return checkpoint_tensors(info, load, chosen, progress)
 
 
 def _dense_rules(info: ModelInfo) -> list[WeightRule]:
@@ -125,18 +183,24 @@ def _dense_rules(info: ModelInfo) -> list[WeightRule]:
 
 
 def _dense_tensors(
-    info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
+    info: ModelInfo, load: LoadConfig, progress: ProgressCallback
 ) -> Iterable[tuple[str, Tensor, Path]]:
     for module in info.pooling.dense if info.pooling is not None else ():
         if not module.path:  # it is among the model's own
             continue
         folder = info.path / module.path
-        for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
+        for name, tensor, file in choose_format(folder, load).tensors(folder, progress):
             yield f"{module.path}.{name}", tensor, file
 
 
-def _format(path: Path, load: LoadConfig, wanted: str) -> WeightFormat:
-    group = "headrace.weight_formats"
+def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
+    """The format that the user asks for, or the first that knows the files.
+
+    Raises:
+        ConfigError: the files are not of the format that was asked for.
+        WeightsError: no format knows them.
+    """
+    group, wanted = "headrace.weight_formats", load.load_format.lower()
     if wanted != "auto":
         chosen: WeightFormat = plugins.load(group, wanted)(load)
         if not chosen.recognises(path):
@@ -145,14 +209,18 @@ def _format(path: Path, load: LoadConfig, wanted: str) -> WeightFormat:
                 field="load.load_format",
             )
         return chosen
-    for name in plugins.installed(group):
+    known = plugins.installed(group)
+    for name in dict.fromkeys([*(name for name in _PREFERRED if name in known), *known]):
         candidate: WeightFormat = plugins.load(group, name)(load)
         if candidate.recognises(path):
             return candidate
-    names = ", ".join(plugins.installed(group))
     others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
-    hint = f" It holds {', '.join(others)}, which is not read: convert it." if others else ""
-    raise WeightsError(f"{path}: no weights found; readable formats are: {names}.{hint}")
+    hint = (
+        f" It holds {', '.join(others)}: name one GGUF file, or convert what is none."
+        if others
+        else ""
+    )
+    raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
 
 
 @dataclass(slots=True)
@@ -199,14 +267,14 @@ class _Filling:
     def __init__(
         self,
         context: BuildContext,
-        leaves: Mapping[str, WeightLayer],
-        weights: WeightMap,
-        harmless: Mapping[str, str],
+        built: Built,
+        deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
     ) -> None:
         self.context = context
-        self.harmless = harmless
-        self.leaves = leaves
-        self.weights = weights
+        self.harmless = built.harmless
+        self.leaves = built.leaves
+        self.weights = weights = built.weights
+        self.deliver = deliver
         self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
         self.arrived = {
             path: _Arrived(missing=sum(s.num_parts for s in slots.values() if s.required))
@@ -231,7 +299,7 @@ class _Filling:
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        parts = parts_of(slot, rule)
+        parts = held_parts(slot, rule)
         _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
@@ -270,13 +338,18 @@ class _Filling:
 
     def _load(self, leaf: str) -> None:
         arrived = self.arrived.pop(leaf)
-        views = self.leaves[leaf].takes_views and self.context.device == "cpu"
+        views = self.context.device == "cpu" and (
+            self.deliver is not None or self.leaves[leaf].takes_views
+        )
         tensors = {}
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
                 tensors[key] = self._assemble(slot, parts, views)
-        self.leaves[leaf].load(tensors)
+        if self.deliver is not None:
+            self.deliver(leaf, tensors)
+        else:
+            self.leaves[leaf].load(tensors)
         self.scratch.reset()
         self.loaded.add(leaf)
 
@@ -346,9 +419,9 @@ def _unstacked(
 
 
 def _check_tensor(
-    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, held: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, parts, rule)
+    expected = stored_shape(slot, held, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -365,21 +438,23 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    stored = parts_of(slot, rule)
-    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    held = {index: slot.parts[index] for index in held_parts(slot, rule)}
+    sizes = {index: part.size * part.shard.count for index, part in held.items()}
     groups = rule.groups
     if rule.interleaved:
         groups = sizes[part]
     elif groups == EACH_KV_HEAD:
-        groups = min(p.units for p in slot.parts)
+        groups = min(own.units for own in held.values())
     if any(size % groups for size in sizes.values()):
         raise WeightsError(
             f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
         )
-    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    stored = list(rule.order or held)
+    sizes = {index: size // groups for index, size in sizes.items()}
+    start = sum(sizes[other] for other in stored[: stored.index(part)])
     dim, shape = slot.part_dim, tensor.shape
     groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
-    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
+    return groupwise.narrow(dim + 1, start, sizes[part]).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

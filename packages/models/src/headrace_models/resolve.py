@@ -17,8 +17,12 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by, without_head
+from headrace_models.formats.contents import (
+    stated_config,
+    stated_generation_config,
+    stored_tensors,
+)
 from headrace_models.formats.header import TensorEntry
-from headrace_models.formats.index import checkpoint_headers
 from headrace_models.generating import generating_traits, processor_of
 from headrace_models.json_object import read_object
 from headrace_models.pooling.converted import converted_traits
@@ -57,14 +61,15 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     """
     path = checkpoint_folder(config, load)
     assert config.model is not None
-    whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
+    stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
+    whole = merged(stated, config.hf_overrides)
     text = text_part(whole)
     architecture = choose_architecture(whole.get("architectures"), config.model)
-    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+    entries = list(stored_tensors(path, load))
     sentence = _sentence_modules(config, path, architecture, entries)
     architecture = _read_as(architecture, sentence)
     run, traits = _run(config, architecture, text, sentence)
-    stored_generation = read_object(path / "generation_config.json", required=False)
+    stored_generation = stated_generation_config(path)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
     length = _max_model_len(config, text, traits, sentence)
@@ -98,20 +103,21 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
 
 
 def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
-    """The local folder of what the user typed.
+    """The local folder of what the user typed, or a GGUF file.
 
     Raises:
         ConfigError: nothing was typed, or it cannot be found.
     """
     if not config.model:
         raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
+            "model.model is not set: give a folder, a GGUF file or a hub name", field="model.model"
         )
     return fetch(
         config.model,
         revision=config.revision,
         token=config.hf_token,
         download_dir=load.download_dir,
+        load_format=load.load_format,
     )
 
 
@@ -264,10 +270,10 @@ def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
     """The checkpoint's, none, or a folder's; the user's overrides merged over it.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its GGUF file.
     """
     if config.generation_config == "auto":
-        base = read_object(path / "generation_config.json", required=False)
+        base = stated_generation_config(path)
     elif config.generation_config in ("headrace", "vllm"):
         base = {}
     else:

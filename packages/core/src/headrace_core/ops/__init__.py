@@ -53,8 +53,10 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
+    WKVOp,
 )
 from headrace_core.ops.rowwise import (
     ACTIVATIONS,
@@ -68,11 +70,13 @@ from headrace_core.ops.rowwise import (
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
+    GateOp,
     LayerNormOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobs, TopLogprobsOp
 from headrace_core.ops.table import OP_NAMES, OpTable
@@ -97,6 +101,7 @@ __all__ = [
     "CausalConvOp",
     "DeltaRuleOp",
     "EmbeddingOp",
+    "GateOp",
     "GatedRMSNormOp",
     "HeadLinearOp",
     "HeadNorm",
@@ -113,6 +118,7 @@ __all__ = [
     "PairsCaches",
     "QuantLinearOp",
     "QuantizedWeight",
+    "RGLRUOp",
     "RMSNormOp",
     "RotaryCacheWriteOp",
     "RotaryOp",
@@ -126,6 +132,8 @@ __all__ = [
     "TopLogprobs",
     "TopLogprobsOp",
     "VarlenAttentionOp",
+    "WKVOp",
+    "XIELUOp",
     "bind_ops",
     "check_mask",
 ]

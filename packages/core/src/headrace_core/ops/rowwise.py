@@ -83,6 +83,28 @@ class AddOp(Protocol):
         ...
 
 
+class XIELUOp(Protocol):
+    def __call__(
+        self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+    ) -> Tensor:
+        """Elementwise, any shape: ``alpha_p * x^2 + beta * x`` above 0, else
+        ``alpha_n * (expm1(min(x, eps)) - x) + beta * x``.
+
+        The numbers are float32, the coefficients as used (not what is learned, whose softplus they
+        are). Source: Huang & Schlag 2024, arXiv:2411.13010.
+        """
+        ...
+
+
+class GateOp(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
+
+        ``activation`` is ``silu``, ``sigmoid`` or None, the gate as it is. In float32, rounded once.
+        """
+        ...
+
+
 class ScaleOp(Protocol):
     def __call__(self, x: Tensor, factor: float) -> Tensor:
         """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""

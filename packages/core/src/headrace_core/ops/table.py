@@ -20,8 +20,10 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
+    WKVOp,
 )
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
@@ -30,11 +32,13 @@ from headrace_core.ops.rowwise import (
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
+    GateOp,
     LayerNormOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -53,8 +57,10 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    xielu: XIELUOp
     add: AddOp
     scale: ScaleOp
+    gate: GateOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp
     rotary: RotaryOp
@@ -68,6 +74,8 @@ class OpTable:
     selective_scan: SelectiveScanOp
     state_space_scan: StateSpaceScanOp
     delta_rule: DeltaRuleOp
+    rg_lru: RGLRUOp
+    wkv: WKVOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp

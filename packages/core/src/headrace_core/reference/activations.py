@@ -34,6 +34,15 @@ def activation_and_mul(x: Tensor, kind: str) -> Tensor:
     return (_function(kind)(gate) * up).to(x.dtype)
 
 
+def xielu(
+    x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
+    """See :class:`headrace_core.ops.XIELUOp`."""
+    wide = widened(x)
+    below = alpha_n * (torch.expm1(wide.clamp(max=eps)) - wide)
+    return (torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide).to(x.dtype)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 

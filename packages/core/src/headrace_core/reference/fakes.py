@@ -57,8 +57,16 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _like(x)
 
 
+def xielu(x: Tensor, alpha_p: float, alpha_n: float, **options: float) -> Tensor:
+    return _like(x)
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     return _like(x)
+
+
+def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+    return _like(x, *x.shape)
 
 
 def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
@@ -103,8 +111,8 @@ def latent_cache_write(*args: Any) -> None:
     return None
 
 
-def latent_attention(query: Tensor, *args: Any, value_dim: int, **options: Any) -> Tensor:
-    return _like(query, *query.shape[:2], value_dim)
+def latent_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(query, *query.shape)
 
 
 def causal_conv(x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -120,6 +128,14 @@ def state_space_scan(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
+def rg_lru(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def wkv(key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(value, *value.shape)
 
 

@@ -27,6 +27,7 @@ from headrace_core.attention import (
     AttentionLayerSpec,
     AttentionNeed,
     EncoderBackend,
+    LatentBackend,
 )
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
@@ -96,6 +97,42 @@ class ReferenceAttention(AttentionBackend):
             v_scale=layer.v_scale,
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+        )
+
+
+class ReferenceLatentAttention(LatentBackend):
+    """Core's ops and nothing else; metadata is the batch itself."""
+
+    name = "reference-latent"
+
+    def prepare(self, batch: ForwardBatch, group: int) -> Any:
+        return batch, batch.groups[group]
+
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        rope_query: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Any,
+    ) -> Tensor:
+        if kv_cache is None:
+            return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        batch, group = metadata
+        if latent is not None and rope_key is not None:
+            self.ops.latent_cache_write(latent, rope_key, kv_cache, group.slot_mapping)
+        return self.ops.latent_attention(
+            query,
+            rope_query,
+            kv_cache,
+            group.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            scale=layer.scale,
         )
 
 
@@ -228,9 +265,10 @@ def build_context(
     chosen: dict[AttentionNeed, AttentionBackend] = {}
 
     def attention(need: AttentionNeed) -> AttentionBackend:
-        reasons = backend.refuse(need)
+        made = ReferenceLatentAttention if need.latent else backend
+        reasons = made.refuse(need)
         assert not reasons, reasons
-        return chosen.setdefault(need, backend(ops))
+        return chosen.setdefault(need, made(ops))
 
     return BuildContext(
         config=info.config,
@@ -418,7 +456,9 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if name.endswith("A_log"):  # decays slow enough to remember many tokens
+                parameter.copy_(0.5 * noise - 2.0)
+            elif parameter.dim() == 1:
                 parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
             elif "embed" in name or ".wte" in name or ".wpe" in name:
                 parameter.copy_(0.4 * noise)

@@ -5,6 +5,7 @@ from headrace_models.catalogue.row import Architecture
 _MIXED = ("full", "sliding")
 
 ROWS = (
+    Architecture("ApertusForCausalLM", "apertus:ApertusForCausalLM", "Apertus"),
     Architecture("ArceeForCausalLM", "arcee:ArceeForCausalLM", "Arcee AFM 4.5B"),
     Architecture(
         "Cohere2ForCausalLM", "cohere2:Cohere2ForCausalLM", "Command R7B, Command A", _MIXED
@@ -15,6 +16,8 @@ ROWS = (
     Architecture("Exaone4ForCausalLM", "exaone4:Exaone4ForCausalLM", "EXAONE 4", _MIXED),
     Architecture("Gemma2ForCausalLM", "gemma2:Gemma2ForCausalLM", "Gemma 2", _MIXED),
     Architecture("Gemma3ForCausalLM", "gemma3:Gemma3ForCausalLM", "Gemma 3, text", _MIXED),
+    Architecture("Gemma3nForCausalLM", "gemma3n:Gemma3nForCausalLM", "Gemma 3n, text", _MIXED),
+    Architecture("Gemma4ForCausalLM", "gemma4:Gemma4ForCausalLM", "Gemma 4, text", _MIXED),
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
     Architecture("Glm4ForCausalLM", "glm4:Glm4ForCausalLM", "GLM-4-0414, GLM-Z1"),
     Architecture("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4 9B, GLM-Edge"),

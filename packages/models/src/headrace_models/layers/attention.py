@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace_core.attention import AttentionLayerSpec, AttentionNeed, KVViews
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    AttentionNeed,
+    KVViews,
+)
 from headrace_core.kv import (
     CACHE_DTYPES,
     ChunkedLocalSpec,
@@ -59,6 +64,9 @@ class ProjectedAttention(Layer):
             :class:`~headrace_models.layers.norm.LayerNorm` of ``head_dim`` for all heads, or one of
             :mod:`headrace_models.layers.heads_norm`. Not with ``head_norm_eps``.
         norm_after_rotary: norms come after the rotation (Hunyuan, Llama 4).
+        value_norm: of each value head (Gemma 3n and 4).
+        values_are_keys: values are what keys are before their norm and rotation (Gemma 4); needs
+            ``value_norm``, which makes them a tensor of their own.
         makes_keys: False for a layer that has no projections to keys and values of its own.
         unbiased: with ``qkv_bias``, which of query, key and value (0, 1, 2) have none all the same.
         qkv_name, out_name, part_names: the checkpoint's module names below ``name``; empty
@@ -89,6 +97,8 @@ class ProjectedAttention(Layer):
         query_norm: HeadsNorm | None = None,
         key_norm: HeadsNorm | None = None,
         norm_after_rotary: bool = False,
+        value_norm: RMSNorm | None = None,
+        values_are_keys: bool = False,
         makes_keys: bool = True,
         qkv_name: str = "qkv_proj",
         out_name: str = "o_proj",
@@ -100,7 +110,9 @@ class ProjectedAttention(Layer):
         self.head_dim = head_dim
         self.clip = clip
         self.makes_keys = makes_keys
-        units = (num_heads, num_kv_heads, num_kv_heads) if makes_keys else (num_heads,)
+        self.values_are_keys = values_are_keys
+        projected = 0 if not makes_keys else 1 if values_are_keys else 2
+        units = (num_heads, *(num_kv_heads for _ in range(projected)))
         self.qkv = column_parallel(
             context,
             f"{name}.{qkv_name}",
@@ -114,7 +126,7 @@ class ProjectedAttention(Layer):
         self.out = row_parallel(
             context, f"{name}.{out_name}", num_heads * head_dim, hidden_size, bias=out_bias
         )
-        self.query_norm, self.key_norm = query_norm, key_norm
+        self.query_norm, self.key_norm, self.value_norm = query_norm, key_norm, value_norm
         self.norm_after_rotary = norm_after_rotary
         if head_norm_eps is not None:
             eps, offset = head_norm_eps, head_norm_offset
@@ -146,8 +158,12 @@ class ProjectedAttention(Layer):
         if not self.makes_keys:
             return heads, heads[:, :0], heads[:, :0]
         kv = self.spec.num_kv_heads
-        query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
-        return query, key, value
+        if self.values_are_keys:
+            query, key = torch.split(heads, [self.spec.num_heads, kv], dim=1)
+            value = key
+        else:
+            query, key, value = torch.split(heads, [self.spec.num_heads, kv, kv], dim=1)
+        return query, key, value if self.value_norm is None else self.value_norm(value)
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """query [T, Hq, D] and key [T, Hk, D] by their norms, if there are any."""
@@ -158,15 +174,27 @@ class ProjectedAttention(Layer):
         return query, key
 
 
-class SelfAttention(ProjectedAttention, ABC):
-    """Of a step's tokens, with a cache or without. Arguments: :class:`ProjectedAttention`."""
+class SelfAttention(Layer, ABC):
+    """Of a step's tokens, with a cache or without."""
 
     @abstractmethod
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
 
 
-class Attention(SelfAttention):
+class CachedAttention(SelfAttention):
+    """What a decoder counts among its attention layers: core's ``AttentionLayer``."""
+
+    spec: AttentionLayerSpec
+    kv_spec: KVCacheSpec | None
+    backend: AttentionBackend
+
+    @abstractmethod
+    def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
+        """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
+
+
+class Attention(ProjectedAttention, CachedAttention):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
 
     Its cache's scales can be measured (``MeasuresKVScales``).
@@ -212,7 +240,7 @@ class Attention(SelfAttention):
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
         )
-        self.kv_spec: KVCacheSpec | None = None if shares else _cache_spec(context, self.spec)
+        self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,

@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -21,13 +21,20 @@ from headrace_models.layers.linear import (
     quantizes_floats,
 )
 from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
+from headrace_models.layers.state_layer import RecurrentLayer
 from headrace_models.settings import MAX_LAYERS, Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import (
+        AttentionLayer,
+        BuildContext,
+        InputEmbeds,
+        StateLayer,
+        WeightRule,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -173,21 +180,26 @@ class Decoder(Layer, ABC):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
-        found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
+        found = (layer for _, layer in walk(self) if isinstance(layer, CachedAttention))
         return {layer.spec.name: layer for layer in found}
+
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """See :class:`headrace_core.model.SupportsRecurrence`."""
+        found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
+        return {layer.name: layer for layer in found}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        x, residual = self.run_blocks(self.embed_tokens(batch), batch)
+        x, residual = self.run_layers(batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
             rows, select = batch.logits_rows, self.context.ops.embedding
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
-    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
-        residual: Tensor | None = None
+    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the last block, [T, H] in one term or two (:class:`Block`)."""
+        x, residual = self.embed_tokens(batch), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return x, residual

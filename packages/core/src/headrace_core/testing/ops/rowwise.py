@@ -147,6 +147,27 @@ class RowwiseConformance(OpSuite):
         assert bits_equal(op("add")(x, y), x + y)
         assert bits_equal(op("scale")(x, 2.0), x * 2)
 
+    def test_xielu(self, op: Callable[[str], Any], dtype: str) -> None:
+        for shape in [(0, 5), (1, 1), (3, 257), (2, 3, 7)]:
+            x = self.rand(*shape, dtype=dtype) * 4
+            out = op("xielu")(x, 0.8, 0.9)
+            self.check(out, call_wide(reference.xielu, x, 0.8, 0.9), dtype)
+
+    def test_xielu_over_its_whole_range(self, op: Callable[[str], Any], dtype: str) -> None:
+        """Near 0 too, where the difference of an exponential and 1 would lose its digits."""
+        wide, near = torch.linspace(-60, 60, 4001), torch.logspace(-8, 0, 400)
+        x = torch.cat((wide, near, -near)).to(getattr(torch, dtype)).to(self.device)
+        out = op("xielu")(x, 0.8, 0.9, beta=0.0)
+        self.check(out, call_wide(reference.xielu, x, 0.8, 0.9, beta=0.0), dtype)
+
+    @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
+    def test_gate(self, op: Callable[[str], Any], dtype: str, activation: str | None) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x, gate = self.rand(rows, 2 * width, dtype=dtype).chunk(2, dim=1)
+            out = op("gate")(x, gate, activation=activation)
+            expected = call_wide(reference.gate, x, gate, activation=activation)
+            self.check(out, expected, dtype)
+
     @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
     def test_to_float32(self, op: Callable[[str], Any], dtype: str, soft_cap: float) -> None:
         for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
@@ -168,6 +189,7 @@ class RowwiseConformance(OpSuite):
             ("activation", ("gelu",)),
             ("activation", ("gelu_tanh",)),
             ("scale", (0.3,)),
+            ("xielu", (0.8, 0.9)),
             ("to_float32", ()),
         ]:
             run = invariant_op(name)

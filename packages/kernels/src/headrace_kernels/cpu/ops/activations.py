@@ -44,3 +44,21 @@ class ActivationAndMul:
             dtype_code(x.dtype),
         )
         return out
+
+
+class XIELU:
+    """See :class:`headrace_core.ops.XIELUOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.xielu
+
+    def __call__(
+        self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+    ) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), x.numel(), alpha_p, alpha_n, beta, eps,
+            dtype_code(x.dtype),
+        )  # fmt: skip
+        return out
