@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace_core.ops import ACTIVATIONS, HeadNorm
+from headrace_core.ops import GATED_ACTIVATIONS, HeadNorm
 
 try:
     from triton.backends.compiler import GPUTarget
@@ -66,9 +66,30 @@ def small_ops(dtype: torch.dtype) -> None:
     norms.layer_norm(x, weight, weight, 1e-6)
     norms.layer_norm(x, weight, None, 1e-6)
     norms.add_layer_norm(x, x, weight, weight, 1e-6)
-    for kind in ACTIVATIONS:
+    for kind in GATED_ACTIVATIONS:
         activations.activation_and_mul(x, kind)
     activations.activation(x, "gelu")
+
+
+def expert_ops(dtype: torch.dtype) -> None:
+    from headrace_kernels.triton import moe, routing
+
+    scores, bias = torch.ones(3, 64, dtype=dtype), torch.ones(64)
+    routing.route_experts(scores, 6)
+    routing.route_experts(scores, 2, scoring="sparsemixer", jitter=0.1)
+    for group_score in ("max", "top2"):
+        routing.route_experts(
+            scores, 6, scoring="sigmoid", bias=bias, num_groups=8, top_groups=4,
+            group_score=group_score, renormalise=True,
+        )  # fmt: skip
+    gate_up, down = torch.ones(4, 256, 512, dtype=dtype), torch.ones(4, 512, 128, dtype=dtype)
+    biases = torch.ones(4, 256, dtype=dtype), torch.ones(4, 512, dtype=dtype)
+    for rows in (3, 300):
+        x = torch.ones(rows, 512, dtype=dtype)
+        chosen = torch.ones(rows, 2), torch.zeros(rows, 2, dtype=torch.int64)
+        for kind, added in (("silu", ()), ("clamped_swiglu", biases)):
+            op = moe.MoE()
+            op(x, op.pack(gate_up, down, *added), *chosen, kind)
 
 
 def rotary_ops(dtype: torch.dtype) -> None:
@@ -135,6 +156,7 @@ def main() -> None:
     unified_attention._num_programs_wanted = lambda device: 264
     small_ops(dtype)
     rotary_ops(dtype)
+    expert_ops(dtype)
     attention(dtype, [int(head_dim) for head_dim in sys.argv[3:]])
     print(json.dumps(COMPILED))
 
