@@ -51,7 +51,7 @@ def make_worker(folder, **changes) -> ModelWorker:
     config = EngineArgs(model=str(folder), **{**SETTINGS, **changes}).create_engine_config()
     worker = worker_factory(resolve_engine(config), StartupTimeline())()
     worker.load()
-    worker.allocate_cache(KVCacheConfig(NUM_BLOCKS, plan_groups(worker.kv_specs())))
+    worker.allocate_cache(KVCacheConfig((NUM_BLOCKS,), plan_groups(worker.kv_specs())))
     worker.warm_up()
     return worker
 

@@ -419,8 +419,8 @@ class LoadConfig:
     """How weights are read."""
 
     load_format: str = option(
-        "auto", "auto (safetensors, else PyTorch's files, else GGUF), safetensors, pt, gguf, dummy "
-        "(random weights, seeded), sharded_state, tensorizer, runai_streamer, "
+        "auto", "auto (safetensors, else PyTorch's files, else GGUF, else Mistral's), safetensors, pt, "
+        "gguf, mistral, dummy (random weights, seeded), sharded_state, tensorizer, runai_streamer, "
         "runai_streamer_sharded, fastsafetensors, or a plug-in's name.",
     )  # fmt: skip
     model_loader_extra_config: Mapping[str, Any] = option(

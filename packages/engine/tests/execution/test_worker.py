@@ -34,7 +34,7 @@ def make_worker(model: Any, **changes: Any) -> ModelWorker:
 
 def config_for(tiny: Any, num_blocks: int = 50) -> KVCacheConfig:
     spec = FullAttentionSpec(tiny.BLOCK_SIZE, 2, 4, "float32")
-    return KVCacheConfig(num_blocks, (KVCacheGroup(("layers.0", "layers.1"), spec),))
+    return KVCacheConfig((num_blocks,), (KVCacheGroup(("layers.0", "layers.1"), spec),))
 
 
 def test_kv_specs_are_in_execution_order_without_cacheless_layers(tiny: Any) -> None:
@@ -203,8 +203,8 @@ def test_layers_that_share_a_tensor_need_one_layout(tiny: Any) -> None:
     worker = make_worker(model)
     worker.load()
     groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
-    with pytest.raises(ConfigError, match="share a cache tensor"):
-        worker.allocate_cache(KVCacheConfig(20, groups))
+    with pytest.raises(ConfigError, match="share a pool of blocks"):
+        worker.allocate_cache(KVCacheConfig((20,), groups))
 
 
 def test_groups_share_tensors(tiny: Any) -> None:
@@ -212,7 +212,7 @@ def test_groups_share_tensors(tiny: Any) -> None:
     worker = make_worker(model)
     worker.load()
     groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
-    worker.allocate_cache(KVCacheConfig(20, groups))
+    worker.allocate_cache(KVCacheConfig((20,), groups))
     first, second = (layer.cache for layer in model.layers)
     assert first.data_ptr() == second.data_ptr()
     assert [layer.group for layer in model.layers] == [0, 1]

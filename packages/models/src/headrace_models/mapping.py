@@ -60,9 +60,16 @@ class WeightMap:
         """Where a checkpoint's tensor goes, or (with ``{}`` in the key) its rows; None if nowhere."""
         for rule in self.rules:
             target = _translate(rule.source, rule.target, name)
-            if target is not None and (place := self._place(target)) is not None:
+            place = None if target is None else self._place(target)
+            if place is not None and self._has_part(place, rule):
                 return Match(place, rule)
         return None
+
+    def _has_part(self, place: Place, rule: WeightRule) -> bool:
+        """A layer that makes queries only has no place for keys, which its family's rules know."""
+        if rule.split is not None or rule.stacked:
+            return True
+        return rule.part < self.slots[place.leaf][place.key].num_parts
 
     def stack(self, match: Match) -> list[Place]:
         """The places of a stacked tensor's rows; of any other tensor, its own."""

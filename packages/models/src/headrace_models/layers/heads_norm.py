@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_core.ops import OpTable
 
 
 class _WholeHeads:
@@ -34,7 +35,7 @@ class _WholeHeads:
 
     def join(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [T, all heads * D]."""
-        flat = x.flatten(1)
+        flat = _flat(x)
         if self.shard.count == 1:
             return flat
         everyone = self.communicator.all_gather(flat)
@@ -87,7 +88,7 @@ class WholeLayerNorm(LayerNorm):
 class HeadLayerNorms(Layer):
     """LayerNorm over each head, stored as a norm for each (StableLM 2): ``norms.{head}.weight`` [D].
 
-    Every rank holds all of them. As with :class:`HeadLayerNorm`, no captured step can hold the product.
+    Every rank holds all of them.
     """
 
     def __init__(
@@ -104,20 +105,20 @@ class HeadLayerNorms(Layer):
     def weight(self) -> Tensor:
         """[H, D], once loaded."""
         weights = torch.stack([norm.weight for norm in self.norms])
-        return weights.chunk(self.shard.count)[self.shard.index]
+        return weights.chunk(self.shard.count)[self.shard.index].contiguous()
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """[D]."""
+        return torch.ones_like(self.weight[0])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, D] -> the same shape."""
-        ones = torch.ones_like(self.weight[0])
-        return self.ops.layer_norm(x, ones, None, self.eps) * self.weight
+        return _normed_by_head(self.ops, x, self.weight, self.ones, self.eps)
 
 
 class HeadLayerNorm(WeightLayer):
-    """LayerNorm over each head, with a weight of its own (Cohere): weight [heads, D], no bias.
-
-    The op knows one weight for all rows: the product with a head's own is torch's, which no captured
-    step can hold.
-    """
+    """LayerNorm over each head, with a weight of its own (Cohere): weight [heads, D], no bias."""
 
     weight: Tensor
 
@@ -138,4 +139,17 @@ class HeadLayerNorm(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, D] -> the same shape."""
-        return self.ops.layer_norm(x, self.ones, None, self.eps) * self.weight
+        return _normed_by_head(self.ops, x, self.weight, self.ones, self.eps)
+
+
+def _normed_by_head(ops: OpTable, x: Tensor, weight: Tensor, ones: Tensor, eps: float) -> Tensor:
+    """x [T, H, D], weight [H, D] -> [T, H, D]. The op of the norm knows one weight for all heads: each
+    head's own is a gate, the same row for every token."""
+    normed = _flat(ops.layer_norm(x, ones, None, eps))
+    return ops.gate(normed, weight.as_strided(normed.shape, (0, 1))).view(x.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[T, H, D] -> [T, H * D], a view; ``flatten`` would change the stride of a single row, and a
+    captured step takes strides for the same at every size."""
+    return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
