@@ -330,8 +330,8 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int) -> bool:
-        return (place, part) in self.origin
+    def _has(self, place: Place, part: int | None) -> bool:
+        return (place, part or 0) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
