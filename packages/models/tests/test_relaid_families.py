@@ -753,6 +753,11 @@ class TestChatGLM(RelaidConformance):
             out[name] = tensor
         return out
 
+    @pytest.mark.parametrize("asked", [{"position_encoding_2d": True}, {"pre_seq_len": 128}])
+    def test_what_it_does_not_do(self, checkpoint: Checkpoint, asked: dict[str, Any]) -> None:
+        with pytest.raises(UnsupportedModel, match=next(iter(asked))):
+            self.open(checkpoint.path, hf_overrides=asked)
+
     def test_it_generates_in_spite_of_its_name(self, checkpoint: Checkpoint) -> None:
         assert self.resolve(checkpoint.path).runner == "generate"
 
