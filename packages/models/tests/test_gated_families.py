@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import test_kv_scales
 import torch
 from model_families_conformance import FamilyConformance
 from safetensors.torch import load_file, save_file
@@ -313,7 +314,7 @@ class TestGemma4Large(TestGemma4):
     own: ClassVar = {
         **TestGemma4.own, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
-        "num_global_key_value_heads": 2,
+        "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision",
     }  # fmt: skip
 
 
@@ -325,6 +326,40 @@ class TestGemma4Experts(TestGemma4Large):
         **TestGemma4Large.own, "num_hidden_layers": 3, "enable_moe_block": True, "num_experts": 5,
         "top_k_experts": 2, "moe_intermediate_size": 40,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }  # fmt: skip
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Unified(GatedConformance):
+    """12B."""
+
+    stem = "Gemma4Unified"
+    own: ClassVar = {
+        "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,
+        "num_kv_shared_layers": 1, "rope_parameters": TestGemma4.own["rope_parameters"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma4UnifiedTextConfig
+
+        return Gemma4UnifiedTextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-MOE")
+class TestMellum(GatedConformance):
+    """The second layer is dense."""
+
+    stem = "Mellum"
+    own: ClassVar = {
+        "head_dim": 22, "attention_bias": True, "sliding_window": 7, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
     }  # fmt: skip
 
 
@@ -376,6 +411,22 @@ def test_gemma_stores_keys_that_nobody_reads(suite: GatedConformance, tmp_path: 
     prompt = suite.prompt(9)
     logits = PagedDriver(suite.open(tmp_path)).step({"a": prompt})
     suite.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+def test_layers_that_share_a_cache_share_its_scales(tmp_path: Path) -> None:
+    suite = TestGemma4()
+    checkpoint = suite.make_checkpoint(tmp_path)
+    model = test_kv_scales.load((suite, tmp_path), test_kv_scales.reference_ops(), "int8")
+    prompt = suite.prompt(test_kv_scales.PROMPT)
+    test_kv_scales.measured(model, prompt)
+    logits = PagedDriver(model).step({"a": prompt})
+    specs = {name: layer.spec for name, layer in model.attention_layers().items()}
+    shared = specs["model.layers.4.self_attn"]
+    assert shared.kv_sharing_target == "model.layers.1.self_attn"
+    assert shared.k_scale is specs[shared.kv_sharing_target].k_scale is not None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cosine = torch.cosine_similarity(logprobs, checkpoint.logprobs(prompt), dim=-1)
+    assert float(cosine.min()) > 0.97
 
 
 @pytest.mark.parametrize(

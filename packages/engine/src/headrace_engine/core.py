@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER_CALLS = ("report", "start_profile", "stop_profile")
-"""Worker methods that may be called from outside, without arguments. A list of what may, never of
+WORKER_CALLS = {
+    "report": 0, "start_profile": 0, "stop_profile": 0, "update_config": 1, "reload_weights": 0,
+}  # fmt: skip
+"""Worker methods that may be called from outside, and how many arguments each takes. A list of what may, never of
 what may not: a worker has methods that would end it."""
 
 
@@ -248,16 +250,31 @@ class EngineCore:
         """Run a method of every worker after the steps that are in flight: results by rank.
 
         Raises:
-            RequestError: it is not in :data:`WORKER_CALLS`, or arguments are given.
+            RequestError: it is not in :data:`WORKER_CALLS`, or takes another number of arguments;
+                or weights are to be read while requests run.
         """
         if method not in WORKER_CALLS:
             raise RequestError(
                 f"method = {method[:64]!r}: must be one of {', '.join(WORKER_CALLS)}",
                 param="method",
             )
-        if args:
-            raise RequestError(f"args: {method} takes none", param="args")
-        return self.executor.call(method)
+        if len(args) != WORKER_CALLS[method]:
+            raise RequestError(
+                f"args: {method} takes {WORKER_CALLS[method] or 'none'}", param="args"
+            )
+        if method == "reload_weights":
+            return self._reload_weights()
+        return self.executor.call(method, *args)
+
+    def _reload_weights(self) -> list[Any]:
+        """What other weights computed is worth nothing: neither running requests nor cached blocks."""
+        if self.has_unfinished:
+            raise RequestError(
+                "method = 'reload_weights': must wait until no request runs: pause first",
+                param="method",
+            )
+        self.reset_prefix_cache()
+        return self.executor.call("reload_weights")
 
     def stats(self, drain: bool = False) -> EngineStats:
         """Counters and gauges; ``drain`` empties the list of step sizes."""

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_model import VOCAB, AttendingLayer, Engine, HybridLM
 
 from headrace_core.errors import ConfigError
 from headrace_core.kv import RecurrentSpec
-
-from hybrid_model import VOCAB, AttendingLayer, Engine, HybridLM
 
 COUNT = 14
 
@@ -151,7 +150,10 @@ def test_a_sharing_layer_is_bound_to_its_targets_tensor_and_group(model: HybridL
         ("layers.6", "cannot be the same as the current layer"),
         ("layers.9", "must come before the current layer"),
         ("layers.1", "is no attention layer of the model"),
-        ("layers.2", r"must be the same type as the current layer \(decoder of 2 x 4\), not .*dow 6"),
+        (
+            "layers.2",
+            r"must be the same type as the current layer \(decoder of 2 x 4\), not .*dow 6",
+        ),
         ("layers.4", r"must be the same type .*not decoder of 2 x 8"),
     ],
 )
@@ -159,7 +161,9 @@ def test_a_target_that_cannot_be_shared(model: HybridLM, target: str, message: s
     sharing = model.layers[6]
     assert isinstance(sharing, AttendingLayer)
     object.__setattr__(sharing.spec, "kv_sharing_target", target)
-    with pytest.raises(ConfigError, match=f"'layers.6' shares the KV cache of .*'{target}'.*{message}"):
+    with pytest.raises(
+        ConfigError, match=f"'layers.6' shares the KV cache of .*'{target}'.*{message}"
+    ):
         Engine(model)
 
 

@@ -235,7 +235,9 @@ def test_one_request_needs_a_state_and_the_one_it_begins_from() -> None:
         got = plan(CacheConfig(kv_cache_memory_bytes=least), groups=MIXED, caching=caching)
         assert got.config.pools == (64, states + 1)
         short = CacheConfig(kv_cache_memory_bytes=least - 1)
-        with pytest.raises(CapacityError, match=r"for the states of recurrent layers\), \d+ bytes more"):
+        with pytest.raises(
+            CapacityError, match=r"for the states of recurrent layers\), \d+ bytes more"
+        ):
             plan(short, groups=MIXED, caching=caching)
         assert longest(short, 1000, groups=MIXED, caching=caching) == 62 * 16
 

@@ -29,8 +29,8 @@ class Wanted(NamedTuple):
 
     source: str
     place: Place
-    part: int | None
-    """Its first; None: it holds all parts."""
+    part: int
+    """The first that it holds."""
     shape: tuple[int, ...]
     """As stored."""
     dtype: str | None
@@ -87,7 +87,7 @@ class WeightMap:
         target, slot = f"{place.leaf}.{place.key}", self.slots[place.leaf][place.key]
         found = []
         for rule in self.rules:
-            if part not in held_parts(slot, rule):
+            if part not in parts_of(slot, rule):
                 continue
             name = _translate(rule.target, rule.source, target)
             if name is not None:
@@ -102,17 +102,17 @@ class WeightMap:
                     yield from self._wanted(Place(leaf, key), slot)
 
     def _wanted(self, place: Place, slot: Slot) -> Iterator[Wanted]:
-        named: set[int] = set()
+        covered: set[int] = set()
         for part in range(slot.num_parts):
-            if part in named:
+            if part in covered:
                 continue
             candidates = self.sources(place, part)
             if not candidates:
                 raise LookupError(f"no weight rule leads to {place.leaf}.{place.key}, part {part}")
             source, rule = candidates[0]
-            held = held_parts(slot, rule)
-            named.update(held)
-            shape = stored_shape(slot, held, rule)
+            parts = parts_of(slot, rule)
+            covered.update(parts)
+            shape = stored_shape(slot, parts, rule)
             if rule.stacked:
                 template = self.find(source)
                 assert template is not None, source
@@ -120,8 +120,7 @@ class WeightMap:
                 if place != rows[0]:
                     continue
                 shape = (len(rows), *shape)
-            whole = rule.split is not None and len(held) == slot.num_parts
-            yield Wanted(source, place, None if whole else part, shape, slot.dtype)
+            yield Wanted(source, place, part, shape, slot.dtype)
 
     def _place(self, target: str) -> Place | None:
         """Cut a full target name into leaf and slot; of a stack, its first row's must be there."""
@@ -134,19 +133,19 @@ class WeightMap:
         return None
 
 
-def held_parts(slot: Slot, rule: WeightRule) -> Sequence[int]:
-    """Which of a slot's parts a rule's tensor has, in the slot's order."""
+def parts_of(slot: Slot, rule: WeightRule) -> tuple[int, ...]:
+    """The slot's parts in a tensor that the rule leads there, in the tensor's order."""
     if rule.split is None:
         return (rule.part,)
-    return rule.holds or range(slot.num_parts)
+    return rule.order or tuple(range(slot.num_parts))
 
 
-def stored_shape(slot: Slot, held: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
-    """Shape in the checkpoint of a tensor with these parts of a slot."""
-    shape = list(slot.source_shape(held[0]))
+def stored_shape(slot: Slot, parts: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
+    """Shape in the checkpoint of a tensor that holds these parts."""
+    shape = list(slot.source_shape(parts[0]))
     if slot.parts and slot.part_dim is not None:
-        parts = [slot.parts[part] for part in held]
-        shape[slot.part_dim] = sum(part.size * part.shard.count for part in parts)
+        stored = (slot.parts[part] for part in parts)
+        shape[slot.part_dim] = sum(part.size * part.shard.count for part in stored)
     if rule.transposed and len(shape) == 2:
         shape.reverse()
     return tuple(shape)

@@ -72,12 +72,16 @@ class Settings:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def integers(self, name: str) -> Sequence[int]:
-        """Empty if the key is absent or null. Raises: UnsupportedModel."""
-        value = self._value(name, [])
-        if not isinstance(value, list) or any(type(entry) is not int for entry in value):
-            raise self._wrong(name, value, "a list of integers")
-        return value
+    def integers(self, name: str, count: int | None = None) -> Sequence[int]:
+        """A list of integers from 0, empty if the key is absent or null; with ``count`` one of so many
+        from 1, which must be there. Raises: UnsupportedModel."""
+        value = self._value(name, [] if count is None else _ABSENT)
+        least = 0 if count is None else 1
+        good = isinstance(value, list) and count in (None, len(value))
+        if not good or not all(type(x) is int and least <= x < 2**31 for x in value):
+            many = "" if count is None else f"{count} "
+            raise self._wrong(name, value, f"a list of {many}integers from {least}")
+        return list(value)
 
     def optional_integer(self, name: str) -> int | None:
         """None if the key is absent or null."""

@@ -169,7 +169,7 @@ def _states(buffer: Tensor, spec: RecurrentSpec, num_blocks: int) -> list[Tensor
         size = typed.element_size()
         pages = typed.view(num_blocks, spec.page_bytes // size)
         first, count = start // size, math.prod(state.shape)
-        found.append(pages[:, first : first + count].unflatten(1, state.shape))
+        found.append(pages[:, first : first + count].view(num_blocks, *state.shape))
         start += -(-state.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
     return found
 

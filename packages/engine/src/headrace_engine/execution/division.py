@@ -68,9 +68,7 @@ def least_bytes(needs: Sequence[PoolNeed]) -> int:
 
 def useful_bytes(needs: Sequence[PoolNeed], num_requests: int) -> int:
     """What so many of the longest requests use, and states as many as are of use."""
-    blocks = (
-        num_requests * need.needed if need.most is None else need.most for need in needs
-    )
+    blocks = (num_requests * need.needed if need.most is None else need.most for need in needs)
     return sum((count + 1) * need.block_bytes for count, need in zip(blocks, needs))
 
 
@@ -102,7 +100,5 @@ def divide(needs: Sequence[PoolNeed], num_bytes: int) -> tuple[int, ...]:
 def _most_blocks(group: KVCacheGroup, limits: Limits) -> int:
     spec = group.spec
     states = spec.max_encoder_tokens if isinstance(spec, CrossAttentionSpec) else 0
-    request = Request(
-        limits.max_model_len, states, limits.max_num_batched_tokens, limits.caching
-    )
+    request = Request(limits.max_model_len, states, limits.max_num_batched_tokens, limits.caching)
     return kind_of(group).most_blocks(request)

@@ -292,7 +292,6 @@ class InputBuilder:
             max_seqlen_k=longest,
         )
 
-
     def _state_group(
         self, blocks: npt.NDArray[np.int32], rows: Ints, computed: Ints, seq_lens: Ints
     ) -> GroupBatch:

@@ -66,9 +66,7 @@ class RequestTable:
         self.num_computed_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self.num_encoder_tokens = np.zeros(_FIRST_ROWS, np.int64)
         """[C]; encoder states."""
-        self.block_tables = [
-            np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in pools
-        ]
+        self.block_tables = [np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in pools]
         """By group, [C, M]; zero past a request's blocks."""
         self.num_blocks = np.zeros((len(pools), _FIRST_ROWS), np.int64)
         self.highest_blocks = [0] * (1 + max(pools, default=-1))

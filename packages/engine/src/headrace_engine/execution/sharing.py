@@ -56,7 +56,9 @@ def _why_not(
         return "cannot be the same as the current layer"
     if target not in layers:
         late = _index(spec.name) <= _index(target)
-        return "must come before the current layer" if late else "is no attention layer of the model"
+        return (
+            "must come before the current layer" if late else "is no attention layer of the model"
+        )
     ours, theirs = _kind(spec), _kind(layers[target].spec)
     if ours != theirs:
         return f"must be the same type as the current layer ({ours}), not {theirs}"

@@ -13,7 +13,7 @@ import torch
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.config import ProfilerConfig
-from headrace_core.errors import ConfigError, ModelError
+from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import NULL_BLOCK, PAD_SLOT, CacheSpec, KVCacheConfig
 from headrace_core.kv_scales import ScaleConstants
@@ -49,6 +49,7 @@ from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
 from headrace_engine.execution.populate import WHOLE, CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
+from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
@@ -92,6 +93,8 @@ class ModelWorker:
         largest_media: makes an item of each kind that takes as much as any; None: requests bring
             none.
         pooling: what the model pools, which it must support then; None: it generates.
+        rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
+            read once.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class ModelWorker:
         profiler: ProfilerConfig | None = None,
         largest_media: Callable[[], Sequence[MediaInput]] | None = None,
         pooling: PoolingInfo | None = None,
+        rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -138,6 +142,8 @@ class ModelWorker:
         self._prompt_embeds = prompt_embeds
         self._largest_media = largest_media
         self._pooling = pooling
+        self._rebuild_model = rebuild_model
+        self._load_changes: Mapping[str, str] = {}
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
         self._meter: MemoryMeter = memory_meter(self._device)
@@ -159,21 +165,17 @@ class ModelWorker:
         self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
-        self._model = self._build_model()
-        self._layers = self._model.attention_layers()
-        if isinstance(self._model, SupportsRecurrence):
-            self._states = self._model.state_layers()
-        for layer in self._states.values():
-            layer.bind_states(None, 0)
-        if self._prompt_embeds and not isinstance(self._model, SupportsPromptEmbeds):
+        model = self._build_model()
+        self._hold(model)
+        if self._prompt_embeds and not isinstance(model, SupportsPromptEmbeds):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
-                f"({type(self._model).__name__}), which takes tokens only",
+                f"({type(model).__name__}), which takes tokens only",
                 field="model.enable_prompt_embeds",
             )
-        if self._pooling is not None and not isinstance(self._model, SupportsPooling):
+        if self._pooling is not None and not isinstance(model, SupportsPooling):
             raise ModelError(
-                f"{type(self._model).__name__} has no pooler: it cannot run with --runner pooling"
+                f"{type(model).__name__} has no pooler: it cannot run with --runner pooling"
             )
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
@@ -181,10 +183,18 @@ class ModelWorker:
             made = self._make_processors(self._device)
             self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
-        self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
+        self._weights = max(self._meter.used() - before, _parameter_bytes(model))
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
         )
+
+    def _hold(self, model: CausalLM) -> None:
+        """Take a model, whose layers have no cache yet."""
+        self._model = model
+        self._layers = model.attention_layers()
+        self._states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+        for layer in self._states.values():
+            layer.bind_states(None, 0)
 
     def kv_specs(self) -> dict[str, CacheSpec]:
         """By layer's name: those of attention, in execution order, then recurrent ones; layers that
@@ -373,8 +383,41 @@ class ModelWorker:
         """Write what was recorded; see :meth:`StepProfiler.stop`."""
         self._profiler.stop()
 
+    def update_config(self, changes: object) -> None:
+        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
+
+        Raises:
+            RequestError: something else is to change.
+        """
+        self._load_changes = load_changes(changes)
+
+    def reload_weights(self) -> None:
+        """Build the model again under the same cache plan, and capture its steps again.
+
+        The old model goes first, so that memory for one is enough: where the new weights cannot be
+        read there is none. No request may run, and what is cached is lost.
+
+        Raises:
+            UnsupportedFeature: this worker cannot. WeightsError: see the loader.
+        """
+        cache = self._cache
+        if self._rebuild_model is None or cache is None:
+            raise UnsupportedFeature("reload_weights: this worker reads its weights once")
+        self._free()
+        self._hold(self._rebuild_model(self._load_changes))
+        self.allocate_cache(cache)
+        self.warm_up()
+
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
+        self._free()
+        self._processors = None
+        self._binding.leave()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _free(self) -> None:
+        """Let go of the model, its recordings, its cache and its requests."""
         for populator in self._populators:
             populator.close()
         self._populators = []
@@ -382,11 +425,8 @@ class ModelWorker:
             self._runner.graph.close()
         unbind(self._layers, self._states)
         self._layers, self._states = {}, {}
-        self._model = self._runner = self._cache = self._processors = None
+        self._model = self._runner = self._cache = None
         self._buffers = []
-        self._binding.leave()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _make_populators(self, config: KVCacheConfig) -> Iterator[CachePopulator]:
         """One for each pool, with its share of what is to be resident ahead of use."""

@@ -47,15 +47,17 @@ def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
     groups = []
     for spec in ordered:
         pool, names = pages.index(_page(spec)), kinds[spec]
-        for part in _even_parts(names, -(-len(names) // sizes[pool])):
-            groups.append(KVCacheGroup(tuple(part), spec, pool))
+        parts = _even_parts(names, -(-len(names) // sizes[pool]))
+        groups += [KVCacheGroup(tuple(part), spec, pool) for part in parts]
     return tuple(groups)
 
 
 def _page(spec: CacheSpec) -> Hashable:
     """What must be equal for blocks to be handed from one group to another: how many bytes, and where
     they lie in the tensor. Keys and values may be apart; a state, and a latent, is in one piece."""
-    layout = next((kind for kind in (RecurrentSpec, LatentAttentionSpec) if isinstance(spec, kind)), None)
+    layout = next(
+        (kind for kind in (RecurrentSpec, LatentAttentionSpec) if isinstance(spec, kind)), None
+    )
     return layout, spec.page_bytes
 
 

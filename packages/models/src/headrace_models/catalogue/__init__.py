@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from headrace_models.catalogue import decoders, gpt, pooled, recurrent, remote, speech
 from headrace_models.catalogue.row import CACHES, Architecture
 
-_KINDS = (decoders, gpt, pooled, recurrent, remote, speech)
+_KINDS = (decoders, gpt, recurrent, remote, pooled, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }

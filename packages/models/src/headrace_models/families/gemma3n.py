@@ -198,8 +198,7 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
             self.make_per_layer_gate(context, name),
         )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x = self.embed_tokens(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         inputs = self.per_layer(batch.input_ids, x)
         streams = self.streams.expand(x)
         for index, layer in enumerate(self.layers):

@@ -54,6 +54,8 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
         WeightRule("model.layers.{}.layer_scalar", "layers.{}.scalar.value"),
     )
     default_shared_layers: ClassVar[int] = 0
+    default_inputs: ClassVar[int] = 256
+    """``hidden_size_per_layer_input`` of a config that does not name it."""
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         ropes = {"full_attention": _FULL_ROPE, "sliding_attention": _LOCAL_ROPE}
@@ -67,7 +69,8 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
             )
         )
         self.rotary, self.local_rotary = tables
-        self.has_inputs = self.settings.integer("hidden_size_per_layer_input", 256, minimum=0) > 0
+        size = self.settings.integer("hidden_size_per_layer_input", self.default_inputs, minimum=0)
+        self.has_inputs = size > 0
         if self.has_inputs:
             self.prepare_per_layer(context, prefix)
 
@@ -79,6 +82,14 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
         if kinds is None:
             return (index + 1) % FULL_EVERY != 0
         return kinds[index] == "sliding_attention"
+
+    def window(self) -> int:
+        """In both directions the config's number is the whole width. Media see each other in both with
+        ``vision``; text does not."""
+        self.settings.refuse("use_bidirectional_attention", False, "all", "vision")
+        window = self.settings.integer("sliding_window", 512)
+        both = self.context.config.get("use_bidirectional_attention") == "all"
+        return window // 2 if both else window
 
     def full_head_dim(self) -> int:
         """Head size of layers without a window."""
@@ -174,14 +185,19 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
             eps=self.norm_eps(),
         )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x = self.embed_tokens(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         inputs = self.per_layer(batch.input_ids, x) if self.has_inputs else None
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Block)
             own = None if inputs is None else self.per_layer.of(index, inputs)
             x = layer.update(x, own, batch)
         return x, None
+
+
+class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
+    """Gemma 4 12B, text: no inputs but the stream."""
+
+    default_inputs: ClassVar[int] = 0
 
 
 class Scalar(WeightLayer):

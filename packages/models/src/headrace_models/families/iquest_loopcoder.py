@@ -71,8 +71,8 @@ class IQuestLoopCoderForCausalLM(LlamaForCausalLM):
         near = [layer.near for layer in found if isinstance(layer, GatedAttention)]
         return {**super().attention_layers(), **{layer.spec.name: layer for layer in near}}
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x, residual = super().run_layers(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        x, residual = super().run_blocks(x, batch)
         for stack in self.later:
             for block in stack:
                 x, residual = block(x, residual, batch)

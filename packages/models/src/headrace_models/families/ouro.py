@@ -65,9 +65,9 @@ class OuroForCausalLM(LlamaForCausalLM):
         found = {layer.spec.name: layer for layer in later if isinstance(layer, Attention)}
         return {**super().attention_layers(), **found}
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The final norm stands behind each pass; behind the last, where it always does."""
-        x, residual = super().run_layers(batch)
+        x, residual = super().run_blocks(x, batch)
         for stack in self.later:
             x, _ = self.final_norm.add(x, residual)
             residual = None

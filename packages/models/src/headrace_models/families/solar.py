@@ -38,8 +38,8 @@ class SolarForCausalLM(LlamaForCausalLM):
                     f"config.json: {names[1]} = {mixed!r}: must begin behind {names[0]} = {kept!r}"
                 )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        ops, x = self.context.ops, self.embed_tokens(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        ops = self.context.ops
         residual: Tensor | None = None
         before: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):

@@ -30,7 +30,7 @@ KEY_AND_VALUE = WeightRule(
     "transformer.h.{}.self_attention.key_value",
     "layers.{}.attention.qkv",
     split=ALL_PARTS,
-    holds=(1, 2),
+    order=(1, 2),
     groups=EACH_KV_HEAD,
 )
 

@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import CachedAttention
+from headrace_models.layers.attention import Attention, CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -93,8 +93,15 @@ class Decoder(Layer, ABC):
         ]
         self.final_norm: NormLayer | NoNorm = self.make_final_norm(context, prefix)
         self.logits_scale = self.logits_multiplier()
-        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
+        self._share_caches()
+
+    def _share_caches(self) -> None:
+        layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}
+        for layer in layers.values():
+            if layer.spec.kv_sharing_target is not None:
+                layer.share(layers[layer.spec.kv_sharing_target])
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
         """The table of input vectors; packed for the head if that multiplies with it."""
@@ -162,6 +169,10 @@ class Decoder(Layer, ABC):
         """What the head's results are multiplied by."""
         return 1.0
 
+    def logits_soft_cap(self) -> float | None:
+        """What tanh keeps the logits within."""
+        return self.settings.optional_positive("final_logit_softcapping")
+
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
         return self.embed(ids)
@@ -190,16 +201,16 @@ class Decoder(Layer, ABC):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        x, residual = self.run_layers(batch)
+        x, residual = self.run_blocks(self.embed_tokens(batch), batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
             rows, select = batch.logits_rows, self.context.ops.embedding
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the last block, [T, H] in one term or two (:class:`Block`)."""
-        x, residual = self.embed_tokens(batch), None
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
+        residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return x, residual

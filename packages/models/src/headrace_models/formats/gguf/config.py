@@ -6,6 +6,7 @@ code, is here too.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,10 +104,8 @@ class Metadata:
         if tensor is None:
             return None
         if tensor.type.name != "F32" or tensor.num_bytes > 4 * _MAX_FACTORS:
-            raise UnsupportedModel(
-                f"{self.path}: tensor {tensor.name!r}: must be a few F32 numbers"
-            )
-        with open(self.path, "rb") as file:
+            raise UnsupportedModel(f"{self.path}: tensor {tensor.name!r}: must be a few F32 numbers")
+        with open(tensor.file, "rb") as file:
             file.seek(tensor.offset)
             content = file.read(tensor.num_bytes)
         return list(struct.unpack(f"<{len(content) // 4}f", content))
@@ -178,7 +177,9 @@ def _rope_scaling(said: Metadata) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"{said.path}: rope.scaling.type = {kind!r}: must be linear or yarn")
-    return _without_none(rope_type=kind, factor=factor, original_max_position_embeddings=original)
+    return _without_none(
+        rope_type=kind, factor=factor, original_max_position_embeddings=original
+    )
 
 
 def _without_none(**values: Any) -> dict[str, Any]:
@@ -282,7 +283,8 @@ def _phi3(said: Metadata) -> dict[str, Any]:
     original = said.integer("rope.scaling.original_context_length")
     return {
         "architectures": ["Phi3ForCausalLM"],
-        "partial_rotary_factor": None if turning is None else turning / head,
+        # Not below the quotient: the number of dimensions is cut from the product.
+        "partial_rotary_factor": None if turning is None else math.nextafter(turning / head, 2),
         "original_max_position_embeddings": original,
         "sliding_window": said.integer("attention.sliding_window") or None,
     }
