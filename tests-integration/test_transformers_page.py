@@ -19,4 +19,6 @@ def test_the_page_is_of_the_table() -> None:
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     expected = tool.page(json.loads(tool.TABLE.read_text()))
-    assert tool.PAGE.read_text(encoding="utf-8") == expected, "run python tools/transformers_page.py"
+    assert tool.PAGE.read_text(encoding="utf-8") == expected, (
+        "run python tools/transformers_page.py"
+    )

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (rows of tables)
 """Write ``docs/supported/transformers.md`` from the table of what the transformers backend serves.
 
 ``python tools/transformers_page.py``; a test compares. ``--measure`` tries every model first and

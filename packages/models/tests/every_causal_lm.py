@@ -54,7 +54,8 @@ _TYPES = ["sliding_attention", "full_attention"]
 OWN: dict[str, dict[str, Any]] = {
     "axk1": _AS_MANY, "axk2": _AS_MANY, "deepseek_v2": _AS_MANY, "deepseek_v3": _AS_MANY,
     "deepseek_v32": _AS_MANY, "glm4_moe_lite": _AS_MANY, "glm_moe_dsa": _AS_MANY, "minicpm3": _AS_MANY,
-    "longcat_flash": {**_AS_MANY, "head_dim": 8}, "youtu": _AS_MANY, "dots3_note": _AS_MANY, "dots3_note_text": _AS_MANY,
+    "longcat_flash": {**_AS_MANY, "head_dim": 8}, "youtu": _AS_MANY, "dots3_note": _AS_MANY,
+    "dots3_note_text": _AS_MANY,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},

@@ -6,8 +6,6 @@ What came of each stands in ``transformers_models.json``, of which docs/supporte
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import every_causal_lm
 import pytest
 import transformers

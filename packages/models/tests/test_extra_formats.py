@@ -58,9 +58,7 @@ class TestStreamer:
         for name in ("CONCURRENCY", "MEMORY_LIMIT"):
             monkeypatch.setenv(f"RUNAI_STREAMER_{name}", "1")  # so that both are put back
         extra = {"concurrency": 3, "memory_limit": 1 << 20}
-        found = logits_of(
-            llama.path, load_format="runai_streamer", model_loader_extra_config=extra
-        )
+        found = logits_of(llama.path, load_format="runai_streamer", model_loader_extra_config=extra)
         assert torch.equal(found, expected)
         assert os.environ["RUNAI_STREAMER_CONCURRENCY"] == "3"
         assert os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] == str(1 << 20)
@@ -128,7 +126,7 @@ class TestTensorizer:
 
     def test_settings_that_the_library_does_not_know(self, folder: Path) -> None:
         extra = {"deserialization_kwargs": {"speed": 2}}
-        with pytest.raises(ConfigError, match="deserialization_kwargs = .*speed"):
+        with pytest.raises(ConfigError, match=r"deserialization_kwargs = .*speed"):
             logits_of(folder, load_format="tensorizer", model_loader_extra_config=extra)
 
     @pytest.mark.parametrize("cut", [10, 500, 20_000])

@@ -83,7 +83,9 @@ def test_tokens_of_the_user_and_begin(pieces: Any) -> None:
     assert found.config["add_bos_token"] is True
     assert found.config["add_eos_token"] is False
     tokenizer = Tokenizer.from_str(found.tokenizer)
-    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    added = {
+        token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()
+    }
     assert added == {"<unk>": True, "<s>": True, "</s>": True, "<|go|>": False}
     assert tokenizer.encode("the<|go|>", add_special_tokens=False).tokens[-1] == "<|go|>"
 
@@ -144,7 +146,9 @@ GPT2_FOUND = opened(of_bytes(GPT2, "gpt-2"))
 def test_cuttings(pre: str, pieces: list[str]) -> None:
     ours = opened(of_bytes(GPT2, pre))
     text = "it's 12345 \u00e4"
-    assert [text[start:end] for _, (start, end) in ours.pre_tokenizer.pre_tokenize_str(text)] == pieces
+    assert [
+        text[start:end] for _, (start, end) in ours.pre_tokenizer.pre_tokenize_str(text)
+    ] == pieces
 
 
 def test_patterns_are_those_of_the_published_tokenizers() -> None:

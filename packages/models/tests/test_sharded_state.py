@@ -140,7 +140,8 @@ class TestRefusals:
             save_sharded_state(info, build_context(info), tmp_path / "again")
 
     @pytest.mark.parametrize(
-        "pattern", ["{rank}.safetensors", "{rank}-{part}-{rank}", "../{rank}-{part}", "{rank}{part}{x}"]
+        "pattern",
+        ["{rank}.safetensors", "{rank}-{part}-{rank}", "../{rank}-{part}", "{rank}{part}{x}"],
     )
     def test_patterns(self, pattern: str, llama: Checkpoint, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="once each"):
@@ -148,12 +149,13 @@ class TestRefusals:
 
 
 def test_a_file_that_fails_is_not_left_behind(tmp_path: Path) -> None:
-    with (
-        pytest.raises(RuntimeError),
-        SafetensorsWriter(tmp_path / "a.safetensors", room=100, metadata={}) as writer,
-    ):
-        writer.add("a", torch.ones(3))
-        raise RuntimeError("no")
+    def fail() -> None:
+        with SafetensorsWriter(tmp_path / "a.safetensors", room=100, metadata={}) as writer:
+            writer.add("a", torch.ones(3))
+            raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        fail()
     assert not list(tmp_path.iterdir())
 
 

@@ -65,6 +65,10 @@ class Worker(Protocol):
         """Facts about this worker, as plain data: ``rank``, ``pid``, ``device``, ``dtype`` ..."""
         ...
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """What a function says of the built model. Only called from the same process."""
+        ...
+
     def start_profile(self) -> None:
         """Record the coming steps.
 

@@ -465,8 +465,8 @@ class ConvertsTensors(Protocol):
 
 
 @runtime_checkable
-class SharesByRank(Protocol):
-    """A :class:`WeightFormat` of tensors as one rank's model holds them: fused, cut, and named by the
+class SharesByRank(WeightFormat, Protocol):
+    """A format of tensors as one rank's model holds them: fused, cut, and named by the
     model's own layers. Its ``tensors`` yields those of rank 0 of 1."""
 
     def rank_tensors(

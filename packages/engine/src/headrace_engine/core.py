@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 WORKER_CALLS = {
     "report": 0, "start_profile": 0, "stop_profile": 0, "update_config": 1, "reload_weights": 0,
 }  # fmt: skip
-"""Worker methods that may be called from outside, and how many arguments each takes. A list of what may, never of
-what may not: a worker has methods that would end it."""
+"""Worker methods that may be called from outside, and how many arguments each takes. A list of what
+may, never of what may not: a worker has methods that would end it."""
 
 
 class StepScheduler(Protocol):
@@ -245,6 +245,10 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False while requests hold some and may not be reset."""
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What a function says of each worker's model, by rank, after the steps that are in flight."""
+        return self.executor.call("apply_model", function)
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         """Run a method of every worker after the steps that are in flight: results by rank.

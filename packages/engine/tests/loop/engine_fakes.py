@@ -138,6 +138,10 @@ class FakeWorker:
         self.calls.append("report")
         return {"rank": 0}
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        self.calls.append("apply_model")
+        return function(self)
+
     def start_profile(self) -> None:
         self.calls.append("start_profile")
 

@@ -53,7 +53,7 @@ def choose_implementation(
     known = plugins.installed("headrace.models")
     own = next((a for a in found if served_by(a, known) is not None), None)
     if own is not None and config.model_impl != TRANSFORMERS:
-        return Implementation(own, _source(own))
+        return Implementation(own, source_of(own))
     if config.model_impl == "headrace":
         raise _unsupported(architectures, name, "model_impl = 'headrace' allows no other class")
     other = _offered(config, whole, found, name, architectures)
@@ -108,7 +108,8 @@ def _unsupported(architectures: object, name: str, why: str) -> UnsupportedModel
     )
 
 
-def _source(architecture: str) -> str:
+def source_of(architecture: str) -> str:
+    """Which distribution's class serves a registered architecture."""
     known = plugins.installed("headrace.models")
     distribution = known[served_by(architecture, known) or architecture].distribution
     own = distribution.split(" ")[0] == "headrace-models"

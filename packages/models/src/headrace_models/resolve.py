@@ -1,4 +1,5 @@
-"""From what a user typed to the facts of a checkpoint. Reads no weight and imports no torch."""
+"""From what a user typed to the facts of a checkpoint. Reads no weight, and imports
+no torch for what headrace has a class of its own for."""
 
 from __future__ import annotations
 

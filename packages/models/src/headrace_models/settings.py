@@ -120,6 +120,13 @@ class Settings:
             raise self._wrong(name, value, "one of " + ", ".join(sorted(ACTIVATIONS)))
         return ACTIVATIONS[value]
 
+    def choice(self, name: str, accepted: Sequence[str], default: str) -> str:
+        """One of a few words. Raises: UnsupportedModel."""
+        value = self._value(name, default)
+        if value not in accepted:
+            raise self._wrong(name, value, "one of " + ", ".join(accepted))
+        return str(value)
+
     def head_dim(self, default: int | None = None) -> int:
         """``head_dim``, else the default, else hidden size over heads."""
         if self.config.get("head_dim") is not None:

@@ -72,9 +72,9 @@ def fetch(
             "download the model with ModelScope's own tool and pass its folder"
         )
     repository, file = _file_of(name)
-    weights = [(file,)] if file else [(kind,) for kind in _weights_of(load_format)] or [()]
+    preferred: list[tuple[str, ...]] = [(kind,) for kind in _weights_of(load_format)]
     others = (*WANTED_FILES, "*.py") if code else WANTED_FILES
-    for patterns in weights:
+    for patterns in [(file,)] if file else preferred or [()]:
         found = _download(repository, (*others, *patterns), revision, token, download_dir)
         if any(next(found.glob(pattern), None) for pattern in patterns):
             break

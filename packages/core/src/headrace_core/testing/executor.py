@@ -76,6 +76,10 @@ class EchoWorker:
         self._note("report")
         return {"rank": 0}
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        self._note("apply_model")
+        return function(self)
+
     def start_profile(self) -> None:
         self._note("start_profile")
 

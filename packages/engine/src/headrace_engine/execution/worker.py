@@ -375,6 +375,10 @@ class ModelWorker:
             "torch": str(torch.__version__),
         }
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """See :meth:`headrace_core.executor.Worker.apply_model`."""
+        return function(self._loaded())
+
     def start_profile(self) -> None:
         """Record the coming steps; see :meth:`StepProfiler.start`."""
         self._profiler.start()

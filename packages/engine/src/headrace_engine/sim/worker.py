@@ -107,6 +107,10 @@ class SimWorker:
         """Facts about this worker."""
         return {"rank": 0, "pid": os.getpid(), "device": "sim", "num_requests": len(self._held)}
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """Refused: there is no model."""
+        raise UnsupportedFeature("device 'sim' has no model to apply a function to")
+
     def start_profile(self) -> None:
         """Refused: there is nothing to record."""
         raise UnsupportedFeature("device 'sim' computes nothing that a profile could show")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.assembly.media import largest_media
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import Resolved
-from headrace_core import plugins
+from headrace.assembly.transcription import model_class
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
@@ -132,7 +132,7 @@ def processor_maker(
 
     def make(device: torch.device) -> Sequence[LogitsProcessor]:
         # The model is built by now, so its class is imported.
-        own = getattr(plugins.load("headrace.models", info.architecture), "logits_processors", ())
+        own = getattr(model_class(info), "logits_processors", ())
         classes = tuple(dict.fromkeys([*users, *named_processors(own)]))
         if not classes:
             return ()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
+from headrace_models.layers.head_view import in_rows
 from headrace_models.layers.linear import shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 
@@ -35,7 +36,7 @@ class _WholeHeads:
 
     def join(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [T, all heads * D]."""
-        flat = _flat(x)
+        flat = in_rows(x)
         if self.shard.count == 1:
             return flat
         everyone = self.communicator.all_gather(flat)
@@ -145,11 +146,5 @@ class HeadLayerNorm(WeightLayer):
 def _normed_by_head(ops: OpTable, x: Tensor, weight: Tensor, ones: Tensor, eps: float) -> Tensor:
     """x [T, H, D], weight [H, D] -> [T, H, D]. The op of the norm knows one weight for all heads: each
     head's own is a gate, the same row for every token."""
-    normed = _flat(ops.layer_norm(x, ones, None, eps))
+    normed = in_rows(ops.layer_norm(x, ones, None, eps))
     return ops.gate(normed, weight.as_strided(normed.shape, (0, 1))).view(x.shape)
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[T, H, D] -> [T, H * D], a view; ``flatten`` would change the stride of a single row, and a
-    captured step takes strides for the same at every size."""
-    return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))

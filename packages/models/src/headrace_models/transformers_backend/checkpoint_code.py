@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
+
+_ONE_AT_A_TIME = threading.Lock()
+"""transformers parses a file before it imports it, which CPython 3.11 cannot in two threads at once."""
 
 
 def reference(whole: Mapping[str, Any], role: str) -> str | None:
@@ -49,7 +53,8 @@ def checkpoint_class(
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     try:
-        return get_class_from_dynamic_module(named, str(path))
+        with _ONE_AT_A_TIME:
+            return get_class_from_dynamic_module(named, str(path))
     except Exception as error:  # whatever the file does while it is imported
         raise UnsupportedModel(
             f"config.json: auto_map.{role} = {named!r} cannot be imported from {path}: "

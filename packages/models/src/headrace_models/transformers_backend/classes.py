@@ -158,7 +158,7 @@ def first_position(base: nn.Module) -> int:
 def without_base(tree: Any, name: str, base: nn.Module) -> nn.Module:
     """The tree with nothing below its head: what it is given as input vectors it takes for the base
     model's final states. So logits are whatever the class makes of them."""
-    head = copy.copy(tree)
+    head: nn.Module = copy.copy(tree)
     head._modules = dict(tree._modules)
     head._modules[name] = _Given(base)
     return head

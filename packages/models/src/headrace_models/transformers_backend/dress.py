@@ -22,6 +22,7 @@ from headrace_models.transformers_backend.leaves import (
     Projections,
     TiedHead,
     check_plain,
+    compute_by,
     exact_names,
     gated_forward,
     layer_norm_forward,
@@ -116,7 +117,7 @@ class Dressing:
             return
         gate_up = self._dress_together(name, module, names[:2])
         down = self._linear(f"{name}.{names[2]}", module.get_submodule(names[2]))
-        module.forward = gated_forward(gate_up, down, kind)  # type: ignore[method-assign]
+        compute_by(module, gated_forward(gate_up, down, kind))
 
     def _dress_together(self, name: str, module: nn.Module, names: Sequence[str]) -> Linear:
         children = [module.get_submodule(child) for child in names]
@@ -142,7 +143,7 @@ class Dressing:
             if biased[index] and not all(biased):  # biases are numbered without those that are not
                 part = sum(biased[:index])
                 self._rule(f"{path}.bias", f"{leaf.name}.bias", part=part)
-            child.forward = projections.part(index)  # type: ignore[method-assign]
+            compute_by(child, projections.part(index))
             put_elsewhere(child)
             self.done.add(child)
         return leaf
@@ -176,18 +177,20 @@ class Dressing:
     def _dress_norm(self, module: nn.Module) -> None:
         if type(module) is nn.LayerNorm:
             if len(module.normalized_shape) == 1 and module.weight is not None:
-                module.forward = layer_norm_forward(self.context, module)  # type: ignore[method-assign]
+                compute_by(module, layer_norm_forward(self.context, module))
             return
         like = rms_norm_like(module)
         if like is not None:
-            module.forward = norm_forward(self.context, module, like)  # type: ignore[method-assign]
+            compute_by(module, norm_forward(self.context, module, like))
 
     def _dress_experts(self, name: str, module: Any) -> bool:
         if not hasattr(module, "_apply_gate") or not hasattr(module, "has_gate"):
             return False
         check_plain(self.context, name)
         plain = module.has_gate and module.is_concatenated
-        plain = plain and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
+        plain = plain and not (
+            module.is_transposed or module.has_bias or module.has_post_expert_norm
+        )
         # Other children are experts of another kind (LongCat's, that do nothing).
         plain = plain and {child for child, _ in module.named_children()} <= {"act_fn"}
         kind = expert_gate_like(module) if plain else None
@@ -220,7 +223,7 @@ class Dressing:
         )
         self._add(name, leaf)
         self._rule(name, name, split=() if style == HALVES else None, transposed=conv1d)
-        module.forward = Projections(leaf).whole
+        compute_by(module, Projections(leaf).whole)
         put_elsewhere(module)
         self.done.add(module)
         if f"{name}.bias" in self.tied:
@@ -260,7 +263,7 @@ class Dressing:
         if module.bias is not None and bias_source is None:
             self._add(name, Parameters(name, module, ["bias"], frozenset()))
             self._rule(f"{name}.bias", f"{name}.bias")
-        module.forward = head
+        compute_by(module, head)
         if not self._share_packed(table_name, table, head):
             self.later.append(lambda: head.use_copy(table.weight.data))
         return True
@@ -281,7 +284,7 @@ class Dressing:
         def forward(ids: Tensor) -> Tensor:
             return leaf(ids.reshape(-1)).view(*ids.shape, size)
 
-        table.forward = forward  # type: ignore[method-assign]
+        compute_by(table, forward)
         self.later.append(lambda: head.use_packed(leaf.weight()))
         return True
 

@@ -22,7 +22,6 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: functional.relu(x).square(),
 }
 """The op's name -> what it computes."""
-_CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 class NormLike(NamedTuple):
@@ -48,22 +47,9 @@ def rms_norm_like(module: nn.Module) -> NormLike | None:
     for eps in {v for v in vars(module).values() if isinstance(v, float)}:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):
-            if torch.allclose(answer, normed * (weight + offset), **_CLOSE):
+            if _close(answer, normed * (weight + offset)):
                 return NormLike(eps, offset)
     return None
-
-
-def activation_like(function: object) -> str | None:
-    """The op's name of an elementwise function; None if it is none of them."""
-    if not callable(function):
-        return None
-    x = _random((64,), 3) * 3
-    answer = _call(function, x)
-    if answer is None:
-        return None
-    return next(
-        (k for k, f in _ACTIVATIONS.items() if torch.allclose(answer, f(x), **_CLOSE)), None
-    )
 
 
 def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | None:
@@ -79,7 +65,7 @@ def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | No
         return None
     opened, let = x @ parts[0].T, x @ parts[1].T
     for kind, function in _ACTIVATIONS.items():
-        if torch.allclose(answer, (function(opened) * let) @ parts[2].T, **_CLOSE):
+        if _close(answer, (function(opened) * let) @ parts[2].T):
             return kind
     return None
 
@@ -91,9 +77,13 @@ def expert_gate_like(module: Any) -> str | None:
     if answer is None:
         return None
     for kind, function in _ACTIVATIONS.items():
-        if torch.allclose(answer, function(x[:, :4]) * x[:, 4:], **_CLOSE):
+        if _close(answer, function(x[:, :4]) * x[:, 4:]):
             return kind
     return None
+
+
+def _close(answer: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(answer, expected, rtol=1e-5, atol=1e-6)
 
 
 class _Matrix(nn.Module):

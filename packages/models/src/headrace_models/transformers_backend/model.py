@@ -14,6 +14,7 @@ from torch import nn
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.base import Layer, Slot, WeightLayer
+from headrace_models.pooling.classifier import Classifier
 from headrace_models.pooling.heads import ClassificationHead, EmbeddingHead
 from headrace_models.pooling.pooler import TaskPooler
 from headrace_models.transformers_backend import attention, classes, leaves, trial
@@ -129,7 +130,10 @@ class TransformersModel(Layer):
         if empty:
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
         notes = trial.Notes(self.context.max_model_len)
-        trial.try_tree(self._run, self.text.vocab_size, notes, self.context.dtype)
+        context = self.context
+        trial.try_tree(
+            self._run, self.text.vocab_size, notes, dtype=context.dtype, device=context.device
+        )
         paths = {module: name for name, module in self.tree.named_modules()}
         for module, calls in notes.seen.items():
             setattr(module, LAYERS, [])
@@ -141,7 +145,7 @@ class TransformersModel(Layer):
                 self.layers[name] = made
         self.tree.config._attn_implementation = ATTENTION
         for module in self.tree.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == TRIAL:
                 config._attn_implementation = ATTENTION
 
@@ -230,7 +234,7 @@ class TransformersForPooling(TransformersModel):
         )
 
 
-class _OwnLabels(Layer):
+class _OwnLabels(Classifier):
     """The logits that a class makes of one row of hidden states, pooled by headrace."""
 
     def __init__(self, head: nn.Module) -> None:

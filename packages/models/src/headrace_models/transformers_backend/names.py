@@ -132,14 +132,14 @@ def _check_alike(group: _Group) -> None:
 def _missing(pattern: str, stored: list[Stored], most: list[Stored]) -> WeightsError:
     """Which of the numbered tensors is not there: the first whose siblings under another pattern are."""
     have = {tuple(_NUMBER.findall(name)) for name, _, _ in stored}
-    sibling, _, file = next(
-        entry for entry in most if tuple(_NUMBER.findall(entry[0])) not in have
-    )
+    sibling, _, file = next(entry for entry in most if tuple(_NUMBER.findall(entry[0])) not in have)
     named = pattern
     if stored:
         numbers = iter(_NUMBER.findall(sibling))
         named = _NUMBER.sub(lambda _: next(numbers), stored[0][0])
-    return WeightsError(f"{file}: tensor {named!r} is missing from the checkpoint, {sibling!r} is there")
+    return WeightsError(
+        f"{file}: tensor {named!r} is missing from the checkpoint, {sibling!r} is there"
+    )
 
 
 def _natural(stored: Stored) -> list[tuple[int, str]]:

@@ -55,7 +55,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=False)
         register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -85,4 +85,4 @@ def freeze_rotary(tree: nn.Module, max_model_len: int) -> None:
             setattr(module, f"{prefix}attention_scaling", scaling)
             by_layer[layer_type] = "default"
         if kinds is not None:
-            module.rope_type = by_layer if isinstance(kinds, dict) else by_layer[None]
+            vars(module)["rope_type"] = by_layer if isinstance(kinds, dict) else by_layer[None]

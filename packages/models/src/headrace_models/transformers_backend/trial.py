@@ -159,7 +159,9 @@ def _sinks(module: nn.Module, sinks: Tensor | None, num_heads: int) -> Tensor | 
     return sinks.detach().reshape(-1)
 
 
-def try_tree(run: Callable[..., Tensor], vocab_size: int, notes: Notes, dtype: str) -> None:
+def try_tree(
+    run: Callable[..., Tensor], vocab_size: int, notes: Notes, *, dtype: str, device: str
+) -> None:
     """Fill ``notes``; see the module's docstring.
 
     Args:
@@ -168,8 +170,8 @@ def try_tree(run: Callable[..., Tensor], vocab_size: int, notes: Notes, dtype: s
     Raises:
         UnsupportedModel: the model cannot be run over a paged cache; says why.
     """
-    ids = torch.arange(3, 3 + NUM_TOKENS) % vocab_size
-    positions = torch.arange(NUM_TOKENS)
+    ids = torch.arange(3, 3 + NUM_TOKENS, device=device) % vocab_size
+    positions = torch.arange(NUM_TOKENS, device=device)
     arguments = {NOTES: notes}
     try:
         with torch.no_grad():

@@ -104,7 +104,9 @@ class Metadata:
         if tensor is None:
             return None
         if tensor.type.name != "F32" or tensor.num_bytes > 4 * _MAX_FACTORS:
-            raise UnsupportedModel(f"{self.path}: tensor {tensor.name!r}: must be a few F32 numbers")
+            raise UnsupportedModel(
+                f"{self.path}: tensor {tensor.name!r}: must be a few F32 numbers"
+            )
         with open(tensor.file, "rb") as file:
             file.seek(tensor.offset)
             content = file.read(tensor.num_bytes)
@@ -177,9 +179,7 @@ def _rope_scaling(said: Metadata) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         raise UnsupportedModel(f"{said.path}: rope.scaling.type = {kind!r}: must be linear or yarn")
-    return _without_none(
-        rope_type=kind, factor=factor, original_max_position_embeddings=original
-    )
+    return _without_none(rope_type=kind, factor=factor, original_max_position_embeddings=original)
 
 
 def _without_none(**values: Any) -> dict[str, Any]:
