@@ -139,7 +139,7 @@ def test_logits_are_those_of_rounded_keys_and_values(family: tuple[Any, Path], k
     specs = iter(())  # of the layers in the order of a step
 
     def rounding(*tensors: Any, head_norm: HeadNorm | None = None, **scales: Any) -> None:
-        assert scales == {"k_scale": None, "v_scale": None}
+        assert scales == {"interleaved": False, "k_scale": None, "v_scale": None}
         call, spec = Written(*tensors), next(specs)
         ops.rotary_cache_write(*call, head_norm=head_norm)
         key = fake_quantized(call.key, spec.k_scale, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 import weakref
@@ -176,6 +177,33 @@ class TestLayouts:
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
         assert torch.equal(logits_of(LLAMA, tmp_path), logits_of(LLAMA, llama.path))
 
+    @pytest.mark.parametrize("ranks", [1, 2])
+    @pytest.mark.parametrize("rows", [False, True])
+    def test_all_experts_in_one_tensor(
+        self, mixtral: Checkpoint, tmp_path: Path, rows: bool, ranks: int
+    ) -> None:
+        """Along a dimension of their own, or as runs of rows."""
+        stored = copy(mixtral, tmp_path, functools.partial(stack_experts, rows=rows))
+        info = MIXTRAL.resolve(stored, max_model_len=64)
+
+        def work(communicator: Communicator) -> Tensor:
+            context = build_context(info, communicator=communicator)
+            return PagedDriver(load_model(info, context)).step({"a": PROMPT})
+
+        for logits in run_ranks(ranks, work):
+            expected = logits_of(MIXTRAL, mixtral.path)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+    def test_a_stack_of_too_few_experts(self, mixtral: Checkpoint, tmp_path: Path) -> None:
+        def cut(tensors: dict[str, Tensor]) -> None:
+            stack_experts(tensors)
+            name = "model.layers.1.mlp.experts.down_proj"
+            tensors[name] = tensors[name][:-1].contiguous()
+
+        info = MIXTRAL.resolve(copy(mixtral, tmp_path, cut), max_model_len=64)
+        with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.experts\.down_proj.* needs 5 of"):
+            load_model(info, build_context(info))
+
     def test_16_bit_checkpoint_in_float32(self, llama: Checkpoint, tmp_path: Path) -> None:
         def halve(tensors: dict[str, Tensor]) -> None:
             for name, tensor in tensors.items():
@@ -188,6 +216,20 @@ class TestLayouts:
         half = copy(llama, tmp_path / "half", halve)
         whole = copy(llama, tmp_path / "whole", restore)
         assert torch.equal(logits_of(LLAMA, half), logits_of(LLAMA, whole))
+
+
+def stack_experts(tensors: dict[str, Tensor], rows: bool = False) -> None:
+    """Mixtral's experts as transformers 5 holds them; with ``rows``, one below the other."""
+    stacks: dict[str, list[Tensor]] = {}
+    for name in sorted(name for name in tensors if name.endswith(".w1.weight")):
+        start, up = name.removesuffix("w1.weight"), name.replace("w1", "w3")
+        layer = start.split(".block")[0]
+        both = torch.cat([tensors.pop(name), tensors.pop(up)])
+        stacks.setdefault(f"{layer}.mlp.experts.gate_up_proj", []).append(both)
+        down = tensors.pop(f"{start}w2.weight")
+        stacks.setdefault(f"{layer}.mlp.experts.down_proj", []).append(down)
+    join = torch.cat if rows else torch.stack
+    tensors.update({name: join(parts) for name, parts in stacks.items()})
 
 
 OLD_SPELLINGS: list[tuple[Any, Callable[[dict[str, Any]], None]]] = []

@@ -50,6 +50,15 @@ def test_most_specific_rule_wins() -> None:
     assert found.place.leaf == "norm"
 
 
+def test_a_tensor_may_hold_some_of_the_parts() -> None:
+    slot = Slot((7, 4), parts=(Part(4), Part(2), Part(1)))
+    rules = (WeightRule("qg", "all", split=ALL_PARTS, order=(0, 2)), WeightRule("k", "all", part=1))
+    wanted = list(WeightMap(rules, {"all": Leaf(weight=slot)}).wanted())
+    assert [(w.source, w.part, w.shape) for w in wanted] == [
+        ("qg.weight", 0, (5, 4)), ("k.weight", 1, (2, 4)),
+    ]  # fmt: skip
+
+
 def test_parts_and_their_names() -> None:
     rules = (WeightRule("q", "qk", part=0), WeightRule("k", "qk", part=1))
     wanted = list(WeightMap(rules, {"qk": Leaf(weight=FUSED)}).wanted())
@@ -61,7 +70,20 @@ def test_parts_and_their_names() -> None:
 def test_all_parts_in_one_tensor() -> None:
     rules = (WeightRule("qk_proj", "qk", split=ALL_PARTS, transposed=True),)
     wanted = list(WeightMap(rules, {"qk": Leaf(weight=FUSED)}).wanted())
-    assert [(w.source, w.part, w.shape) for w in wanted] == [("qk_proj.weight", None, (4, 6))]
+    assert [(w.source, w.part, w.shape) for w in wanted] == [("qk_proj.weight", 0, (4, 6))]
+
+
+def test_some_parts_in_one_tensor() -> None:
+    """Query by itself, key and value together (TeleChat)."""
+    slot = Slot((8, 4), parts=(Part(4), Part(2), Part(2)))
+    rules = (
+        WeightRule("query", "qkv"),
+        WeightRule("key_value", "qkv", split=ALL_PARTS, order=(1, 2)),
+    )
+    wanted = list(WeightMap(rules, {"qkv": Leaf(weight=slot)}).wanted())
+    assert [(w.source, w.part, w.shape) for w in wanted] == [
+        ("query.weight", 0, (4, 4)), ("key_value.weight", 1, (4, 4)),
+    ]  # fmt: skip
 
 
 def test_shapes_in_the_checkpoint_are_whole() -> None:
@@ -75,3 +97,27 @@ def test_shapes_in_the_checkpoint_are_whole() -> None:
 def test_slot_without_rule_is_an_error_of_the_family() -> None:
     with pytest.raises(LookupError, match=r"no weight rule leads to qk\.weight"):
         list(WeightMap((), {"qk": Leaf(weight=FUSED)}).wanted())
+
+
+EXPERTS = Leaf(**{f"{i}.{key}": FUSED for i in range(3) for key in ("gate_up.weight",)})
+STACKED = WeightRule(
+    "m.{}.gate_up_proj", "layers.{}.experts.{}.gate_up.weight", split=ALL_PARTS, stacked=True
+)
+
+
+def test_a_stack_has_a_place_for_each_row() -> None:
+    weights = WeightMap((STACKED,), {"layers.4.experts": EXPERTS})
+    found = weights.find("m.4.gate_up_proj")
+    assert found is not None
+    assert weights.stack(found) == [
+        Place("layers.4.experts", f"{i}.gate_up.weight") for i in range(3)
+    ]
+    wanted = list(weights.wanted())
+    assert [(w.source, w.shape) for w in wanted] == [("m.4.gate_up_proj", (3, 6, 4))]
+    assert weights.find("m.5.gate_up_proj") is None
+
+
+def test_one_tensor_for_each_target_is_the_usual_layout() -> None:
+    single = WeightRule("m.{}.{}.w", "layers.{}.experts.{}.gate_up", split=ALL_PARTS)
+    weights = WeightMap((STACKED, single), {"layers.4.experts": EXPERTS})
+    assert [w.source for w in weights.wanted()] == [f"m.4.{i}.w.weight" for i in range(3)]

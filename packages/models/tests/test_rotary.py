@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace_core.errors import UnsupportedModel
-from headrace_models.layers.rotary import rotary_table
-from headrace_models.rope import KINDS, rope_settings, scaled_context
+from headrace_models.layers.rotary import rotary_table, rows_by_axes
+from headrace_models.rope import KINDS, of_windows, rope_settings, scaled_context
 
 HEAD_DIM = 16
 PLAIN = {
@@ -34,6 +35,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 48,
                  "short_factor": [1.0 + i / 9 for i in range(8)],
                  "long_factor": [2.0 + i for i in range(8)]},
+    "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.4},
 }  # fmt: skip
 
 
@@ -100,6 +102,61 @@ def test_partial_rotary() -> None:
     assert table.shape == (9, HEAD_DIM // 2)
 
 
+@pytest.mark.parametrize("kind", [None, *ROPE_INIT_FUNCTIONS])
+def test_every_kind_of_transformers_is_known(kind: str | None) -> None:
+    assert (kind or "default") in KINDS
+    assert kind is None or any(block["rope_type"] == kind for block in SCALINGS.values())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_positions_in_time_height_and_width(interleaved: bool) -> None:
+    """Against the tables of Qwen2-VL, and of Qwen3-VL, whose axes take turns."""
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VLRotaryEmbedding,
+        Qwen2VLTextConfig,
+    )
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+        Qwen3VLTextConfig,
+        Qwen3VLTextRotaryEmbedding,
+    )
+
+    sections = [4, 2, 2] if interleaved else [3, 2, 3]
+    block = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": sections}
+    config = {**PLAIN, "head_dim": HEAD_DIM, "rope_parameters": block}
+    if interleaved:
+        reference = Qwen3VLTextRotaryEmbedding(Qwen3VLTextConfig(**config))
+    else:
+        reference = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**config))
+    positions = torch.stack([torch.arange(11) * step for step in (1, 3, 7)])
+    cosines, sines = reference(torch.zeros(1), positions[:, None])
+
+    rope = rope_settings({**PLAIN, "rope_parameters": {**block, "mrope_interleaved": interleaved}})
+    table = rotary_table(Context(96), rope, HEAD_DIM)  # type: ignore[arg-type]
+    rows = rows_by_axes(table, positions, rope)
+    expected = torch.cat((cosines[0, :, : HEAD_DIM // 2], sines[0, :, : HEAD_DIM // 2]), dim=-1)
+    torch.testing.assert_close(rows, expected, atol=2e-5, rtol=0)
+
+
+def test_text_stands_at_one_place_on_all_axes() -> None:
+    block = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    rope = rope_settings({**PLAIN, "rope_scaling": block})
+    table = rotary_table(Context(20), rope, HEAD_DIM)  # type: ignore[arg-type]
+    assert torch.equal(rows_by_axes(table, torch.arange(9).expand(3, 9), rope), table[:9])
+    wrong = rope_settings({**PLAIN, "rope_scaling": {**block, "mrope_section": [2, 3, 4]}})
+    with pytest.raises(UnsupportedModel, match="must be 8 frequencies"):
+        rows_by_axes(table, torch.arange(9).expand(3, 9), wrong)
+
+
+def test_layers_with_windows_are_never_scaled() -> None:
+    old = {**PLAIN, "rope_scaling": SCALINGS["yarn"]}
+    assert rope_settings(old).kind == "yarn"
+    local = rope_settings(of_windows(old, 33.0), "sliding_attention")
+    assert (local.kind, local.theta) == ("default", 33.0)
+    new = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0},
+                               "sliding_attention": {"rope_type": "default", "rope_theta": 5.0}}}  # fmt: skip
+    assert rope_settings(of_windows(new, 33.0), "sliding_attention").theta == 5.0
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
@@ -108,6 +165,8 @@ def test_partial_rotary() -> None:
         ({"rope_type": "linear", "factor": "4"}, "factor = '4'"),
         ({"rope_type": "longrope", "short_factor": [1.0]}, r"short_factor = \[1.0\]: must be 8"),
         ({"rope_type": "linear", "factor": float("nan")}, "factor = nan"),
+        ({"rope_type": "proportional", "partial_rotary_factor": 3}, "partial_rotary_factor = 3"),
+        ({"mrope_section": [1, 2]}, r"mrope_section = \[1, 2\]: must be 3"),
     ],
 )
 def test_wrong_settings_are_named(block: dict[str, Any], words: str) -> None:

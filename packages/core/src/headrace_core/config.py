@@ -77,8 +77,9 @@ class ModelConfig:
     """Which model, and how its outputs are computed."""
 
     model: str | None = option(
-        None, "Folder or hub name of the checkpoint. Default: the demo model that ships along."
-    )
+        None, "Folder, GGUF file or hub name of the checkpoint. Default: the demo model that ships "
+        "along.",
+    )  # fmt: skip
     tokenizer: str | None = option(
         None, "Folder or hub name of the tokenizer. Default: the model's."
     )
@@ -86,6 +87,10 @@ class ModelConfig:
     skip_tokenizer_init: bool = option(
         False, "Load no tokenizer: prompts must be token ids, outputs have no text."
     )
+    hf_config_path: str | None = option(
+        None, "Folder whose config.json is read in place of the checkpoint's, or of what a GGUF "
+        "file's metadata says.",
+    )  # fmt: skip
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     model_impl: Literal["auto", "headrace", "transformers"] = option(
         "auto", "Whose code runs the model: headrace (its own class; vllm is another name of it), "
@@ -427,12 +432,18 @@ class LoadConfig:
     """How weights are read."""
 
     load_format: str = option(
-        "auto", "auto, safetensors, dummy (random weights, seeded), or a plug-in's name."
+        "auto", "auto (safetensors, else PyTorch's files, else GGUF, else Mistral's), safetensors, pt, "
+        "gguf, mistral, dummy (random weights, seeded), sharded_state, tensorizer, runai_streamer, "
+        "runai_streamer_sharded, fastsafetensors, or a plug-in's name.",
+    )  # fmt: skip
+    model_loader_extra_config: Mapping[str, Any] = option(
+        {}, 'JSON: settings of the load format, such as {"concurrency": 16} for runai_streamer.'
     )
     download_dir: str | None = option(None, "Where hub downloads go. Default: the hub's cache.")
     safetensors_load_strategy: Literal["lazy", "eager"] = option(
-        "lazy", "lazy: memory map; eager: read whole files (network file systems)."
-    )
+        "lazy", "lazy: memory map; eager: read whole files, by several threads (network file "
+        "systems).",
+    )  # fmt: skip
     use_tqdm_on_load: bool = option(True, "Show a progress bar.")
 
     def __post_init__(self) -> None:

@@ -63,8 +63,8 @@ class LinearMethod(ABC):
     """Storage and arithmetic of one layer."""
 
     is_plain: ClassVar[bool] = False
-    """True if the layer is one floating ``weight``, used as it is; then several layers (experts)
-    may be run by one op."""
+    """True if the layer comes down to one floating weight, which :meth:`weight` gives; then several
+    layers (experts) may be run by one op."""
 
     takes_views: bool = False
     """True if :meth:`finish` keeps nothing of the tensors that it gets: they may then be views of
@@ -81,6 +81,14 @@ class LinearMethod(ABC):
         Raises:
             WeightsError: a tensor's content cannot be used; names the layer.
         """
+
+    def weight(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight [out_features, in_features] in ``spec.dtype``, of a method that :attr:`is_plain`.
+
+        Raises:
+            WeightsError: a tensor's content cannot be used; names the layer.
+        """
+        return tensors["weight"]
 
     @abstractmethod
     def apply(self, state: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,7 +109,7 @@ class LinearMethod(ABC):
     ) -> Tensor:
         """Multiply by gate and up, fused in that order: ``act(gate) * up`` [T, out_features / 2].
 
-        ``kind`` is of :data:`headrace_core.ops.ACTIVATIONS`. The bits are those of the two steps
+        ``kind`` is of :data:`headrace_core.ops.GATED_ACTIVATIONS`. The bits are those of the two steps
         here; a method whose op does both in one pass overrides this.
         """
         return ops.activation_and_mul(self.apply(state, x, bias), kind)

@@ -183,8 +183,21 @@ class WeightRule:
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
     order: tuple[int, ...] = ()
-    """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
-    ((1, 0): up before gate); () = the target's own."""
+    """With ``split``: the target's parts that the checkpoint's tensor holds, in its order ((1, 0): up
+    before gate; (1, 2): no query); () = all in the target's own."""
+    groups: int = 1
+    """With ``split``: the tensor is so many equal groups, each with its share of every part;
+    :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
+    interleaved: bool = False
+    """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
+    stacked: bool = False
+    """The checkpoint holds many targets in one tensor, along a leading dimension or as equal runs of its
+    first: those that ``target``'s last ``{}``, which ``source`` lacks, counts from 0 (experts). What else
+    the rule says is of each."""
+
+
+EACH_KV_HEAD = 0
+"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
 
 
 class CausalLM(Protocol):
@@ -433,4 +446,38 @@ class WeightFormat(Protocol):
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterable[tuple[str, Tensor, Path]]:
         """Every tensor once: name, tensor (memory-mapped where possible), file it came from."""
+        ...
+
+
+@runtime_checkable
+class ConvertsTensors(Protocol):
+    """A :class:`WeightFormat` that computes its tensors, and so may as well make them of the model's
+    dtype: a wider copy of the whole model never exists."""
+
+    def convert_to(self, dtype: str) -> None:
+        """Called before ``tensors``.
+
+        Args:
+            dtype: of the activations, as torch spells it.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesByRank(Protocol):
+    """A :class:`WeightFormat` of tensors as one rank's model holds them: fused, cut, and named by the
+    model's own layers. Its ``tensors`` yields those of rank 0 of 1."""
+
+    def rank_tensors(
+        self,
+        path: Path,
+        rank: int,
+        world_size: int,
+        progress: ProgressCallback = ignore_progress,
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """Every tensor of a rank once: ``path of the layer.name``, tensor, file.
+
+        Raises:
+            WeightsError: the files are for another number of ranks.
+        """
         ...

@@ -53,6 +53,13 @@ def test_activations(kind, at_one):
     assert reference.activation(-x, "relu2").tolist() == [[0.0, 0.0]]
 
 
+def test_xielu():
+    out = reference.xielu(torch.tensor([2.0, -1.0, 0.0]), 0.8, 0.9)
+    assert out[0].item() == pytest.approx(0.8 * 4 + 0.5 * 2)
+    assert out[1].item() == pytest.approx(0.9 * math.exp(-1) - 0.5)
+    assert out[2].item() == pytest.approx(0, abs=1e-6)
+
+
 def test_unknown_activation_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"'swish' is unknown.*silu"):
         reference.activation(torch.ones(1), "swish")
@@ -122,3 +129,33 @@ def test_moe_sums_the_chosen_experts_by_weight():
     weights, ids = torch.tensor([[0.25, 0.75]]), torch.tensor([[1, 0]])
     out = reference.moe(torch.tensor([[2.0]]), packed, weights, ids, "relu")
     assert out.item() == 0.25 * (2 * 6) + 0.75 * (2 * 4)
+
+
+def test_clamped_swiglu_by_hand():
+    x = torch.tensor([[9.0, -2.0, 3.0, -50.0]])  # gates 9 and -2, ups 3 and -50
+    out = reference.activation_and_mul(x, "clamped_swiglu")
+    sigmoid = [1 / (1 + math.exp(-1.702 * gate)) for gate in (7, -2)]
+    assert out[0].tolist() == pytest.approx([4 * 7 * sigmoid[0], -6 * -2 * sigmoid[1]])
+
+
+def test_experts_of_corrected_scores_weigh_as_much_as_without():
+    x, bias = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([9.0, 0.0, -9.0])
+    weights, ids = reference.route_experts(x, 2, scoring="sigmoid", bias=bias, scale=2.0)
+    assert ids.tolist() == [[0, 1]]
+    assert weights[0].tolist() == pytest.approx([1.0, 2 / (1 + math.exp(-1))])
+
+
+def test_groups_keep_experts_of_others_out():
+    x = torch.tensor([[5.0, -9.0, 4.0, 4.0]])
+    options = {"scoring": "sigmoid", "num_groups": 2, "top_groups": 1}
+    assert reference.route_experts(x, 2, **options)[1].tolist() == [[0, 1]]
+    assert reference.route_experts(x, 2, **options, group_score="top2")[1].tolist() == [[2, 3]]
+
+
+def test_sparsemixer_weighs_among_the_near_ones():
+    """Within 20% of the best: 10 and 9; then of 9: 9 and 7.5."""
+    x = torch.tensor([[10.0, 9.0, 7.5, 1.0]])
+    weights, ids = reference.route_experts(x, 2, scoring="sparsemixer", jitter=0.1)
+    assert ids.tolist() == [[0, 1]]
+    shares = [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-1.5))]
+    assert weights[0].tolist() == pytest.approx(shares)

@@ -29,20 +29,20 @@ template <class Unit> inline void run_all(Unit& unit) {
 // Partitions [begin, end) into their places in `partial`.
 template <class Unit> inline void run_some(Unit& unit, int64_t begin, int64_t end, float* partial) {
   const Tile& t = unit.t;
-  const int64_t rows = unit.rows, size = state_floats(rows, unit.g.dim);
+  const int64_t rows = unit.rows, size = state_floats(rows, unit.g.value_dim);
   for (int64_t partition = begin; partition < end; ++partition) {
     const int64_t place = unit.kv_head * (t.end - t.begin) + partition - t.begin;
-    unit.visit(partition, state_at(partial + t.partial + place * size, rows, unit.g.dim));
+    unit.visit(partition, state_at(partial + t.partial + place * size, rows, unit.g.value_dim));
   }
 }
 
 // One partition that several requests share; each request's state goes to its own tile's place.
 template <class Unit> inline void run_common(Unit& unit, const Tile* own, float* partial) {
-  const int64_t lanes = lanes_of(unit.g.dim), size = state_floats(unit.group, unit.g.dim);
+  const int64_t lanes = lanes_of(unit.g.value_dim), size = state_floats(unit.group, unit.g.value_dim);
   unit.visit(unit.t.begin, unit.part);
   for (int64_t i = 0; i < unit.t.count; ++i) {
     const int64_t place = unit.kv_head * (own[i].end - own[i].begin) + unit.t.begin - own[i].begin;
-    const State to = state_at(partial + own[i].partial + place * size, unit.group, unit.g.dim);
+    const State to = state_at(partial + own[i].partial + place * size, unit.group, unit.g.value_dim);
     const int64_t from = i * unit.group;
     __builtin_memcpy(to.acc, unit.part.acc + from * lanes, size_t(unit.group * lanes) * sizeof(float));
     __builtin_memcpy(to.best, unit.part.best + from, size_t(unit.group) * sizeof(float));
@@ -54,12 +54,12 @@ template <class Unit> inline void run_common(Unit& unit, const Tile* own, float*
 template <class TQ>
 inline void merge_tile(const Attention& g, const Tile& t, int64_t kv_head, float* partial) {
   const int64_t group = g.q_heads / g.kv_heads, rows = t.count * group;
-  const int64_t size = state_floats(rows, g.dim), count = t.end - t.begin;
-  const State total = state_at(static_cast<float*>(scratch(SCRATCH_TASK, size_t(size) * sizeof(float))), rows, g.dim);
+  const int64_t size = state_floats(rows, g.value_dim), count = t.end - t.begin;
+  const State total = state_at(static_cast<float*>(scratch(SCRATCH_TASK, size_t(size) * sizeof(float))), rows, g.value_dim);
   for (int64_t r = 0; r < rows; ++r) {
     begin_row(g, total, r, kv_head * group + r % group);
     for (int64_t i = 0; i < count; ++i) {
-      merge_row(g, total, state_at(partial + t.partial + (kv_head * count + i) * size, rows, g.dim), r);
+      merge_row(g, total, state_at(partial + t.partial + (kv_head * count + i) * size, rows, g.value_dim), r);
     }
     finish_row<TQ>(g, t, total, r, kv_head);
   }
@@ -98,8 +98,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
   const int64_t position = position_of(g, t), context = context_of(g, request);
   int64_t last = position + count;  // one past
   if (!g.causal) last = g.window > 0 ? min_of(last + g.window - 1, context) : context;
-  const int64_t lowest = g.window > 0 ? max_of(0, position - g.window + 1) : 0;
-  t.begin = int32_t(lowest / PART);
+  t.begin = int32_t(first_seen(g, position) / PART);
   t.end = int32_t(max_of(t.begin, ceil_div(max_of(last, 0), PART)));
   t.own = t.begin;
   return t;
@@ -109,7 +108,8 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
   if (g.block_table == nullptr) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
-  if (!decode || b.request != a.request + 1 || g.window > 0 || !g.causal || PART % g.keys.block_size != 0) return 0;
+  if (!decode || b.request != a.request + 1 || g.window > 0 || g.chunk > 0 || !g.causal) return 0;
+  if (PART % g.keys.block_size != 0) return 0;
   if (g.cu_seqlens_q[a.request + 1] - g.cu_seqlens_q[a.request] != 1) return 0;
   if (g.cu_seqlens_q[b.request + 1] - g.cu_seqlens_q[b.request] != 1) return 0;
   const int64_t columns = PART / g.keys.block_size;
@@ -167,7 +167,8 @@ inline bool make_tiles(const Attention& g, Plan& plan, int64_t per_tile) {
     for (int64_t first = 0; first < length; first += per_tile) {
       plan.tiles[at++] = make_tile(g, b, first, min_of(per_tile, length - first));
     }
-    plan.work += length * (g.window > 0 ? min_of(g.window, context_of(g, b)) : context_of(g, b));
+    const int64_t reach = max_of(g.window, g.chunk), context = context_of(g, b);
+    plan.work += length * (reach > 0 ? min_of(reach, context) : context);
   }
   plan.work *= g.q_heads * g.dim / 16;
   find_commons(g, plan, per_tile);
@@ -197,7 +198,7 @@ inline bool make_plan(const Attention& g, Plan& plan) {
     if (!t.kept) t.pieces = max_of(1, t.pieces);  // a tile that sees nothing is written too
     t.kept = t.kept || t.pieces > 1;
     t.partial = plan.partial;
-    if (t.kept) plan.partial += (t.end - t.begin) * g.kv_heads * state_floats(t.count * group, g.dim);
+    if (t.kept) plan.partial += (t.end - t.begin) * g.kv_heads * state_floats(t.count * group, g.value_dim);
     plan.units += t.pieces;
   }
   plan.unit_tile = static_cast<int32_t*>(scratch(SCRATCH_B, size_t(2 * plan.units + 1) * sizeof(int32_t)));
@@ -264,7 +265,7 @@ inline int32_t run(const Attention& g, const Plan& plan) {
       if (t.kept) merge_tile<TQ>(g, t, task % g.kv_heads, partial);
     });
   }
-  const int64_t covered = g.requests > 0 ? g.cu_seqlens_q[g.requests] : 0, row = g.q_heads * g.dim;
+  const int64_t covered = g.requests > 0 ? g.cu_seqlens_q[g.requests] : 0, row = g.q_heads * g.value_dim;
   if (covered < g.tokens) {
     __builtin_memset(static_cast<TQ*>(g.out) + covered * row, 0, size_t((g.tokens - covered) * row) * sizeof(TQ));
   }
@@ -276,15 +277,15 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 // geometry: as for cache_write.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                        const float* sinks, const int64_t* geometry, int64_t tokens, int64_t requests,
+                        const float* sinks, const float* slopes, const int64_t* geometry, int64_t tokens, int64_t requests,
                         int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t q_row, int64_t q_head,
-                        int64_t table_stride, int64_t table_width, int64_t window, float scale,
+                        int64_t table_stride, int64_t table_width, int64_t window, int64_t chunk, float scale,
                         float soft_cap, int32_t causal, int32_t dtype) {
   TokenWork caches{};
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
-                           caches.value_cache, tokens, requests, q_heads, kv_heads, dim, q_row, q_head,
-                           table_stride, table_width, scale, soft_cap, window, causal != 0, {nullptr, 0}};
+                           caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
+                           table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, {nullptr, 0}, nullptr, 0, 0};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

@@ -220,7 +220,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
   }
 
   void weigh(int64_t r, int64_t n, Span seen, const float* weights, bool ahead, const State& state) {
-    const int64_t lanes = lanes_of(g.dim);
+    const int64_t lanes = lanes_of(g.value_dim);
     over_row_tiles(n, [&](auto number, int64_t i) {
       constexpr int R = decltype(number)::value;
       value_product_of<R>(g.dim, weights + i * PART, value_rows, seen.from / 2, int(ceil_div(seen.to, 2)),

@@ -54,17 +54,29 @@ struct Attention {
   const int32_t* seq_lens;     // null = a request's context is its queries'; in rows, that of its first
   const float* sinks;
   Cache keys, values;
-  int64_t tokens, requests, q_heads, kv_heads, dim;
+  int64_t tokens, requests, q_heads, kv_heads;
+  int64_t dim;        // of a query and a key
+  int64_t value_dim;  // of a value: as many of the first, if keys and values are the same
   int64_t q_row, q_head, table_stride, table_width;
   float scale, soft_cap;
   int64_t window;  // 0 = none
+  int64_t chunk;   // 0 = none; else keys of the query's own chunk of positions are seen
   bool causal;     // false: keys after a query are seen too, with a window those less than it away
+  const float* slopes;  // [q_heads] of ALiBi, null = none
   Bias bias;
+  const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
+  int64_t rope_row, rope_head;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
   if (g.seq_lens != nullptr) return g.seq_lens[request];
   return g.cu_seqlens_q[request + 1] - g.cu_seqlens_q[request];
+}
+
+// The first key that a query at position p may see.
+inline int64_t first_seen(const Attention& g, int64_t p) {
+  if (g.chunk > 0) return max_of(0, p) / g.chunk * g.chunk;
+  return g.window > 0 ? max_of(0, p - g.window + 1) : 0;
 }
 
 // --- words ------------------------------------------------------------------------------------
@@ -102,6 +114,14 @@ template <bool coarse> inline vf exp2_of(vf x) {
 #else
   return vless(x, low, vzero(), vmul(p, vpow2(n)));
 #endif
+}
+
+// x, but -inf in the lanes [from, to).
+inline vf outside(vf x, int from, int to) {
+  alignas(64) static constexpr float lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vf lane = ld(lanes), hidden = vset(-__builtin_inff());
+  const vf below = vless(lane, vset(float(to)), hidden, x);  // of the lanes before `to`
+  return vless(lane, vset(float(from)), x, below);
 }
 
 // Whether any lane of any x so far was infinite or NaN, as bits: the largest magnitude of lanes of
@@ -350,7 +370,7 @@ inline void begin_row(const Attention& g, const State& state, int64_t r, int64_t
   const float sink = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
   state.best[r] = sink * LOG2E;
   state.sum[r] = sink == -__builtin_inff() ? 0.0f : 1.0f;
-  const int64_t lanes = lanes_of(g.dim);
+  const int64_t lanes = lanes_of(g.value_dim);
   for (int64_t d = 0; d < lanes; d += W) st(state.acc + r * lanes + d, vzero());
 }
 
@@ -363,7 +383,7 @@ inline void merge_row(const Attention& g, const State& into, const State& from, 
   st(add, b);
   into.best[r] = now;
   into.sum[r] = into.sum[r] * keep[0] + from.sum[r] * add[0];
-  const int64_t lanes = lanes_of(g.dim);
+  const int64_t lanes = lanes_of(g.value_dim);
   for (int64_t d = r * lanes; d < (r + 1) * lanes; d += W) {
     st(into.acc + d, vfma(ld(from.acc + d), b, vmul(ld(into.acc + d), a)));
   }
@@ -371,20 +391,20 @@ inline void merge_row(const Attention& g, const State& into, const State& from, 
 
 template <class TQ>
 inline void finish_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
-  const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.dim);
+  const int64_t group = g.q_heads / g.kv_heads, lanes = lanes_of(g.value_dim);
   const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
-  TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.dim;
+  TQ* to = static_cast<TQ*>(g.out) + (token * g.q_heads + kv_head * group + r % group) * g.value_dim;
   if (state.best[r] == -__builtin_inff()) {  // it saw nothing, and nobody wrote its output
-    __builtin_memset(to, 0, size_t(g.dim) * sizeof(TQ));
+    __builtin_memset(to, 0, size_t(g.value_dim) * sizeof(TQ));
     return;
   }
   const float sum = state.sum[r];
   const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
   const vf scale = vset(scale_of(g.values, kv_head));
-  for (int64_t d = 0; d < g.dim; d += W) {
+  for (int64_t d = 0; d < g.value_dim; d += W) {
     // Plus zero: products of pairs may end in -0, which merging would have made 0.
     const vf acc = vadd(ld(state.acc + r * lanes + d), vzero());
-    st_upto(to + d, vmul(vdiv(acc, divisor), scale), g.dim - d);
+    st_upto(to + d, vmul(vdiv(acc, divisor), scale), g.value_dim - d);
   }
 }
 
@@ -423,12 +443,12 @@ struct UnitRows {
 
   // Takes the task's scratch: for queries, scores and states, and `more` floats, where it returns.
   float* take_scratch(int64_t more) {
-    const int64_t state = state_floats(rows, g.dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
+    const int64_t state = state_floats(rows, g.value_dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
     const int64_t all = rows * q_width + s_floats + 2 * state + more;
     q = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
     s = q + rows * q_width;
-    total = state_at(s + s_floats, rows, g.dim);
-    part = state_at(s + s_floats + state, rows, g.dim);
+    total = state_at(s + s_floats, rows, g.value_dim);
+    part = state_at(s + s_floats + state, rows, g.value_dim);
     load_query();
     return s + s_floats + 2 * state;
   }
@@ -437,17 +457,33 @@ struct UnitRows {
 
   void load_query() {
     const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
+    if (g.rope_query != nullptr) return load_query_of_two(begin);
     for (int64_t r = 0; r < rows; ++r) {
       const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
       for (int64_t w = 0; w < q_width; w += W) {
         st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+        if (!last_head) __builtin_prefetch(from + group * g.q_head + w * STEP);  // the next unit's
+      }
+    }
+  }
+
+  void load_query_of_two(int64_t begin) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = begin + r / group, head = head_of(r);
+      const TQ* first = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
+      const TQ* second = static_cast<const TQ*>(g.rope_query) + token * g.rope_row + head * g.rope_head;
+      for (int64_t w = 0; w < q_width; w += W) {
+        const int64_t d = w * STEP, left = min_of(CHUNK, g.dim - d);
+        TQ both[CHUNK] = {};
+        for (int64_t i = 0; i < left; ++i) both[i] = d + i < g.value_dim ? first[d + i] : second[d + i - g.value_dim];
+        st(q + r * q_width + w, A::words(both, CHUNK));
       }
     }
   }
 
   // The keys of a partition that row r sees, from the partition's begin.
   Span span(int64_t r, int64_t base) const {
-    const int64_t p = position + r / group, first = g.window > 0 ? max_of(0, p - g.window + 1) : 0;
+    const int64_t p = position + r / group, first = first_seen(g, p);
     const int64_t last = g.causal ? p + 1 : g.window > 0 ? min_of(p + g.window, context) : context;
     return {int(min_of(max_of(first - base, 0), PART)), int(max_of(min_of(last - base, PART), 0))};
   }
@@ -471,13 +507,14 @@ struct UnitRows {
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
     float factor = scale * LOG2E;
-    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr) {
+    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr) {
       transform(line, from, to);
       if (g.bias.data != nullptr) add_bias(r, base, line, own);
+      if (g.slopes != nullptr) add_slope(r, base, line, from, to);
       factor = LOG2E;
     }
-    for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
-    for (int j = own.to; j < to; ++j) line[j] = -__builtin_inff();
+    hide(line, from, own.from);
+    hide(line, own.to, to);
     vf top = ld(line + from);
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;
@@ -493,11 +530,30 @@ struct UnitRows {
     *sum = hsum(adding);
   }
 
+  // -inf for the scores [from, to). Whole vectors are written, each where one was written before: what is
+  // read next need not wait for pieces to reach the cache.
+  static void hide(float* line, int from, int to) {
+    for (int j = from / W * W; j < to; j += W) st(line + j, outside(ld(line + j), from - j, to - j));
+  }
+
   void transform(float* line, int from, int to) const {
     for (int j = from; j < to; j += W) {
       vf x = vmul(ld(line + j), vset(scale));
       if (g.soft_cap > 0) x = vmul(vset(g.soft_cap), vtanh(vdiv(x, vset(g.soft_cap))));
       st(line + j, x);
+    }
+  }
+
+  // slope * (key's position - the row's), ATTN-REF's ALiBi. Requests that are visited together stand
+  // at positions of their own.
+  void add_slope(int64_t r, int64_t base, float* line, int from, int to) const {
+    const int64_t p = t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
+    const vf slope = vset(g.slopes[head_of(r)]);
+    float distance[W];
+    for (int i = 0; i < W; ++i) distance[i] = float(base + from + i - p);
+    for (int j = from; j < to; j += W) {
+      const vf away = vadd(ld(distance), vset(float(j - from)));
+      st(line + j, vfma(slope, away, ld(line + j)));
     }
   }
 
@@ -526,7 +582,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
 
   PlainUnit(const Attention& g, const Tile& t, int64_t kv_head, bool last_head) : Base(g, t, kv_head, last_head) {
     once = rows <= BLOCK_ROWS;
-    const int64_t lanes = lanes_of(g.dim), packed = once ? KEYS : PART;
+    const int64_t lanes = lanes_of(g.value_dim), packed = once ? KEYS : PART;
     const int64_t k_floats = packed * q_width, v_floats = packed / STEP * lanes;
     k = this->take_scratch(k_floats + v_floats + KEYS / STEP * lanes);
     v = k + k_floats;
@@ -560,12 +616,12 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
     return at >= seen.from && at + many <= seen.to ? lines + at : here;
   }
 
-  // W words of a line from dimension d on.
-  vf line_words(const Cache& cache, const TC* line, int64_t d) const {
+  // W words of a line of `dim` from dimension d on.
+  vf line_words(const Cache& cache, const TC* line, int64_t dim, int64_t d) const {
     if (line == nullptr) return vzero();
-    if (cache.dim_stride == 1) return A::words(line + d, g.dim - d);
+    if (cache.dim_stride == 1) return A::words(line + d, dim - d);
     TC part[CHUNK] = {};
-    for (int64_t i = 0; i < min_of(CHUNK, g.dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
+    for (int64_t i = 0; i < min_of(CHUNK, dim - d); ++i) part[i] = line[(d + i) * cache.dim_stride];
     return A::words(part, CHUNK);
   }
 
@@ -601,7 +657,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
       }
       for (; w < words; w += W) {
         vf x[W];
-        for (int i = 0; i < W; ++i) x[i] = line_words(g.keys, lines[i], w * STEP);
+        for (int i = 0; i < W; ++i) x[i] = line_words(g.keys, lines[i], g.dim, w * STEP);
         transpose(x);
         const int64_t many = min_of(W, words - w);
         for (int64_t i = 0; i < many; ++i) st(to + (w + i) * KEYS + j, x[i]);
@@ -626,16 +682,16 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
           for (int i = 0; i < STEP; ++i) keys[i] = key_lines[max_of(first, seen.from) + i] + g.keys.head_stride;
           ahead = keys;
         }
-        for (; d + CHUNK <= g.dim; d += CHUNK) {
+        for (; d + CHUNK <= g.value_dim; d += CHUNK) {
           vf x[STEP];
           for (int i = 0; i < STEP; ++i) x[i] = A::words(lines[i] + d, CHUNK);
           for (int i = 0; i < STEP; ++i) __builtin_prefetch(ahead[i] + d);
           A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
         }
       }
-      for (; d < g.dim; d += CHUNK) {
+      for (; d < g.value_dim; d += CHUNK) {
         vf x[STEP];
-        for (int i = 0; i < STEP; ++i) x[i] = line_words(g.values, lines[i], d);
+        for (int i = 0; i < STEP; ++i) x[i] = line_words(g.values, lines[i], g.value_dim, d);
         A::store_values(to + d / WIDE * apart + d % WIDE, x, bad);
       }
     }
@@ -654,9 +710,9 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   // partition; `packed` begins at step `origin`.
   void weigh(int64_t r, int64_t n, const float* line, int from, int to, const float* packed, int origin,
              int64_t apart, const State& state, bool more) {
-    const int64_t lanes = lanes_of(g.dim);
-    for (int64_t d = 0; d < g.dim; d += WIDE) {
-      const int vectors = int(min_of(VECTORS, ceil_div(g.dim - d, W)));
+    const int64_t lanes = lanes_of(g.value_dim);
+    for (int64_t d = 0; d < g.value_dim; d += WIDE) {
+      const int vectors = int(min_of(VECTORS, ceil_div(g.value_dim - d, W)));
       product_rows<A>(n, vectors, line + from, PART, packed + d / WIDE * apart + (from - origin) * WIDE, WIDE,
                       to - from, state.acc + r * lanes + d, lanes, more);
     }

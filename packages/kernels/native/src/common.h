@@ -13,8 +13,11 @@ struct f16 { uint16_t bits; };
 // Codes of the C ABI; the order is that of DTYPES in library.py.
 enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
-// The order is that of headrace_core.ops.ACTIVATIONS.
-enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4 };
+// The order is that of headrace_core.ops.GATED_ACTIVATIONS; the last is only a gate.
+enum Activation : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, CLAMPED_SWIGLU = 5 };
+
+// The order is that of headrace_core.ops.SCORINGS.
+enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1, SPARSEMIXER = 2 };
 
 // What kernels return. A kernel that meets a bad index skips it, goes on and reports; bad lengths
 // stop it before it begins. One that is given values which are no numbers finishes and reports.

@@ -30,6 +30,39 @@ void add(void* out, const void* x, const void* y, int64_t rows, int64_t n, int64
   });
 }
 
+// exp(x) - 1 - x for x <= 0, by the series where the difference would lose its digits
+inline vf vexp_rest(vf x) {
+  vf series = vset(1.0f / 5040);
+  series = vfma(series, x, vset(1.0f / 720));
+  series = vfma(series, x, vset(1.0f / 120));
+  series = vfma(series, x, vset(1.0f / 24));
+  series = vfma(series, x, vset(1.0f / 6));
+  series = vfma(series, x, vset(0.5f));
+  const vf near = vmul(vmul(series, x), x);
+  const vf far = vsub(vsub(vexp(x), vset(1.0f)), x);
+  return vless(x, vset(-0.4f), far, near);
+}
+
+// out [n] = x > 0 ? alpha_p x^2 + beta x : alpha_n (expm1(min(x, eps)) - x) + beta x
+void xielu(void* out, const void* x, int64_t n, float alpha_p, float alpha_n, float beta, float eps,
+           int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(1, n, [&](int64_t, int64_t at, int64_t many) {
+      const T* from = static_cast<const T*>(x) + at;
+      T* to = static_cast<T*>(out) + at;
+      for (int64_t j = 0; j < many; j += W) {
+        const vf v = ld_upto(from + j, many - j);
+        const vf low = vmin(v, vset(eps));
+        const vf below = vmul(vset(alpha_n), vadd(vexp_rest(low), vsub(low, v)));
+        const vf above = vmul(vset(alpha_p), vmul(v, v));
+        const vf bent = vless(vzero(), v, above, below);
+        st_upto(to + j, vfma(vset(beta), v, bent), many - j);
+      }
+    });
+  });
+}
+
 // out [rows, n] = x * factor
 void scale(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, float factor,
            int32_t dtype) {
@@ -40,6 +73,28 @@ void scale(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, fl
       T* to = static_cast<T*>(out) + row * n + at;
       for (int64_t j = 0; j < many; j += W) {
         st_upto(to + j, vmul(ld_upto(from + j, many - j), vset(factor)), many - j);
+      }
+    });
+  });
+}
+
+// How gate() opens.
+enum Opening : int32_t { AS_IT_IS = 0, BY_SILU = 1, BY_SIGMOID = 2 };
+
+// out [rows, n] = x * act(gate)
+void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int64_t x_stride,
+          int64_t by_stride, int32_t kind, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+      const T* a = static_cast<const T*>(x) + row * x_stride + at;
+      const T* b = static_cast<const T*>(by) + row * by_stride + at;
+      T* to = static_cast<T*>(out) + row * n + at;
+      for (int64_t j = 0; j < many; j += W) {
+        vf open = ld_upto(b + j, many - j);
+        if (kind == BY_SILU) open = act(SILU, open);
+        if (kind == BY_SIGMOID) open = vsigmoid(open);
+        st_upto(to + j, vmul(ld_upto(a + j, many - j), open), many - j);
       }
     });
   });

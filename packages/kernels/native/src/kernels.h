@@ -13,11 +13,14 @@
 #include "quant_linear.h"
 #include "quant_rounding.h"
 #include "packed_rows.h"
+#include "head_linear.h"
 #include "moe.h"
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
 #include "attention_varlen.h"
+#include "attention_latent.h"
+#include "recurrent.h"
 #include "sampling.h"
 #include "packed.h"
 
@@ -33,10 +36,12 @@ const Entry entries[] = {
     HR_ENTRY(add_layer_norm),
     HR_ENTRY(activation),
     HR_ENTRY(activation_and_mul),
+    HR_ENTRY(xielu),
     HR_ENTRY(add),
     HR_ENTRY(scale),
+    HR_ENTRY(gate),
     HR_ENTRY(to_float32),
-    HR_ENTRY(topk_softmax),
+    HR_ENTRY(route_experts),
     HR_ENTRY(rotary),
     HR_ENTRY(cache_write),
     HR_ENTRY(rotary_cache_write),
@@ -54,6 +59,16 @@ const Entry entries[] = {
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
+    HR_ENTRY(latent_cache_write),
+    HR_ENTRY(latent_attention),
+    HR_ENTRY(head_linear),
+    HR_ENTRY(causal_conv),
+    HR_ENTRY(selective_scan),
+    HR_ENTRY(state_space_scan),
+    HR_ENTRY(delta_rule),
+    HR_ENTRY(rg_lru),
+    HR_ENTRY(wkv),
+    HR_ENTRY(gated_rms_norm),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),
     {nullptr, nullptr, nullptr},

@@ -39,74 +39,133 @@ inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts
   return OK;
 }
 
-// out [entries][N]: line e = row index[e] of x times the weight of e's expert.
-template <class WT, class A, class T>
-inline void experts_product(T* out, const Rows<A>& x, const WT* weights, const Sorted& sorted,
-                            int64_t entries, int64_t N, int64_t K) {
-  const int64_t size = Packed<WT>::elements(N, K), panels = ceil_div(N, PANEL);
-  parallel(sorted.used * panels, entries * N * K / 32, [&](int64_t task) {
+// f(expert, begin, many, p, sums) for every panel p < panels of every used expert and piece of its
+// sorted entries, on all threads; sums has SUMS floats for each of PANEL features of `many` rows.
+template <int SUMS, class F>
+inline void over_experts(const Sorted& sorted, int64_t panels, int64_t work, const F& f) {
+  parallel(sorted.used * panels, work, [&](int64_t task) {
     const int64_t i = task / panels, p = task % panels;
-    const Packed<WT> packed{weights + sorted.expert[i] * size, N, K};
-    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
+    float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * ROWS_PIECE * PANEL) * sizeof(float)));
     for (int64_t begin = sorted.begin[i]; begin < sorted.begin[i + 1]; begin += ROWS_PIECE) {
-      const int64_t many = min_of(ROWS_PIECE, sorted.begin[i + 1] - begin);
-      panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
-      for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + int64_t(sorted.order[begin + r]) * N + p * PANEL, sums + r * PANEL,
-                   static_cast<const T*>(nullptr), packed.features(p));
-      }
+      f(int64_t(sorted.expert[i]), begin, min_of(ROWS_PIECE, sorted.begin[i + 1] - begin), p, sums);
     }
   });
 }
 
-template <class T>
-inline int32_t run_moe(T* out, const T* x, const T* gate_up, const T* down, const float* weights,
-                       const int64_t* ids, int64_t rows, int64_t k, int64_t experts, int64_t H,
-                       int64_t I, int64_t stride, int32_t kind) {
-  using A = typename Meeting<T>::A;
-  const int64_t entries = rows * k;
-  Sorted sorted;
-  if (sort_entries(ids, entries, experts, sorted) != OK) return BAD_INDEX;
-  int32_t* index = sorted.order + entries;  // row of x behind each sorted entry
-  for (int64_t e = 0; e < entries; ++e) index[e] = int32_t(sorted.order[e] / k);
-
-  // Lines of the intermediate results, float32 but for the hidden ones that the kernel reads as A.
-  const int64_t wide = entries * (2 * I > H ? 2 * I : H);
-  float* lines = static_cast<float*>(scratch(SCRATCH_C, size_t(wide + entries * I + 16) * sizeof(float)));
-  A* hidden = reinterpret_cast<A*>(lines + wide);
-
-  Rows<A> a = readable<A>(x, rows, H, stride, SCRATCH_A);
-  a.index = index;
-  experts_product(lines, a, gate_up, sorted, entries, 2 * I, H);
-  parallel_ranges(entries, entries * I, [&](int64_t begin, int64_t end) {
-    for (int64_t e = begin; e < end; ++e) {
-      act_mul_row(kind, hidden + e * I, lines + e * 2 * I, lines + e * 2 * I + I, I);
-    }
+// lines [entries][N]: line e = row index[e] of x times the weight of e's expert, plus its bias.
+template <class WT, class A, class T>
+inline void experts_product(float* lines, const Rows<A>& x, const WT* weights, const T* biases,
+                            const Sorted& sorted, int64_t entries, int64_t N, int64_t K) {
+  const int64_t size = Packed<WT>::elements(N, K);
+  over_experts<1>(sorted, ceil_div(N, PANEL), entries * N * K / 32,
+                  [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
+    const Packed<WT> packed{weights + expert * size, N, K};
+    const int64_t at = p * PANEL;
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        finish_row(lines + int64_t(sorted.order[begin + first + r]) * N + at, from + r * PANEL,
+                   biases == nullptr ? nullptr : biases + expert * N + at, packed.features(p));
+      }
+    };
+    panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
   });
-  experts_product(lines, Rows<A>{hidden, I, sorted.order}, down, sorted, entries, H, I);
-  parallel_ranges(rows, entries * H / 8, [&](int64_t begin, int64_t end) {
+}
+
+// hidden [entries][I] = act(x Wg + bg) * (x Wu + bu) by each entry's expert. A panel of gates and its
+// panel of ups are multiplied one after the other, so that neither goes through memory. I is a
+// multiple of PANEL.
+template <class WT, class A, class T>
+inline void experts_gated(A* hidden, const Rows<A>& x, const WT* weights, const T* biases,
+                          const Sorted& sorted, int64_t entries, int64_t I, int64_t K, int32_t kind) {
+  const int64_t size = Packed<WT>::elements(2 * I, K), panels = I / PANEL;
+  over_experts<2>(sorted, panels, entries * I * K / 16,
+                  [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
+    const Packed<WT> packed{weights + expert * size, 2 * I, K};
+    const WT *gate = packed.panel(p), *up = packed.panel(panels + p);
+    const int64_t at = p * PANEL;
+    const T* bias = biases == nullptr ? nullptr : biases + expert * 2 * I + at;
+    float* gates = sums + many * PANEL;
+    const auto keep = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) finish_row(gates + (first + r) * PANEL, from + r * PANEL, bias, PANEL);
+    };
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        float ups[PANEL];
+        finish_row(ups, from + r * PANEL, bias == nullptr ? nullptr : bias + I, PANEL);
+        act_mul_row(kind, hidden + int64_t(sorted.order[begin + first + r]) * I + at, gates + (first + r) * PANEL,
+                    ups, PANEL);
+      }
+    };
+    panel_product(x, begin, many, K, gate, MAX_VECTORS, sums, up, keep);
+    panel_product(x, begin, many, K, up, MAX_VECTORS, sums, packed.panel(p + 1), done);
+  });
+}
+
+// out [rows][H] = sums of lines [rows * k][H] by weight, in the order of a row's places.
+template <class T>
+inline void sum_places(T* out, const float* lines, const float* weights, int64_t rows, int64_t k, int64_t H) {
+  parallel_ranges(rows, rows * k * H / 8, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t j = 0; j < H; j += W) {
         vf sum = vzero();
-        for (int64_t place = 0; place < k; ++place) {
-          const int64_t e = r * k + place;
+        for (int64_t e = r * k; e < (r + 1) * k; ++e) {
           sum = vadd(sum, vmul(vset(weights[e]), ld_upto(lines + e * H + j, H - j)));
         }
         st_upto(out + r * H + j, sum, H - j);
       }
     }
   });
+}
+
+// Tensors of an op's experts; biases may be null.
+template <class T> struct ExpertWeights {
+  const T *gate_up, *gate_up_bias, *down, *down_bias;
+  int64_t experts, H, I;
+};
+
+template <class T>
+inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const float* weights,
+                       const int64_t* ids, int64_t rows, int64_t k, int64_t stride, int32_t kind) {
+  using A = typename Meeting<T>::A;
+  const int64_t entries = rows * k, H = w.H, I = w.I;
+  Sorted sorted;
+  if (sort_entries(ids, entries, w.experts, sorted) != OK) return BAD_INDEX;
+  int32_t* index = sorted.order + entries;  // row of x behind each sorted entry
+  for (int64_t e = 0; e < entries; ++e) index[e] = int32_t(sorted.order[e] / k);
+
+  // Lines of the intermediate results, float32 but for the hidden ones that the kernel reads as A.
+  const bool fused = I % PANEL == 0;  // else ups begin inside a panel
+  const int64_t wide = entries * (!fused && 2 * I > H ? 2 * I : H);
+  float* lines = static_cast<float*>(scratch(SCRATCH_C, size_t(wide + entries * I + 16) * sizeof(float)));
+  A* hidden = reinterpret_cast<A*>(lines + wide);
+
+  Rows<A> a = readable<A>(x, rows, H, stride, SCRATCH_A);
+  a.index = index;
+  if (fused) {
+    experts_gated(hidden, a, w.gate_up, w.gate_up_bias, sorted, entries, I, H, kind);
+  } else {
+    experts_product(lines, a, w.gate_up, w.gate_up_bias, sorted, entries, 2 * I, H);
+    parallel_ranges(entries, entries * I, [&](int64_t begin, int64_t end) {
+      for (int64_t e = begin; e < end; ++e) {
+        act_mul_row(kind, hidden + e * I, lines + e * 2 * I, lines + e * 2 * I + I, I);
+      }
+    });
+  }
+  experts_product(lines, Rows<A>{hidden, I, sorted.order}, w.down, w.down_bias, sorted, entries, H, I);
+  sum_places(out, lines, weights, rows, k, H);
   return OK;
 }
 
-int32_t moe(void* out, const void* x, const void* gate_up, const void* down, const float* weights,
-            const int64_t* ids, int64_t rows, int64_t k, int64_t experts, int64_t H, int64_t I,
-            int64_t stride, int32_t kind, int32_t dtype) {
+// gate_up and down are packed, expert after expert; the biases [experts, 2 I] and [experts, H] are not.
+int32_t moe(void* out, const void* x, const void* gate_up, const void* gate_up_bias, const void* down,
+            const void* down_bias, const float* weights, const int64_t* ids, int64_t rows, int64_t k,
+            int64_t experts, int64_t H, int64_t I, int64_t stride, int32_t kind, int32_t dtype) {
   int32_t status = OK;
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    status = run_moe(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(gate_up),
-                     static_cast<const T*>(down), weights, ids, rows, k, experts, H, I, stride, kind);
+    const ExpertWeights<T> w{static_cast<const T*>(gate_up), static_cast<const T*>(gate_up_bias),
+                             static_cast<const T*>(down), static_cast<const T*>(down_bias), experts, H, I};
+    status = run_moe(static_cast<T*>(out), static_cast<const T*>(x), w, weights, ids, rows, k, stride, kind);
   });
   return status;
 }

@@ -258,8 +258,20 @@ inline vf act(Activation kind, vf x) {
     }
     case RELU: return vmax(vzero(), x);
     case RELU2: { const vf r = vmax(vzero(), x); return vmul(r, r); }
+    case CLAMPED_SWIGLU: break;  // see gated
   }
   return x;
+}
+
+inline vf vsigmoid(vf x) { return vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+
+// What a gate lets through. The constants are headrace_core.ops.CLAMPED_SWIGLU_ALPHA and _LIMIT; of
+// minimum and maximum the value is the second operand, which is the result if either is NaN.
+inline vf gated(Activation kind, vf gate, vf up) {
+  if (kind != CLAMPED_SWIGLU) return vmul(act(kind, gate), up);
+  const vf limit = vset(7.0f), g = vmin(limit, gate);
+  const vf u = vmax(vset(-7.0f), vmin(limit, up));
+  return vmul(vmul(g, vsigmoid(vmul(vset(1.702f), g))), vadd(u, vset(1.0f)));
 }
 
 template <Activation kind, class T> inline void act_row(T* out, const T* x, int64_t n) {
@@ -268,7 +280,7 @@ template <Activation kind, class T> inline void act_row(T* out, const T* x, int6
 template <Activation kind, class T, class U>
 inline void act_mul_row(U* out, const T* gate, const T* up, int64_t n) {
   for (int64_t j = 0; j < n; j += W) {
-    st_upto(out + j, vmul(act(kind, ld_upto(gate + j, n - j)), ld_upto(up + j, n - j)), n - j);
+    st_upto(out + j, gated(kind, ld_upto(gate + j, n - j), ld_upto(up + j, n - j)), n - j);
   }
 }
 
@@ -289,6 +301,7 @@ inline void act_mul_row(int32_t kind, U* out, const T* gate, const T* up, int64_
     case GELU_TANH: return act_mul_row<GELU_TANH>(out, gate, up, n);
     case RELU: return act_mul_row<RELU>(out, gate, up, n);
     case RELU2: return act_mul_row<RELU2>(out, gate, up, n);
+    case CLAMPED_SWIGLU: return act_mul_row<CLAMPED_SWIGLU>(out, gate, up, n);
   }
 }
 

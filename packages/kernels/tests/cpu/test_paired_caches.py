@@ -130,12 +130,21 @@ def both(ops: Any, shape: Shape, step: Step, *, poison: bool = False, **options:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sliding_window": 37}, {"soft_cap": 5.0}, {"sinks": True}],
-    ids=["plain", "window", "soft_cap", "sinks"],
+    [
+        {},
+        {"sliding_window": 37},
+        {"attention_chunk": 37},
+        {"soft_cap": 5.0},
+        {"sinks": True},
+        {"alibi_slopes": True},
+    ],
+    ids=lambda options: "".join(options) or "plain",
 )
 def test_attention_has_the_same_bits(ops: Any, shape: Shape, options: dict[str, Any]) -> None:
-    if "sinks" in options:
-        options = {"sinks": torch.linspace(-1, 1, shape.q_heads)}
+    options = {
+        name: torch.linspace(0.1, 1, shape.q_heads) if value is True else value
+        for name, value in options.items()
+    }
     step = step_of([1, 1, 5, 40, 300, 1, 2], [1, 1100, 70, 40, 555, 513, 516], shape.block_size)
     assert both(ops, shape, step, **options).isfinite().all()
 
@@ -153,22 +162,25 @@ def test_attention_has_the_same_bits_for_any_lengths(
     both(ops, shape, step, sliding_window=window)
 
 
+@pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], Shape(1, 1, 16)], ids=str)
-def test_shared_prefixes_have_the_same_bits(ops: Any, shape: Shape) -> None:
+def test_shared_prefixes_have_the_same_bits(ops: Any, shape: Shape, alibi: bool) -> None:
     """More requests than one unit takes; some share one partition, some two, some none."""
+    options = {"alibi_slopes": torch.linspace(0.1, 1, shape.q_heads)} if alibi else {}
     lengths = [1100 + i for i in range(140)] + [530] * 130 + [520, 300, 1]
     step = step_of([1] * len(lengths), lengths, shape.block_size)
     for b in range(len(lengths)):
         whole = lengths[b] // 512 * 512 // shape.block_size
         if b % 50:
             step.table[b, :whole] = step.table[0, :whole]
-    together = both(ops, shape, step)
+    together = both(ops, shape, step, **options)
     caches = paired(empty_cache(shape, step.blocks))
     fill(ops, shape, step, caches)
     for b in (0, 1, 49, 50, 127, 128, 139, 140, 269, 270, 272):
         alone = step_of([1], [lengths[b]], shape.block_size)._replace(table=step.table[b : b + 1])
         query = queries(shape, len(lengths))[b : b + 1]
-        assert torch.equal(attend(ops, shape, alone, caches, query=query)[0], together[b]), b
+        out = attend(ops, shape, alone, caches, query=query, **options)
+        assert torch.equal(out[0], together[b]), b
 
 
 @pytest.mark.parametrize("new", [1, 3, 40])

@@ -12,10 +12,10 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,11 +23,14 @@ from headrace_core import plugins
 from headrace_core.config import DTYPES, LoadConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import (
+    EACH_KV_HEAD,
     BuildContext,
     CausalLM,
+    ConvertsTensors,
     IgnoresWeights,
     ModelInfo,
     ProgressCallback,
+    SharesByRank,
     SupportsPooling,
     TranslatesWeights,
     WeightFormat,
@@ -37,7 +40,8 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, stored_shape
+from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
+from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,10 +57,12 @@ HARMLESS: Mapping[str, str] = {
 """Left-over tensors that are passed over: a pattern of the whole name, and why. A class may add its
 own (:class:`~headrace_core.model.IgnoresWeights`)."""
 
+_PREFERRED = ("safetensors", "pt", "gguf", "sharded_state")
+"""Formats that ``auto`` asks first, in this order."""
+_UNREAD = ("*.h5", "*.msgpack", "*.onnx", "*.gguf")
 _ALIGNMENT = 64
 _MAX_SCRATCH = 128 << 20
 """Scratch memory that is kept from leaf to leaf, in bytes; more is given back at once."""
-_UNREAD = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack")
 
 
 def load_model(
@@ -84,38 +90,92 @@ def load_model(
             a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
-    model = model_class(info)(context)
-    if info.pooling is not None and not isinstance(model, SupportsPooling):
-        raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
-    leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
-    weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
-    ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
-    filling = _Filling(context, leaves, weights, {**HARMLESS, **ignored})
+    built = Built.of(info, context)
+    wanted = load.load_format.lower()
+    chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        stored = _tensors(info, context, load, weights, seed, progress)
-        if isinstance(model, TranslatesWeights) and load.load_format.lower() != "dummy":
-            stored = model.translate(stored)
-        for name, tensor, file in stored:
-            filling.take(name, tensor, file)
-        filling.close(info.path)
-    logger.info("%s: %s weights loaded from %s", info.architecture, load.load_format, info.path)
-    return cast(CausalLM, model)
+        if isinstance(chosen, SharesByRank):
+            group = context.communicator
+            shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
+            fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
+        else:
+            stored = _tensors(info, context, load, built, chosen, seed, progress)
+            model: object = built.model
+            if isinstance(model, TranslatesWeights) and chosen is not None:
+                stored = model.translate(stored)
+            fill(built, context, stored)
+    logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
+    return built.model
+
+
+class Built(NamedTuple):
+    """A model without weights, and what it waits for."""
+
+    model: CausalLM
+    info: ModelInfo
+    leaves: Mapping[str, WeightLayer]
+    """By path."""
+    weights: WeightMap
+    harmless: Mapping[str, str]
+    """See :data:`HARMLESS`."""
+
+    @classmethod
+    def of(cls, info: ModelInfo, context: BuildContext) -> Built:
+        """Raises: UnsupportedModel, see :func:`load_model`."""
+        model = model_class(info)(context)
+        if info.pooling is not None and not isinstance(model, SupportsPooling):
+            raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
+        leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
+        weights = WeightMap((*model.weight_rules, *_dense_rules(info)), leaves)
+        ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
+        return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
+
+
+def fill(
+    built: Built,
+    context: BuildContext,
+    tensors: Iterable[tuple[str, Tensor, Path]],
+    deliver: Callable[[str, Mapping[str, Tensor]], None] | None = None,
+) -> None:
+    """Bring a checkpoint's tensors to the leaves that wait for them.
+
+    Args:
+        tensors: by the checkpoint's names.
+        deliver: takes a leaf's path and its tensors, which may be views that are soon overwritten,
+            in place of the leaf.
+
+    Raises:
+        WeightsError: see :func:`load_model`.
+    """
+    filling = _Filling(context, built, deliver)
+    for name, tensor, file in tensors:
+        filling.take(name, tensor, file)
+    filling.close(built.info.path)
+
+
+def checkpoint_tensors(
+    info: ModelInfo, load: LoadConfig, chosen: WeightFormat, progress: ProgressCallback
+) -> Iterable[tuple[str, Tensor, Path]]:
+    """All tensors of the folder, those of its Dense modules included."""
+    own = chosen.tensors(info.path, progress)
+    return itertools.chain(own, _dense_tensors(info, load, progress))
 
 
 def _tensors(
     info: ModelInfo,
     context: BuildContext,
     load: LoadConfig,
-    weights: WeightMap,
+    built: Built,
+    chosen: WeightFormat | None,
     seed: int,
     progress: ProgressCallback,
 ) -> Iterable[tuple[str, Tensor, Path]]:
-    """The checkpoint's tensors, through the format that the user or the files ask for."""
-    wanted = load.load_format.lower()
-    if wanted == "dummy":
-        return dummy_tensors(weights.wanted(), context.dtype, seed)
-    own = _format(info.path, load, wanted).tensors(info.path, progress)
-    return itertools.chain(own, _dense_tensors(info, load, wanted, progress))
+    """The checkpoint's tensors, or made-up ones."""
+    if chosen is None:
+        return dummy_tensors(built.weights.wanted(), context.dtype, seed)
+    if isinstance(chosen, ConvertsTensors):
+        chosen.convert_to(context.dtype)
+    return checkpoint_tensors(info, load, chosen, progress)
 
 
 def _dense_rules(info: ModelInfo) -> list[WeightRule]:
@@ -128,18 +188,24 @@ def _dense_rules(info: ModelInfo) -> list[WeightRule]:
 
 
 def _dense_tensors(
-    info: ModelInfo, load: LoadConfig, wanted: str, progress: ProgressCallback
+    info: ModelInfo, load: LoadConfig, progress: ProgressCallback
 ) -> Iterable[tuple[str, Tensor, Path]]:
     for module in info.pooling.dense if info.pooling is not None else ():
         if not module.path:  # it is among the model's own
             continue
         folder = info.path / module.path
-        for name, tensor, file in _format(folder, load, wanted).tensors(folder, progress):
+        for name, tensor, file in choose_format(folder, load).tensors(folder, progress):
             yield f"{module.path}.{name}", tensor, file
 
 
-def _format(path: Path, load: LoadConfig, wanted: str) -> WeightFormat:
-    group = "headrace.weight_formats"
+def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
+    """The format that the user asks for, or the first that knows the files.
+
+    Raises:
+        ConfigError: the files are not of the format that was asked for.
+        WeightsError: no format knows them.
+    """
+    group, wanted = "headrace.weight_formats", load.load_format.lower()
     if wanted != "auto":
         chosen: WeightFormat = plugins.load(group, wanted)(load)
         if not chosen.recognises(path):
@@ -148,14 +214,18 @@ def _format(path: Path, load: LoadConfig, wanted: str) -> WeightFormat:
                 field="load.load_format",
             )
         return chosen
-    for name in plugins.installed(group):
+    known = plugins.installed(group)
+    for name in dict.fromkeys([*(name for name in _PREFERRED if name in known), *known]):
         candidate: WeightFormat = plugins.load(group, name)(load)
         if candidate.recognises(path):
             return candidate
-    names = ", ".join(plugins.installed(group))
     others = [p.name for kind in _UNREAD for p in sorted(path.glob(kind))][:3]
-    hint = f" It holds {', '.join(others)}, which is not read: convert it." if others else ""
-    raise WeightsError(f"{path}: no weights found; readable formats are: {names}.{hint}")
+    hint = (
+        f" It holds {', '.join(others)}: name one GGUF file, or convert what is none."
+        if others
+        else ""
+    )
+    raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
 
 
 @dataclass(slots=True)
@@ -202,14 +272,14 @@ class _Filling:
     def __init__(
         self,
         context: BuildContext,
-        leaves: Mapping[str, WeightLayer],
-        weights: WeightMap,
-        harmless: Mapping[str, str],
+        built: Built,
+        deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
     ) -> None:
         self.context = context
-        self.harmless = harmless
-        self.leaves = leaves
-        self.weights = weights
+        self.harmless = built.harmless
+        self.leaves = built.leaves
+        self.weights = weights = built.weights
+        self.deliver = deliver
         self.origin: dict[tuple[Place, int], tuple[str, Path]] = {}
         self.arrived = {
             path: _Arrived(missing=sum(s.num_parts for s in slots.values() if s.required))
@@ -227,11 +297,15 @@ class _Filling:
                 )
             logger.debug("%s: tensor %r passed over", file, name)
             return
-        place, rule = match
+        places, rule = self.weights.stack(match), match.rule
+        rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
+        for place, row in zip(places, rows, strict=True):
+            self._take(place, rule, name, row, file)
+
+    def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        whole = rule.split is not None and slot.num_parts > 1
-        _check_tensor(slot, None if whole else rule.part, rule, name, tensor, file)
-        parts = range(slot.num_parts) if whole else (rule.part,)
+        parts = parts_of(slot, rule)
+        _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
         arrived = self.arrived[place.leaf]
@@ -261,21 +335,26 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int | None) -> bool:
-        return (place, part or 0) in self.origin
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
 
     def _load(self, leaf: str) -> None:
         arrived = self.arrived.pop(leaf)
-        views = self.leaves[leaf].takes_views and self.context.device == "cpu"
+        views = self.context.device == "cpu" and (
+            self.deliver is not None or self.leaves[leaf].takes_views
+        )
         tensors = {}
         for key, slot in self.weights.slots[leaf].items():
             parts = arrived.parts.pop(Place(leaf, key), None)
             if parts is not None:
                 tensors[key] = self._assemble(slot, parts, views)
-        self.leaves[leaf].load(tensors)
+        if self.deliver is not None:
+            self.deliver(leaf, tensors)
+        else:
+            self.leaves[leaf].load(tensors)
         self.scratch.reset()
         self.loaded.add(leaf)
 
@@ -318,21 +397,36 @@ class _Filling:
         if rule.transposed and tensor.dim() == 2:
             tensor = tensor.T
         if rule.split is not None:
-            tensor = _cut_part(slot, part, tensor, rule.order)
+            tensor = _cut_part(slot, part, tensor, rule)
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
         if any(re.fullmatch(pattern, name) for pattern in self.harmless):
             return True
         # A head that is the embedding may be stored all the same.
-        heads = ("lm_head.weight", "proj_out.weight")
-        return name in heads and "head" in self.leaves and not self.weights.slots["head"]
+        heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
+        tied = "weight" not in self.weights.slots.get("head", ("weight",))
+        return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _unstacked(
+    tensor: Tensor, count: int, rule: WeightRule, name: str, file: Path
+) -> Sequence[Tensor]:
+    """The tensors that one holds for so many targets."""
+    if tensor.dim() and tensor.shape[0] == count:
+        return tensor.unbind(0)
+    if tensor.dim() and tensor.shape[0] and tensor.shape[0] % count == 0:
+        return tensor.chunk(count)
+    raise WeightsError(
+        f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {count} of "
+        f"{rule.target!r} in it"
+    )
 
 
 def _check_tensor(
-    slot: Slot, part: int | None, rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, part, rule)
+    expected = stored_shape(slot, parts, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -345,14 +439,25 @@ def _check_tensor(
         )
 
 
-def _cut_part(slot: Slot, part: int, tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """One part of a checkpoint tensor that holds them all."""
+def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor:
+    """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    sizes = [p.size * p.shard.count for p in slot.parts]
-    stored = list(order or range(len(sizes)))
-    start = sum(sizes[other] for other in stored[: stored.index(part)])
-    return tensor.narrow(slot.part_dim, start, sizes[part])
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
+    groups = rule.groups
+    if rule.interleaved:
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(p.units for p in slot.parts)
+    if any(size % groups for size in sizes.values()):
+        raise WeightsError(
+            f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
+        )
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

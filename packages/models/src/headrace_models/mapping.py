@@ -11,8 +11,8 @@ from headrace_core.model import WeightRule
 from headrace_models.layers.base import Slot, WeightLayer
 
 ALL_PARTS: tuple[int, ...] = ()
-"""``WeightRule.split`` of a checkpoint tensor that holds all parts of its target, in order; their
-sizes are the target's own."""
+"""``WeightRule.split`` of a checkpoint tensor that holds several parts of its target (all in order, or
+those of ``WeightRule.order``); their sizes are the target's own."""
 
 
 class Place(NamedTuple):
@@ -29,8 +29,8 @@ class Wanted(NamedTuple):
 
     source: str
     place: Place
-    part: int | None
-    """None: it holds all parts."""
+    part: int
+    """The first that it holds."""
     shape: tuple[int, ...]
     """As stored."""
     dtype: str | None
@@ -51,24 +51,42 @@ class WeightMap:
     """
 
     def __init__(self, rules: Sequence[WeightRule], leaves: Mapping[str, WeightLayer]) -> None:
-        # Longest source first: the most specific rule that matches is the one that is meant.
-        self.rules = sorted(rules, key=lambda rule: -len(rule.source))
+        # Longest source first: the most specific rule that matches is the one that is meant. Of names
+        # that the checkpoint may use, one for each target is the usual one.
+        self.rules = sorted(rules, key=lambda rule: (rule.stacked, -len(rule.source)))
         self.slots = {path: leaf.slots() for path, leaf in leaves.items()}
 
     def find(self, name: str) -> Match | None:
-        """Where a checkpoint's tensor goes; None if nowhere."""
+        """Where a checkpoint's tensor goes, or (with ``{}`` in the key) its rows; None if nowhere."""
         for rule in self.rules:
             target = _translate(rule.source, rule.target, name)
-            if target is not None and (place := self._place(target)) is not None:
+            place = None if target is None else self._place(target)
+            if place is not None and self._has_part(place, rule):
                 return Match(place, rule)
         return None
 
+    def _has_part(self, place: Place, rule: WeightRule) -> bool:
+        """A layer that makes queries only has no place for keys, which its family's rules know."""
+        if rule.split is not None or rule.stacked:
+            return True
+        return rule.part < self.slots[place.leaf][place.key].num_parts
+
+    def stack(self, match: Match) -> list[Place]:
+        """The places of a stacked tensor's rows; of any other tensor, its own."""
+        place, rule = match
+        if not rule.stacked:
+            return [place]
+        slots, found = self.slots[place.leaf], []
+        while (key := _numbered(place.key, len(found))) in slots:
+            found.append(Place(place.leaf, key))
+        return found
+
     def sources(self, place: Place, part: int) -> list[tuple[str, WeightRule]]:
         """Names under which the checkpoint may hold one part of a slot, the usual one first."""
-        target = f"{place.leaf}.{place.key}"
+        target, slot = f"{place.leaf}.{place.key}", self.slots[place.leaf][place.key]
         found = []
         for rule in self.rules:
-            if rule.split is None and rule.part != part:
+            if part not in parts_of(slot, rule):
                 continue
             name = _translate(rule.target, rule.source, target)
             if name is not None:
@@ -83,46 +101,69 @@ class WeightMap:
                     yield from self._wanted(Place(leaf, key), slot)
 
     def _wanted(self, place: Place, slot: Slot) -> Iterator[Wanted]:
+        covered: set[int] = set()
         for part in range(slot.num_parts):
+            if part in covered:
+                continue
             candidates = self.sources(place, part)
             if not candidates:
                 raise LookupError(f"no weight rule leads to {place.leaf}.{place.key}, part {part}")
             source, rule = candidates[0]
-            whole = rule.split is not None
-            shape = stored_shape(slot, None if whole else part, rule)
-            yield Wanted(source, place, None if whole else part, shape, slot.dtype)
-            if whole:
-                return
+            parts = parts_of(slot, rule)
+            covered.update(parts)
+            shape = stored_shape(slot, parts, rule)
+            if rule.stacked:
+                template = self.find(source)
+                assert template is not None, source
+                rows = self.stack(template)
+                if place != rows[0]:
+                    continue
+                shape = (len(rows), *shape)
+            yield Wanted(source, place, part, shape, slot.dtype)
 
     def _place(self, target: str) -> Place | None:
-        """Cut a full target name into leaf and slot."""
+        """Cut a full target name into leaf and slot; of a stack, its first row's must be there."""
         leaf, key = target, ""
         while leaf:
             leaf, _, last = leaf.rpartition(".")
             key = f"{last}.{key}" if key else last
             if leaf in self.slots:
-                return Place(leaf, key) if key in self.slots[leaf] else None
+                return Place(leaf, key) if _numbered(key, 0) in self.slots[leaf] else None
         return None
 
 
-def stored_shape(slot: Slot, part: int | None, rule: WeightRule) -> tuple[int, ...]:
-    """Shape in the checkpoint of one part, or (None) of all in one tensor."""
-    shape = list(slot.source_shape(part or 0))
-    if part is None and slot.parts and slot.part_dim is not None:
-        shape[slot.part_dim] = sum(p.size * p.shard.count for p in slot.parts)
+def parts_of(slot: Slot, rule: WeightRule) -> tuple[int, ...]:
+    """The slot's parts in a tensor that the rule leads there, in the tensor's order."""
+    if rule.split is None:
+        return (rule.part,)
+    return rule.order or tuple(range(slot.num_parts))
+
+
+def stored_shape(slot: Slot, parts: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
+    """Shape in the checkpoint of a tensor that holds these parts."""
+    shape = list(slot.source_shape(parts[0]))
+    if slot.parts and slot.part_dim is not None:
+        stored = (slot.parts[part] for part in parts)
+        shape[slot.part_dim] = sum(part.size * part.shard.count for part in stored)
     if rule.transposed and len(shape) == 2:
         shape.reverse()
     return tuple(shape)
 
 
+def _numbered(key: str, row: int) -> str:
+    """The slot of one row of a stack."""
+    return key.replace("{}", str(row), 1)
+
+
 def _translate(pattern: str, into: str, name: str) -> str | None:
-    """``name``, which fits ``pattern`` plus an unchanged rest, spelled by ``into``."""
+    """``name``, which fits ``pattern`` plus an unchanged rest, spelled by ``into``; what ``into`` has
+    more of ``{}`` stays."""
     found = _compiled(pattern).fullmatch(name)
     if found is None:
         return None
     *wildcards, rest = found.groups()
     values = iter(wildcards)
-    return re.sub(r"\{\}", lambda _: next(values), into) + (rest or "")
+    return re.sub(r"\{\}", lambda _: next(values, "{}"), into) + (rest or "")
 
 
 @functools.cache

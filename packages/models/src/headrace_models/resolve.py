@@ -17,8 +17,12 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import without_head
+from headrace_models.formats.contents import (
+    stated_config,
+    stated_generation_config,
+    stored_tensors,
+)
 from headrace_models.formats.header import TensorEntry
-from headrace_models.formats.index import checkpoint_headers
 from headrace_models.generating import GeneratingTraits, generating_traits, processor_of
 from headrace_models.implementation import (
     TRANSFORMERS,
@@ -35,7 +39,7 @@ from headrace_models.pooling.traits import configured, pooling_traits, said_by_f
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import Run, choose_run
-from headrace_models.settings import Settings
+from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
 
 logger = logging.getLogger(__name__)
@@ -43,8 +47,12 @@ logger = logging.getLogger(__name__)
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
     "max_seq_length", "max_trained_positions", "max_target_positions",
+    "model_max_length",
 )  # fmt: skip
 """Names that configs give to the trained context."""
+LAST_LENGTH_KEY = "model_max_length"
+"""Asked if a config has none of these (Baichuan 13B); beside them it is the tokenizer's."""
+VOCABULARY_KEYS: Spelling = {"vocab_size": ("padded_vocab_size",)}
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DEFAULT_LENGTH = 2048
@@ -60,11 +68,12 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     """
     path = checkpoint_folder(config, load)
     assert config.model is not None
-    whole = merged(read_object(path / "config.json", required=True), config.hf_overrides)
+    stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
+    whole = merged(stated, config.hf_overrides)
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS
     text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)
-    entries = [entry for entries in checkpoint_headers(path).values() for entry in entries]
+    entries = list(stored_tensors(path, load))
     sentence = _sentence_modules(config, path, architecture, entries)
     if by_transformers:
         own = transformers_traits(config, architecture, whole, path)
@@ -72,7 +81,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         architecture = _read_as(architecture, sentence)
         own = pooling_traits(architecture)
     run, traits = _run(config, architecture, text, sentence, own)
-    stored_generation = read_object(path / "generation_config.json", required=False)
+    stored_generation = stated_generation_config(path)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
     length = _max_model_len(config, text, traits, sentence)
@@ -92,7 +101,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         generation_config=generation,
         dtype=dtype,
         max_model_len=length,
-        vocab_size=Settings(text).integer("vocab_size"),
+        vocab_size=Settings(text, VOCABULARY_KEYS).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
         tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
@@ -107,20 +116,21 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
 
 
 def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
-    """The local folder of what the user typed.
+    """The local folder of what the user typed, or a GGUF file.
 
     Raises:
         ConfigError: nothing was typed, or it cannot be found.
     """
     if not config.model:
         raise ConfigError(
-            "model.model is not set: give a folder or a hub name", field="model.model"
+            "model.model is not set: give a folder, a GGUF file or a hub name", field="model.model"
         )
     return fetch(
         config.model,
         revision=config.revision,
         token=config.hf_token,
         download_dir=load.download_dir,
+        load_format=load.load_format,
         code=config.trust_remote_code,
     )
 
@@ -238,10 +248,11 @@ def _max_model_len(
 def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     """Longest context that the model has positions for."""
     settings = Settings(text)
-    stated = [settings.integer(key) for key in LENGTH_KEYS if text.get(key) is not None]
+    keys = [key for key in LENGTH_KEYS if text.get(key) is not None] or [LAST_LENGTH_KEY]
+    stated = [settings.integer(key) for key in keys if text.get(key) is not None]
     if not stated:
         logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
-    rows = min(stated, default=_DEFAULT_LENGTH)
+    rows = _served_length(settings) or min(stated, default=_DEFAULT_LENGTH)
     if traits is None or not traits.positions_follow_padding:
         return scaled_context(text, rows)
     first = first_position(text)
@@ -252,14 +263,21 @@ def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     return rows - first
 
 
+def _served_length(settings: Settings) -> int | None:
+    """Command R's, whose ``max_position_embeddings`` is that of the first stage of its training."""
+    if not str(settings.config.get("model_type", "")).startswith("cohere"):
+        return None
+    return settings.optional_integer("model_max_length")
+
+
 def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
     """The checkpoint's, none, or a folder's; the user's overrides merged over it.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its GGUF file.
     """
     if config.generation_config == "auto":
-        base = read_object(path / "generation_config.json", required=False)
+        base = stated_generation_config(path)
     elif config.generation_config in ("headrace", "vllm"):
         base = {}
     else:

@@ -13,8 +13,10 @@ from typing import Any
 from headrace_core.errors import UnsupportedModel
 from headrace_models.settings import Settings
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "ntk")
-_ALIASES = {"su": "longrope"}
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "ntk")
+_ALIASES = {"su": "longrope", "mrope": "default"}
+_AXES = 3
+"""Time, height and width."""
 _SCALES_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -31,6 +33,11 @@ class RopeSettings:
     """Context of the pre-training that the scaling starts from."""
     scaling: Mapping[str, Any]
     """The kind's own keys (``factor``, ``low_freq_factor``, ``long_factor``, ...)."""
+    sections: tuple[int, ...] = ()
+    """How many of the frequencies go by a token's position in time, height and width (Qwen2-VL,
+    arXiv:2409.12191); empty: all go by one position."""
+    interleaved_sections: bool = False
+    """The axes take turns (Qwen3-VL), instead of one run of frequencies for each."""
 
     def number(self, name: str, default: float | None = None) -> float:
         """A key of ``scaling``.
@@ -47,12 +54,14 @@ def rope_settings(
     layer_type: str | None = None,
     *,
     theta: float | None = None,
+    partial: float = 1.0,
     max_positions: int | None = None,
 ) -> RopeSettings:
     """Read the settings of a config, or of one of its layer types.
 
     Args:
         theta: base if the config names none; default 10,000.
+        partial: ``partial_rotary_factor`` if the config names none.
         max_positions: replaces ``max_position_embeddings``, if the config has another name for it.
 
     Raises:
@@ -75,11 +84,25 @@ def rope_settings(
         kind=kind,
         theta=own.positive("rope_theta", whole.positive("rope_theta", theta or 10_000.0)),
         partial_rotary_factor=own.positive(
-            "partial_rotary_factor", whole.positive("partial_rotary_factor", 1.0)
+            "partial_rotary_factor", whole.positive("partial_rotary_factor", partial)
         ),
         original_max_position_embeddings=original if kind in _SCALES_FROM_ORIGINAL else limit,
         scaling=block,
+        sections=_sections(block),
+        interleaved_sections=own.flag("mrope_interleaved", False),
     )
+
+
+def _sections(block: Mapping[str, Any]) -> tuple[int, ...]:
+    value = block.get("mrope_section")
+    if value is None:
+        return ()
+    good = isinstance(value, list) and len(value) == _AXES
+    if not good or not all(type(size) is int and 0 <= size < 2**16 for size in value):
+        raise UnsupportedModel(
+            f"config.json: mrope_section = {value!r:.200}: must be {_AXES} numbers of frequencies"
+        )
+    return tuple(value)
 
 
 def scaling_block(config: Mapping[str, Any], layer_type: str | None = None) -> Mapping[str, Any]:
@@ -104,6 +127,15 @@ def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     return any(
         isinstance(block.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")
     )
+
+
+def of_windows(config: Mapping[str, Any], theta: Any) -> Mapping[str, Any]:
+    """The config as it is for layers with windows. In the old spelling, which has no settings by layer
+    type, these have a base of their own, ``theta``, and never the full layers' scaling."""
+    if is_per_layer_type(_written(config)):
+        return config
+    plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
+    return {**plain, "rope_theta": theta}
 
 
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:

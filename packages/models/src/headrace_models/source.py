@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace_core.errors import ConfigError, NetworkError
 
 logger = logging.getLogger(__name__)
 
-WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-"""What is downloaded of a repository: configs, weights, tokenizers, chat templates."""
+WANTED_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+"""What is downloaded of a repository besides weights: configs, tokenizers, chat templates."""
+WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
+    "auto": ("*.safetensors", "*.bin"),
+    "pt": ("*.bin", "*.pt"),
+    "mistral": ("consolidated*.safetensors",),
+    "tensorizer": ("*.tensors",),
+    "dummy": (),
+}
+"""Weights by load format, what is preferred first; :data:`_SAFETENSORS` for all other formats."""
+_SAFETENSORS = ("*.safetensors",)
 UNWANTED_FILES = ("original/**/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*")
 """The same weights in other layouts."""
 
@@ -27,9 +38,12 @@ def fetch(
     revision: str | None = None,
     token: str | None = None,
     download_dir: str | None = None,
+    load_format: str = "auto",
     code: bool = False,
 ) -> Path:
-    """The folder that holds the checkpoint ``name``; downloads what is not there yet.
+    """The folder that holds the checkpoint ``name``, or a GGUF file; downloads what is not there yet.
+
+    Of a hub repository one file may be named: ``owner/name/file.gguf``.
 
     ``HF_HOME`` moves the cache, ``HF_HUB_OFFLINE=1`` forbids the network; both are the hub
     library's.
@@ -44,30 +58,52 @@ def fetch(
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if folder.suffix.lower() == ".gguf" and folder.is_file():
+        return folder.absolute()  # not resolved: the hub's cache has links to files without names
     if not _looks_like_hub_name(name):
         raise ConfigError(
-            f"model {name!r}: no such folder, and no hub name (owner/name)", field="model.model"
+            f"model {name!r}: no such folder or GGUF file, and no hub name (owner/name, or "
+            "owner/name/file.gguf)",
+            field="model.model",
         )
     if os.environ.get("HEADRACE_USE_MODELSCOPE", "").lower() in ("1", "true"):
         raise ConfigError(
             "HEADRACE_USE_MODELSCOPE is set, but downloads from ModelScope are not implemented: "
             "download the model with ModelScope's own tool and pass its folder"
         )
-    wanted = (*WANTED_FILES, "*.py") if code else WANTED_FILES
-    return _download(name, revision, token, download_dir, wanted)
+    repository, file = _file_of(name)
+    weights = [(file,)] if file else [(kind,) for kind in _weights_of(load_format)] or [()]
+    others = (*WANTED_FILES, "*.py") if code else WANTED_FILES
+    for patterns in weights:
+        found = _download(repository, (*others, *patterns), revision, token, download_dir)
+        if any(next(found.glob(pattern), None) for pattern in patterns):
+            break
+    return found / file if file else found
 
 
 def _looks_like_hub_name(name: str) -> bool:
     parts = name.split("/")
-    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
+    most = 3 if name.lower().endswith(".gguf") else 2
+    return len(parts) <= most and all(part and part[0] not in ".~" for part in parts)
+
+
+def _file_of(name: str) -> tuple[str, str | None]:
+    """``owner/name/file.gguf`` in two."""
+    owner, _, rest = name.partition("/")
+    repository, _, file = rest.partition("/")
+    return (f"{owner}/{repository}", file) if file else (name, None)
+
+
+def _weights_of(load_format: str) -> tuple[str, ...]:
+    return WEIGHT_FILES.get(load_format.lower(), _SAFETENSORS)
 
 
 def _download(
     name: str,
+    wanted: Sequence[str],
     revision: str | None,
     token: str | None,
     download_dir: str | None,
-    wanted: tuple[str, ...],
 ) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
@@ -80,7 +116,9 @@ def _download(
             token=token,
             cache_dir=cache,
             allow_patterns=list(wanted),
-            ignore_patterns=list(UNWANTED_FILES),
+            ignore_patterns=[
+                kind for kind in UNWANTED_FILES if not any(fnmatch(w, kind) for w in wanted)
+            ],
         )
     except Exception as error:  # the library's errors share no base with the network's
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""

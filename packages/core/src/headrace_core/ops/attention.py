@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from headrace_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -174,6 +176,26 @@ class PagedAttentionOp(Protocol):
         ...
 
 
+def check_mask(
+    *, causal: bool, sliding_window: int | None, attention_chunk: int | None, alibi: bool
+) -> None:
+    """What :class:`PagedAttentionOp` says of options that exclude each other.
+
+    Raises:
+        ConfigError: see there; or a chunk of less than one token.
+    """
+    windowed = sliding_window is not None and sliding_window > 0
+    if not causal and windowed:
+        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
+    if not causal and (attention_chunk is not None or alibi):
+        raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if attention_chunk is not None and (windowed or attention_chunk < 1):
+        raise ConfigError(
+            f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
+            f"{sliding_window}: a chunk has at least one token, and no window beside it"
+        )
+
+
 class LatentCacheWriteOp(Protocol):
     def __call__(
         self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
@@ -189,6 +211,7 @@ class LatentAttentionOp(Protocol):
     def __call__(
         self,
         query: Tensor,
+        rope_query: Tensor,
         cache: Tensor,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
@@ -197,12 +220,12 @@ class LatentAttentionOp(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
-        value_dim: int,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
-        query [T, Hq, R + P] and cache [N, S, R + P]; the key is a whole vector, the value its first
-        ``value_dim`` entries. The rest as :class:`PagedAttentionOp`. Returns [T, Hq, value_dim].
+        query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
+        vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
+        :class:`PagedAttentionOp`. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
         """
         ...

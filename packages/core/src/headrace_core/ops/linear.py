@@ -182,6 +182,9 @@ class HeadLinearOp(Protocol):
 class MoEOp(Protocol):
     """Gated experts, summed by routing weight."""
 
+    pack_copies: bool
+    """Whether :meth:`pack` keeps nothing of its arguments, so that the memory may be used again."""
+
     def pack(
         self,
         gate_up: Tensor,
@@ -195,7 +198,8 @@ class MoEOp(Protocol):
     def __call__(
         self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
     ) -> Tensor:
-        """x [T, H], topk_weights [T, k] float32, topk_ids [T, k] int64 -> [T, H].
+        """x [T, H], topk_weights [T, k] float32, topk_ids [T, k] int64 -> [T, H]; ``kind`` of
+        :data:`~headrace_core.ops.GATED_ACTIVATIONS`.
 
         A row's experts are summed in the order of ``topk_ids``, in float32.
         """

@@ -128,6 +128,55 @@ class DeltaRuleOp(Protocol):
         ...
 
 
+class RGLRUOp(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        input_gate: Tensor,
+        decay_gate: Tensor,
+        decay: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+        *,
+        input_bias: Tensor,
+        decay_bias: Tensor,
+    ) -> Tensor:
+        """The real-gated linear recurrent unit. De et al. 2024, arXiv:2402.19427.
+
+        With ``i = sigmoid(input_gate + input_bias)`` and ``l = -8 softplus(decay) sigmoid(decay_gate +
+        decay_bias)``: ``h <- exp(l) h + sqrt(1 - exp(2 l)) i x``, but ``h <- i x`` for the first token of
+        a request that begins; y = h. x and both gates [T, C] (rows may lie apart), decay and biases [C]
+        float32; state [*, C] float32. Returns [T, C] in x's dtype.
+        """
+        ...
+
+
+class WKVOp(Protocol):
+    def __call__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        first: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+    ) -> Tensor:
+        """RWKV 4's weighted average over all tokens, of each channel. Peng et al. 2023,
+        arXiv:2305.13048.
+
+        Numerator a and denominator b are kept as multiples of ``exp(m)``: ``y = (a e^m + e^(first + k) v) /
+        (b e^m + e^(first + k))``, then ``a e^m <- e^decay a e^m + e^k v``, b alike with 1 for v, and m
+        becomes ``max(decay + m, k)``. key, value [T, C] (rows may lie apart), decay (negative) and
+        first [C] float32; state [*, 3, C] float32: a, b and m, of which a request that begins has 0, 0
+        and -1e38. Returns [T, C] in value's dtype.
+        """
+        ...
+
+
 class GatedRMSNormOp(Protocol):
     def __call__(
         self,

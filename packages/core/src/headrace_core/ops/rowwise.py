@@ -10,6 +10,17 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """``gelu`` is exact (erf); ``gelu_tanh`` the tanh approximation; ``relu2`` is relu squared."""
 
+GATED_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
+"""What can stand between a gate and what it lets through. ``clamped_swiglu`` exists only as such:
+``(up + 1) * gate * sigmoid(CLAMPED_SWIGLU_ALPHA * gate)`` with the gate at most
+``CLAMPED_SWIGLU_LIMIT`` and up within plus and minus that. OpenAI 2025, arXiv:2508.10925."""
+
+CLAMPED_SWIGLU_ALPHA = 1.702
+CLAMPED_SWIGLU_LIMIT = 7.0
+
+SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+"""How scores of experts come of a router's outputs; :class:`RouteExpertsOp` says what each means."""
+
 
 class EmbeddingOp(Protocol):
     def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
@@ -62,13 +73,35 @@ class ActivationOp(Protocol):
 
 class ActivationAndMulOp(Protocol):
     def __call__(self, x: Tensor, kind: str) -> Tensor:
-        """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]."""
+        """``act(x[..., :I]) * x[..., I:]``: x [T, 2I] -> [T, I]; ``kind`` of :data:`GATED_ACTIVATIONS`."""
         ...
 
 
 class AddOp(Protocol):
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """``x + y``, both [T, H] and of one dtype."""
+        ...
+
+
+class XIELUOp(Protocol):
+    def __call__(
+        self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+    ) -> Tensor:
+        """Elementwise, any shape: ``alpha_p * x^2 + beta * x`` above 0, else
+        ``alpha_n * (expm1(min(x, eps)) - x) + beta * x``.
+
+        The numbers are float32, the coefficients as used (not what is learned, whose softplus they
+        are). Source: Huang & Schlag 2024, arXiv:2411.13010.
+        """
+        ...
+
+
+class GateOp(Protocol):
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
+
+        ``activation`` is ``silu``, ``sigmoid`` or None, the gate as it is. In float32, rounded once.
+        """
         ...
 
 
@@ -81,16 +114,6 @@ class ScaleOp(Protocol):
 class ToFloat32Op(Protocol):
     def __call__(self, x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
         """x [T, V] as float32; with ``soft_cap`` t > 0, ``t * tanh(x / t)``. May be x itself."""
-        ...
-
-
-class TopKSoftmaxOp(Protocol):
-    def __call__(self, x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """The k likeliest experts of each row, by a softmax over all: x [T, E] -> weights [T, k]
-        float32, ids [T, k] int64, likeliest first; of equal scores, the lower id.
-
-        ``renormalise`` divides a row's weights by their sum. 1 <= k <= E.
-        """
         ...
 
 
@@ -107,9 +130,10 @@ class RouteExpertsOp(Protocol):
         group_score: str = "max",
         renormalise: bool = False,
         scale: float = 1.0,
+        jitter: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """The k experts of each row: x [T, E] -> weights [T, k] float32, ids [T, k] int64, best first;
-        of equals, the lower id.
+        of equals, the lower id. 1 <= k <= E.
 
         Scores are a ``softmax`` over all experts or a ``sigmoid`` of each. Chosen by score plus
         ``bias`` [E] float32 if given, among the ``top_groups`` of ``num_groups`` equal runs of experts;
@@ -117,5 +141,9 @@ class RouteExpertsOp(Protocol):
         (``top2``). Weights are the chosen experts' scores without bias, divided by their sum (at least
         1e-20) with ``renormalise``, times ``scale``. Sources: Dai et al. 2024, arXiv:2401.06066;
         DeepSeek-AI 2024, arXiv:2412.19437.
+
+        ``sparsemixer``: the k largest x in turn; an expert's weight is its share in a softmax over those
+        experts not taken before it whose x is less than its own by at most ``2 * jitter * max(|x|, own)``.
+        Without groups and bias. Source: Liu et al. 2024, arXiv:2409.12136.
         """
         ...

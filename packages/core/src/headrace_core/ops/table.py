@@ -20,8 +20,10 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
+    WKVOp,
 )
 from headrace_core.ops.rowwise import (
     ActivationAndMulOp,
@@ -30,12 +32,13 @@ from headrace_core.ops.rowwise import (
     AddOp,
     AddRMSNormOp,
     EmbeddingOp,
+    GateOp,
     LayerNormOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
     ToFloat32Op,
-    TopKSoftmaxOp,
+    XIELUOp,
 )
 from headrace_core.ops.sampling import SampleOp, TopLogprobsOp
 
@@ -54,10 +57,11 @@ class OpTable:
     add_layer_norm: AddLayerNormOp
     activation: ActivationOp
     activation_and_mul: ActivationAndMulOp
+    xielu: XIELUOp
     add: AddOp
     scale: ScaleOp
+    gate: GateOp
     to_float32: ToFloat32Op
-    topk_softmax: TopKSoftmaxOp
     route_experts: RouteExpertsOp
     rotary: RotaryOp
     cache_write: CacheWriteOp
@@ -70,6 +74,8 @@ class OpTable:
     selective_scan: SelectiveScanOp
     state_space_scan: StateSpaceScanOp
     delta_rule: DeltaRuleOp
+    rg_lru: RGLRUOp
+    wkv: WKVOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp

@@ -9,7 +9,7 @@ Linear layers are torch's own, so results may depend on the number of rows: the 
 claim row invariance.
 """
 
-from headrace_core.reference.activations import activation, activation_and_mul
+from headrace_core.reference.activations import activation, activation_and_mul, xielu
 from headrace_core.reference.attention import (
     latent_attention,
     paged_attention,
@@ -20,7 +20,7 @@ from headrace_core.reference.cache import (
     latent_cache_write,
     rotary_cache_write,
 )
-from headrace_core.reference.elementwise import add, scale, to_float32
+from headrace_core.reference.elementwise import add, gate, scale, to_float32
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import head_linear, linear
 from headrace_core.reference.logprobs import top_logprobs
@@ -31,11 +31,13 @@ from headrace_core.reference.recurrent import (
     causal_conv,
     delta_rule,
     gated_rms_norm,
+    rg_lru,
     selective_scan,
     state_space_scan,
+    wkv,
 )
 from headrace_core.reference.rotary import rotary
-from headrace_core.reference.routing import route_experts, topk_softmax
+from headrace_core.reference.routing import route_experts
 from headrace_core.reference.sampling import sample
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "causal_conv",
     "delta_rule",
     "embedding",
+    "gate",
     "gated_rms_norm",
     "head_linear",
     "latent_attention",
@@ -57,6 +60,7 @@ __all__ = [
     "moe",
     "paged_attention",
     "quant_linear",
+    "rg_lru",
     "rms_norm",
     "rotary",
     "rotary_cache_write",
@@ -67,6 +71,7 @@ __all__ = [
     "state_space_scan",
     "to_float32",
     "top_logprobs",
-    "topk_softmax",
     "varlen_attention",
+    "wkv",
+    "xielu",
 ]

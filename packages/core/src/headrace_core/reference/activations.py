@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.ops import CLAMPED_SWIGLU_ALPHA, CLAMPED_SWIGLU_LIMIT
 from headrace_core.reference.dtypes import widened
 
 
@@ -25,14 +26,31 @@ def activation_and_mul(x: Tensor, kind: str) -> Tensor:
     """See :class:`headrace_core.ops.ActivationAndMulOp`.
 
     Raises:
-        ConfigError: kind is not one of :data:`headrace_core.ops.ACTIVATIONS`.
+        ConfigError: kind is not one of :data:`headrace_core.ops.GATED_ACTIVATIONS`.
     """
     gate, up = widened(x).chunk(2, dim=-1)
+    if kind == "clamped_swiglu":
+        return _clamped_swiglu(gate, up).to(x.dtype)
     return (_function(kind)(gate) * up).to(x.dtype)
+
+
+def xielu(
+    x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
+    """See :class:`headrace_core.ops.XIELUOp`."""
+    wide = widened(x)
+    below = alpha_n * (torch.expm1(wide.clamp(max=eps)) - wide)
+    return (torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide).to(x.dtype)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def _clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    limit = CLAMPED_SWIGLU_LIMIT
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(CLAMPED_SWIGLU_ALPHA * gate)
 
 
 def _relu2(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.ops import check_mask
 from headrace_core.paired import is_paired, plain_keys, plain_values
 from headrace_core.reference.cache import as_bytes
 from headrace_core.reference.dtypes import widened
@@ -32,16 +33,12 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
-    windowed = sliding_window is not None and sliding_window > 0
-    if not causal and windowed:
-        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
-    if not causal and (attention_chunk is not None or alibi_slopes is not None):
-        raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
-    if windowed and attention_chunk is not None:
-        raise ConfigError(
-            f"paged_attention: sliding_window = {sliding_window} and attention_chunk = "
-            f"{attention_chunk}: at most one of them"
-        )
+    check_mask(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        alibi=alibi_slopes is not None,
+    )
     if is_paired(key_cache):
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -65,6 +62,7 @@ def paged_attention(
 
 def latent_attention(
     query: Tensor,
+    rope_query: Tensor,
     cache: Tensor,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
@@ -73,15 +71,15 @@ def latent_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
-    value_dim: int,
 ) -> Tensor:
     """See :class:`headrace_core.ops.LatentAttentionOp`."""
-    out = query.new_zeros((*query.shape[:2], value_dim))
+    out = query.new_zeros(query.shape)
+    whole, value_dim = torch.cat((query, rope_query), dim=-1), query.shape[-1]
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
         key = gather(cache[:, :, None], block_table[b], seq_len)
-        out[rows] = attend(query[rows], key, key[..., :value_dim], scale=scale)
+        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale)
     return out
 
 
@@ -239,12 +237,14 @@ def visibility(
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
     if attention_chunk is not None:
-        chunk = torch.arange(seq_len, device=device) // attention_chunk
-        visible &= chunk[seq_len - num_q :, None] == chunk
+        at = torch.arange(seq_len, device=device)
+        position = torch.arange(seq_len - num_q, seq_len, device=device)
+        visible &= (position // attention_chunk)[:, None] == at // attention_chunk
     return visible
 
 
 def key_distance(num_q: int, seq_len: int, device: torch.device) -> Tensor:
-    """[q, L]: position of each new token less that of each key."""
-    at = torch.arange(seq_len, device=device)
-    return at[seq_len - num_q :, None] - at
+    """[q, L]: position of each new token (negative of those before the first key) less that of each
+    key."""
+    position = torch.arange(seq_len - num_q, seq_len, device=device)
+    return position[:, None] - torch.arange(seq_len, device=device)

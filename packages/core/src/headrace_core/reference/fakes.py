@@ -57,21 +57,25 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     return _like(x)
 
 
+def xielu(x: Tensor, alpha_p: float, alpha_n: float, **options: float) -> Tensor:
+    return _like(x)
+
+
 def scale(x: Tensor, factor: float) -> Tensor:
     return _like(x)
+
+
+def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+    return _like(x, *x.shape)
 
 
 def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
-def topk_softmax(x: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
     weights = torch.empty((x.shape[0], k), dtype=torch.float32, device=x.device)
     return weights, torch.empty((x.shape[0], k), dtype=torch.int64, device=x.device)
-
-
-def route_experts(x: Tensor, k: int, **options: Any) -> tuple[Tensor, Tensor]:
-    return topk_softmax(x, k, renormalise=False)
 
 
 def rotary(
@@ -107,8 +111,8 @@ def latent_cache_write(*args: Any) -> None:
     return None
 
 
-def latent_attention(query: Tensor, *args: Any, value_dim: int, **options: Any) -> Tensor:
-    return _like(query, *query.shape[:2], value_dim)
+def latent_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(query, *query.shape)
 
 
 def causal_conv(x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -124,6 +128,14 @@ def state_space_scan(x: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
+def rg_lru(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def wkv(key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(value, *value.shape)
 
 

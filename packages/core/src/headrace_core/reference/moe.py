@@ -15,6 +15,8 @@ from headrace_core.reference.linear import dtype_name
 class MoE:
     """See :class:`headrace_core.ops.MoEOp`. Packing keeps the weights as they are."""
 
+    pack_copies = False
+
     def pack(
         self,
         gate_up: Tensor,

@@ -12,6 +12,9 @@ from torch import Tensor
 from headrace_core.reference.activations import activation as activate
 from headrace_core.reference.dtypes import widened
 
+WKV_BEGIN = -1e38
+"""The logarithm that a request begins with, see :class:`headrace_core.ops.WKVOp`."""
+
 
 def causal_conv(
     x: Tensor,
@@ -156,6 +159,66 @@ def delta_rule(
     return out
 
 
+def rg_lru(
+    x: Tensor,
+    input_gate: Tensor,
+    decay_gate: Tensor,
+    decay: Tensor,
+    state: Tensor | None,
+    state_in: Tensor | None,
+    state_out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    *,
+    input_bias: Tensor,
+    decay_bias: Tensor,
+) -> Tensor:
+    """See :class:`headrace_core.ops.RGLRUOp`."""
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    wide = widened(x)
+    dtype = wide.dtype
+    taken = wide * torch.sigmoid(input_gate.to(dtype) + input_bias.to(dtype))
+    opened = torch.sigmoid(decay_gate.to(dtype) + decay_bias.to(dtype))
+    log_decay = -8.0 * F.softplus(decay.to(dtype)) * opened
+    shares = torch.sqrt(1 - torch.exp(2 * log_decay))
+    for r, rows in requests(cu_seqlens_q):
+        h = started(state, state_in, r, (x.shape[1],), wide)
+        begins = state is None or state_in is None or int(state_in[r]) < 0
+        for t in range(rows.start, rows.stop):
+            first = begins and t == rows.start
+            h = taken[t] if first else torch.exp(log_decay[t]) * h + shares[t] * taken[t]
+            out[t] = h.to(x.dtype)
+        keep(state, state_out, r, h)
+    return out
+
+
+def wkv(
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    first: Tensor,
+    state: Tensor | None,
+    state_in: Tensor | None,
+    state_out: Tensor | None,
+    cu_seqlens_q: Tensor,
+) -> Tensor:
+    """See :class:`headrace_core.ops.WKVOp`."""
+    out = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    keys, values = widened(key), widened(value)
+    decay, first = decay.to(values.dtype), first.to(values.dtype)
+    for r, rows in requests(cu_seqlens_q):
+        held = started(state, state_in, r, (3, value.shape[1]), values)
+        if state is None or state_in is None or int(state_in[r]) < 0:
+            held[2] = WKV_BEGIN
+        for t in range(rows.start, rows.stop):
+            k, v = keys[t], values[t]
+            total, weight, _ = _averaged(held, first + k, v)
+            out[t] = (total / weight).to(out.dtype)
+            decayed = torch.stack((held[0], held[1], held[2] + decay))
+            held = torch.stack(_averaged(decayed, k, v))
+        keep(state, state_out, r, held)
+    return out
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -208,6 +271,14 @@ def _steps(
         return torch.ones(x.shape[:2], dtype=x.dtype, device=x.device)
     raw = dt.to(x.dtype) if dt_bias is None else dt.to(x.dtype) + dt_bias.to(x.dtype)
     return F.softplus(raw).clamp(*limits)
+
+
+def _averaged(held: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Numerator and denominator once a term of weight ``exp(k)`` is added, and their logarithm."""
+    total, weight, log = held
+    most = torch.maximum(log, k)
+    old, new = torch.exp(log - most), torch.exp(k - most)
+    return old * total + new * v, old * weight + new, most
 
 
 def _unit(x: Tensor, eps: float | None) -> Tensor:

@@ -111,7 +111,7 @@ class SmallModel:
 
     def _moe(self, x: Tensor) -> Tensor:
         scores = self.ops["linear"](x, self.router)
-        weights, ids = self.ops["topk_softmax"](scores, 2, renormalise=True)
+        weights, ids = self.ops["route_experts"](scores, 2, renormalise=True)
         out: Tensor = self.ops["moe"](x, self.experts, weights, ids, "silu")
         return out
 

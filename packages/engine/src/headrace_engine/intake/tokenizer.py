@@ -255,7 +255,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         ModelError: naming the file that is missing, too large or malformed.
     """
-    files = _read_files(Path(path))
+    return _tokenizer(_read_files(Path(path)))
+
+
+def tokenizer_of(source: Path, text: str, config: Mapping[str, Any]) -> Tokenizer:
+    """A tokenizer whose files are not in a folder.
+
+    Args:
+        source: where it comes from; for messages.
+        text: as ``tokenizer.json`` holds it.
+        config: as ``tokenizer_config.json`` holds it, chat templates included.
+
+    Raises:
+        ModelError: the text is no tokenizer's.
+    """
+    return _tokenizer(_assembled(source, text, config, _stated_templates(config)))
+
+
+def _tokenizer(files: TokenizerFiles) -> Tokenizer:
     rule = byte_rule(files.decoder)
     return HFTokenizer(files) if rule is None else ByteTokenizer(files, rule)
 
@@ -303,6 +320,16 @@ def _read_files(path: Path) -> TokenizerFiles:
     if not source.is_file():
         raise _missing(path)
     text = _read_text(source)
+    config = {
+        **_read_json(path / "special_tokens_map.json", optional=True),
+        **_read_json(path / "tokenizer_config.json", optional=True),
+    }
+    return _assembled(source, text, config, _chat_templates(path, config))
+
+
+def _assembled(
+    source: Path, text: str, config: Mapping[str, Any], chat_templates: Mapping[str, str]
+) -> TokenizerFiles:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
         # Only this part is parsed here: in Python the vocabulary would take as long as all else.
@@ -313,13 +340,9 @@ def _read_files(path: Path) -> TokenizerFiles:
         ) from error
     backend.no_truncation()
     backend.no_padding()
-    config = {
-        **_read_json(path / "special_tokens_map.json", optional=True),
-        **_read_json(path / "tokenizer_config.json", optional=True),
-    }
     _add_tokens(backend, config)
     _set_begin_and_end(backend, config)
-    return TokenizerFiles(backend, decoder, config, _chat_templates(path, config))
+    return TokenizerFiles(backend, decoder, config, chat_templates)
 
 
 def _missing(path: Path) -> ModelError:
@@ -406,7 +429,18 @@ def _special_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files win over ``tokenizer_config.json``, which holds one template or a list of named ones."""
+    """Files win over ``tokenizer_config.json``."""
+    found = _stated_templates(config)
+    for source in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        found[source.stem] = source.read_text(encoding="utf-8")
+    source = path / "chat_template.jinja"
+    if source.is_file():
+        found["default"] = source.read_text(encoding="utf-8")
+    return found
+
+
+def _stated_templates(config: Mapping[str, Any]) -> dict[str, str]:
+    """``tokenizer_config.json`` holds one template or a list of named ones."""
     found: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -415,9 +449,4 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         found.update(entry)
     elif isinstance(entry, list):
         found.update({item["name"]: item["template"] for item in entry})
-    for source in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        found[source.stem] = source.read_text(encoding="utf-8")
-    source = path / "chat_template.jinja"
-    if source.is_file():
-        found["default"] = source.read_text(encoding="utf-8")
     return found

@@ -12,6 +12,8 @@ from headrace_core.io_processor import IOProcessor, load_io_processor
 from headrace_core.logits_processor import load_processors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.assembly.resolved import Resolved
     from headrace_core.logits_processor import LogitsProcessor
     from headrace_core.text import ReasoningParser, Tokenizer, TokenizerFactory
@@ -71,15 +73,29 @@ def io_processor_class(resolved: Resolved) -> type[IOProcessor] | None:
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
-    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder."""
+    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what a GGUF file
+    says of its tokenizer."""
+    from headrace_models.formats.gguf.files import gguf_file
+    from headrace_models.source import fetch
+
     model = resolved.config.model
     if model.skip_tokenizer_init:
         return None
-    name = "hf" if model.tokenizer_mode == "auto" else model.tokenizer_mode
     folder = resolved.info.path
     if model.tokenizer is not None:
-        from headrace_models.source import fetch
-
         folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
+    file = None if (folder / "tokenizer.json").is_file() else gguf_file(folder)
+    if file is not None and model.tokenizer_mode == "auto":
+        return _of_gguf(file)
+    name = "hf" if model.tokenizer_mode == "auto" else model.tokenizer_mode
     factory: TokenizerFactory = plugins.load("headrace.tokenizers", name)
     return factory(folder)
+
+
+def _of_gguf(file: Path) -> Tokenizer:
+    from headrace_engine.intake.tokenizer import tokenizer_of
+    from headrace_models.formats.gguf.header import read_gguf
+    from headrace_models.formats.gguf.tokenizer import gguf_tokenizer
+
+    found = gguf_tokenizer(file, read_gguf(file).metadata)
+    return tokenizer_of(file, found.tokenizer, found.config)

@@ -7,12 +7,20 @@ here holds the rows of one kind of model, by name.
 
 from collections.abc import Mapping
 
-from headrace_models.catalogue import decoders, pooled, speech
+from headrace_models.catalogue import (
+    decoders,
+    gpt,
+    latent,
+    pooled,
+    recurrent,
+    remote,
+    speech,
+)
 from headrace_models.catalogue.row import CACHES, Architecture
 
+_KINDS = (decoders, gpt, latent, pooled, recurrent, remote, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    row.name: row
-    for row in sorted((*decoders.ROWS, *pooled.ROWS, *speech.ROWS), key=lambda r: r.name)
+    row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }
 """By name."""
 

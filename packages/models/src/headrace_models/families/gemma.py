@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from headrace_models.families.llama import LlamaForCausalLM
-from headrace_models.layers.blocks import PreNormBlock
-from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.norm import RMSNorm
 
@@ -37,22 +35,10 @@ class GemmaForCausalLM(LlamaForCausalLM):
 
     def make_norm(self, context: BuildContext, name: str) -> RMSNorm:
         """Gemma stores its norms' weights less 1."""
-        eps = self.settings.number("rms_norm_eps", 1e-6)
-        return RMSNorm(context, name, self.hidden_size(), eps, offset=1.0)
-
-    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm:
-        return self.make_norm(context, f"{prefix}model.norm")
+        return RMSNorm(context, name, self.hidden_size(), self.norm_eps(), offset=1.0)
 
     def token_vectors(self, ids: Tensor) -> Tensor:
         return self.context.ops.scale(self.embed(ids), self.embed_scale)
-
-    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
-        return PreNormBlock(
-            self.make_norm(context, f"{name}.input_layernorm"),
-            self.make_attention(context, index, f"{name}.self_attn"),
-            self.make_norm(context, f"{name}.post_attention_layernorm"),
-            self.make_mlp(context, index, f"{name}.mlp"),
-        )
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         """The first configs write ``gelu`` and mean its tanh form."""

@@ -13,12 +13,9 @@ from headrace_models.families.gemma2 import GEMMA_RULES, Gemma2ForCausalLM
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.rotary import rotary_table
-from headrace_models.rope import is_per_layer_type, rope_settings
+from headrace_models.rope import of_windows, rope_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
     from headrace_core.model import BuildContext
 
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0
@@ -36,7 +33,11 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         limit = self.settings.integer("max_position_embeddings", 131_072)
         rope = rope_settings(context.config, "full_attention", theta=GLOBAL_THETA)
         self.rotary = rotary_table(context, rope, size, max_positions=limit)
-        local = rope_settings(_local_config(context.config), "sliding_attention", theta=LOCAL_THETA)
+        local = rope_settings(
+            of_windows(context.config, context.config.get("rope_local_base_freq", LOCAL_THETA)),
+            "sliding_attention",
+            theta=LOCAL_THETA,
+        )
         self.local_rotary = rotary_table(context, local, size, max_positions=limit)
 
     def is_sliding(self, index: int) -> bool:
@@ -67,12 +68,3 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             head_norm_eps=self.settings.number("rms_norm_eps", 1e-6),
             head_norm_offset=1.0,
         )
-
-
-def _local_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Old spelling: windowed layers have their own base and never the full layers' scaling."""
-    block = config.get("rope_parameters")
-    if isinstance(block, dict) and is_per_layer_type(block):
-        return config
-    plain = {key: value for key, value in config.items() if not key.startswith("rope_")}
-    return {**plain, "rope_theta": config.get("rope_local_base_freq", LOCAL_THETA)}

@@ -6,117 +6,65 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.layers.blocks import PreNormBlock
-from headrace_models.layers.decoder import Block, Decoder
-from headrace_models.layers.embedding import Embedding
-from headrace_models.layers.mlp import MLP
-from headrace_models.layers.norm import LayerNorm
-from headrace_models.layers.self_attention import self_attention
-from headrace_models.mapping import ALL_PARTS
-from headrace_models.settings import MAX_LAYERS
+from headrace_models.families.gpt_shape import GPT2_KEYS, GPTDecoder, Names
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.positions import LearnedPositions
+from headrace_models.settings import Spelling
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
 
-
-def _rules(prefix: str) -> tuple[WeightRule, ...]:
-    return (
-        WeightRule(f"{prefix}wte", "embed"),
-        WeightRule(f"{prefix}wpe", "positions"),
-        WeightRule(f"{prefix}h.{{}}.ln_1", "layers.{}.input_norm"),
-        WeightRule(
-            f"{prefix}h.{{}}.attn.c_attn",
-            "layers.{}.attention.qkv",
-            split=ALL_PARTS,
-            transposed=True,
-        ),
-        WeightRule(f"{prefix}h.{{}}.attn.c_proj", "layers.{}.attention.out", transposed=True),
-        WeightRule(f"{prefix}h.{{}}.ln_2", "layers.{}.mlp_norm"),
-        WeightRule(f"{prefix}h.{{}}.mlp.c_fc", "layers.{}.mlp.up", transposed=True),
-        WeightRule(f"{prefix}h.{{}}.mlp.c_proj", "layers.{}.mlp.down", transposed=True),
-        WeightRule(f"{prefix}ln_f", "final_norm"),
-    )
+NAMES = Names(
+    embedding="transformer.wte",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+    input_norm="ln_1",
+    attention="attn",
+    qkv=("c_attn",),
+    out="c_proj",
+    mlp_norm="ln_2",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+    positions="transformer.wpe",
+)
 
 
-class GPT2LMHeadModel(Decoder):
+def without_prefix(rules: Sequence[WeightRule], prefix: str = "transformer.") -> list[WeightRule]:
+    """The rules of names with a prefix, for names that lack it."""
+    return [
+        replace(rule, source=rule.source.removeprefix(prefix))
+        for rule in rules
+        if rule.source.startswith(prefix)
+    ]
+
+
+class GPT2LMHeadModel(GPTDecoder):
     """The hub's oldest GPT-2 files lack the prefix ``transformer.``."""
 
+    names: ClassVar[Names] = NAMES
     weight_rules: ClassVar[Sequence[WeightRule]] = (
-        *_rules("transformer."),
-        *_rules(""),
-        WeightRule("lm_head", "head"),
+        *NAMES.rules(transposed=True),
+        *without_prefix(NAMES.rules(transposed=True)),
     )
+    spelling: ClassVar[Spelling] = GPT2_KEYS
     ties_embeddings: ClassVar[bool] = True
-    embedding_name: ClassVar[str] = "transformer.wte"
-    blocks_name: ClassVar[str] = "transformer.h"
 
-    def hidden_size(self) -> int:
-        return self.settings.integer("n_embd")
+    def make_positions(self, context: BuildContext, prefix: str) -> LearnedPositions | None:
+        return self.learned_positions(context, prefix, default=1024)
 
-    def num_layers(self) -> int:
-        return self.settings.integer("n_layer", maximum=MAX_LAYERS)
-
-    def prepare(self, context: BuildContext, prefix: str) -> None:
-        num_positions = self.settings.integer("n_positions", 1024)
-        if context.max_model_len > num_positions:
-            raise UnsupportedModel(
-                f"max_model_len = {context.max_model_len}: must be at most n_positions = "
-                f"{num_positions}; learned positions do not extend"
-            )
-        if self.settings.flag("scale_attn_by_inverse_layer_idx", False):
-            raise UnsupportedModel("config.json: scale_attn_by_inverse_layer_idx is not supported")
-        name = f"{prefix}transformer.wpe"
-        self.positions = Embedding(context, name, num_positions, self.hidden_size())
-
-    def embed_tokens(self, batch: ForwardBatch) -> Tensor:
-        positions = self.positions(batch.positions)
-        return self.context.ops.add(self.input_vectors(batch), positions)
-
-    def make_norm(self, context: BuildContext, name: str) -> LayerNorm:
-        eps = self.settings.number("layer_norm_epsilon", 1e-5)
-        return LayerNorm(context, name, self.hidden_size(), eps)
-
-    def make_final_norm(self, context: BuildContext, prefix: str) -> LayerNorm:
-        return self.make_norm(context, f"{prefix}transformer.ln_f")
-
-    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
-        hidden, heads = self.hidden_size(), self.settings.integer("n_head")
-        if hidden % heads:
-            raise UnsupportedModel(
-                f"config.json: n_embd = {hidden}: must be a multiple of n_head = {heads}"
-            )
-        scaled = self.settings.flag("scale_attn_weights", True)
-        return PreNormBlock(
-            self.make_norm(context, f"{name}.ln_1"),
-            self_attention(
-                context,
-                f"{name}.attn",
-                hidden_size=hidden,
-                num_heads=heads,
-                num_kv_heads=heads,
-                head_dim=hidden // heads,
-                rotary=None,
-                scale=None if scaled else 1.0,
-                qkv_bias=True,
-                out_bias=True,
-                qkv_name="c_attn",
-                out_name="c_proj",
-                part_names=(),
-            ),
-            self.make_norm(context, f"{name}.ln_2"),
-            MLP(
-                context,
-                f"{name}.mlp.c_fc",
-                f"{name}.mlp.c_proj",
-                hidden,
-                self.settings.optional_integer("n_inner") or 4 * hidden,
-                self.settings.activation("activation_function"),
-            ),
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        return self.attention(
+            context, name, scale=self.score_scale(index), qkv_bias=True, out_bias=True
         )
+
+    def score_scale(self, index: int) -> float:
+        """What the scores of layer ``index`` are multiplied by."""
+        scaled = self.settings.flag("scale_attn_weights", True)
+        scale = self.settings.head_dim() ** -0.5 if scaled else 1.0
+        by_layer = self.settings.flag("scale_attn_by_inverse_layer_idx", False)
+        return scale / (index + 1) if by_layer else scale

@@ -14,7 +14,7 @@ from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
-from headrace_models.layers.norm import RMSNorm
+from headrace_models.layers.norm import NormLayer, RMSNorm
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.self_attention import self_attention
 from headrace_models.rope import rope_settings
@@ -42,20 +42,36 @@ class LlamaForCausalLM(Decoder):
     """The reference shape; families that differ in a detail override its method."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = RULES
+    default_theta: ClassVar[float] = 10_000.0
+    """Rotary base of a config that names none."""
+    default_partial_rotary: ClassVar[float] = 1.0
+    """Share of a head that turns, if the config names none."""
+    default_eps: ClassVar[float] = 1e-6
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
-        rope = rope_settings(context.config)
+        rope = rope_settings(
+            self.settings.config, theta=self.default_theta, partial=self.default_partial_rotary
+        )
         limit = self.settings.integer("max_position_embeddings", 2048)
         self.rotary = rotary_table(context, rope, self.head_dim(), max_positions=limit)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
-        hidden, eps = self.hidden_size(), self.settings.number("rms_norm_eps", 1e-6)
         return PreNormBlock(
-            RMSNorm(context, f"{name}.input_layernorm", hidden, eps),
+            self.make_norm(context, f"{name}.input_layernorm"),
             self.make_attention(context, index, f"{name}.self_attn"),
-            RMSNorm(context, f"{name}.post_attention_layernorm", hidden, eps),
+            self.make_norm(context, f"{name}.post_attention_layernorm"),
             self.make_mlp(context, index, f"{name}.mlp"),
         )
+
+    def make_norm(self, context: BuildContext, name: str) -> NormLayer:
+        """A norm of the stream."""
+        return RMSNorm(context, name, self.hidden_size(), self.norm_eps())
+
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+        return self.make_norm(context, f"{prefix}model.norm")
+
+    def norm_eps(self) -> float:
+        return self.settings.number("rms_norm_eps", self.default_eps)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES
 from headrace_models.families.mistral import MistralForCausalLM
+from headrace_models.families.moe_rules import expert_rules, router_rules
 from headrace_models.layers.mlp import MLPLayer
 from headrace_models.layers.moe import SparseMoE
+from headrace_models.layers.router import Routing
 from headrace_models.settings import MAX_EXPERTS
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
-_EXPERTS = "model.layers.{}.block_sparse_moe.experts.{}"
+EXPERT_NAMES = ("w1", "w3", "w2")
+_MLP = "model.layers.{}.block_sparse_moe"
 
 
 class MixtralForCausalLM(MistralForCausalLM):
@@ -24,10 +27,10 @@ class MixtralForCausalLM(MistralForCausalLM):
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *(rule for rule in RULES if ".mlp." not in rule.target),
-        WeightRule("model.layers.{}.block_sparse_moe.gate", "layers.{}.mlp.router"),
-        WeightRule(f"{_EXPERTS}.w1", "layers.{}.mlp.experts.{}.gate_up", part=0),
-        WeightRule(f"{_EXPERTS}.w3", "layers.{}.mlp.experts.{}.gate_up", part=1),
-        WeightRule(f"{_EXPERTS}.w2", "layers.{}.mlp.experts.{}.down"),
+        *router_rules(f"{_MLP}.gate"),
+        *expert_rules(f"{_MLP}.experts", names=EXPERT_NAMES),
+        *router_rules(),  # as transformers 5 calls it
+        *expert_rules(),
     )
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
@@ -36,9 +39,11 @@ class MixtralForCausalLM(MistralForCausalLM):
             name.removesuffix("mlp") + "block_sparse_moe",
             hidden_size=self.hidden_size(),
             intermediate_size=self.settings.integer("intermediate_size"),
-            num_experts=self.settings.integer("num_local_experts", maximum=MAX_EXPERTS),
-            top_k=self.settings.integer("num_experts_per_tok", 2),
+            routing=Routing(
+                num_experts=self.settings.integer("num_local_experts", maximum=MAX_EXPERTS),
+                top_k=self.settings.integer("num_experts_per_tok", 2),
+                renormalise=True,
+            ),
             activation=self.settings.activation("hidden_act"),
-            renormalise=True,
-            expert_names=("w1", "w3", "w2"),
+            expert_names=EXPERT_NAMES,
         )

@@ -1,41 +1,70 @@
-"""Which safetensors files make up a checkpoint. No torch."""
+"""Which files of a folder make up a checkpoint. No torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 from headrace_core.errors import WeightsError
 from headrace_models.formats.header import TensorEntry, read_header
 
+
+class Naming(NamedTuple):
+    """How one format's files are called."""
+
+    single: str
+    """The one file of a small checkpoint."""
+    index: str
+    """Which file has which tensor."""
+    pattern: str
+    """Files of a checkpoint without either."""
+    others: tuple[str, ...]
+    """Beginnings of files that hold the same weights in another layout, or no whole model."""
+
+
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_NOT_OURS = ("consolidated", "adapter_")
-"""Beginnings of files that hold the same weights in another layout, or no whole model."""
+SHARD = "model-rank-"
+"""Beginning of files of a sharded state, which only ranks of the same number can read."""
+SAFETENSORS = Naming(SINGLE, INDEX, "*.safetensors", ("consolidated", "adapter_", SHARD))
+PICKLES = Naming(
+    "pytorch_model.bin", "pytorch_model.bin.index.json", "*.bin",
+    ("consolidated", "adapter_", "training_args", "optimizer", "scheduler", "rng_state", "scaler"),
+)  # fmt: skip
+CONSOLIDATED = Naming(
+    "consolidated.safetensors",
+    "consolidated.safetensors.index.json",
+    "consolidated*.safetensors",
+    (),
+)
+PT_FILES = PICKLES._replace(pattern="*.pt")
 
 
-def checkpoint_files(folder: Path) -> tuple[Path, ...]:
-    """Files of the checkpoint in ``folder``, in order; empty if it holds no safetensors.
+def checkpoint_files(folder: Path, naming: Naming = SAFETENSORS) -> tuple[Path, ...]:
+    """Files of the checkpoint in ``folder``, in order; empty if it holds none so named.
 
     Raises:
         WeightsError: the index is unreadable, or names a file that is missing or elsewhere.
     """
-    if (folder / SINGLE).is_file():
-        return (folder / SINGLE,)
-    if (folder / INDEX).is_file():
-        return tuple(folder / name for name in sorted(set(read_index(folder).values())))
+    if (folder / naming.single).is_file():
+        return (folder / naming.single,)
+    if (folder / naming.index).is_file():
+        return tuple(folder / name for name in sorted(set(read_index(folder, naming).values())))
     return tuple(
-        path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_NOT_OURS)
+        path
+        for path in sorted(folder.glob(naming.pattern))
+        if not path.name.startswith(naming.others)
     )
 
 
-def read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path, naming: Naming = SAFETENSORS) -> dict[str, str]:
     """Tensor name -> file name.
 
     Raises:
         WeightsError: as :func:`checkpoint_files`.
     """
-    path = folder / INDEX
+    path = folder / naming.index
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(names, dict):
@@ -50,20 +79,28 @@ def read_index(folder: Path) -> dict[str, str]:
     return names
 
 
-def checkpoint_headers(folder: Path) -> dict[Path, tuple[TensorEntry, ...]]:
-    """Headers of all files, checked against the index if there is one.
+def has_index(folder: Path, naming: Naming) -> bool:
+    """Whether it is the index that says which files there are."""
+    return not (folder / naming.single).is_file() and (folder / naming.index).is_file()
+
+
+def checkpoint_headers(
+    folder: Path, naming: Naming = SAFETENSORS
+) -> dict[Path, tuple[TensorEntry, ...]]:
+    """Headers of all safetensors files, checked against the index if there is one.
 
     Raises:
         WeightsError: as above, or a tensor is not in the file that the index names.
     """
-    files = checkpoint_files(folder)
-    headers = {path: read_header(path) for path in files}
-    if (len(files) == 1 and files[0].name == SINGLE) or not (folder / INDEX).is_file():
-        return headers
-    held = {path.name: {entry.name for entry in entries} for path, entries in headers.items()}
-    for tensor, name in read_index(folder).items():
-        if tensor not in held[name]:
-            raise WeightsError(
-                f"{folder / name}: tensor {tensor!r}, which {INDEX} places here, is missing"
-            )
+    headers = {path: read_header(path) for path in checkpoint_files(folder, naming)}
+    if has_index(folder, naming):
+        held = {path.name: {entry.name for entry in entries} for path, entries in headers.items()}
+        for tensor, name in read_index(folder, naming).items():
+            if tensor not in held[name]:
+                raise missing_from(folder / name, tensor, naming.index)
     return headers
+
+
+def missing_from(file: Path, tensor: str, index: str) -> WeightsError:
+    """A tensor is not where the index says."""
+    return WeightsError(f"{file}: tensor {tensor!r}, which {index} places here, is missing")

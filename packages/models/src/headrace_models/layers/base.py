@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace_core.errors import UnsupportedModel
@@ -59,6 +59,8 @@ class Part:
     size: int
     """What this rank keeps of it."""
     shard: Shard = WHOLE
+    units: int = 1
+    """Indivisible things (heads) in the whole of it, all ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def slot_of(
             raise UnsupportedModel(
                 f"a tensor of {extent} rows cannot be cut in proportion to {list(out_parts)}"
             )
-        parts = tuple(Part(part.size * extent // total, part.shard) for part in out_parts)
+        parts = tuple(replace(part, size=part.size * extent // total) for part in out_parts)
     return Slot(
         shape=tuple(spec.shape),
         dtype=spec.dtype,

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.attention import SelfAttention
-from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
-from headrace_models.layers.norm import LayerNorm, RMSNorm
+from headrace_models.layers.norm import NoNorm, NormLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-
-
-class NoNorm(Layer):
-    """Stands where a first block has no norm, as what comes before it ends in one."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Only the first block has none: there is nothing to add yet."""
-        assert residual is None
-        return x, x
+    from headrace_core.ops import OpTable
 
 
 class PreNormBlock(Block):
@@ -33,9 +21,9 @@ class PreNormBlock(Block):
 
     def __init__(
         self,
-        input_norm: RMSNorm | LayerNorm | NoNorm,
+        input_norm: NormLayer | NoNorm,
         attention: SelfAttention,
-        mlp_norm: RMSNorm | LayerNorm,
+        mlp_norm: NormLayer,
         mlp: MLPLayer,
     ) -> None:
         self.input_norm = input_norm
@@ -52,17 +40,125 @@ class PreNormBlock(Block):
         return self.mlp(x), stream
 
 
-class SandwichBlock(Block):
-    """Norms before and after both halves: Gemma 2 and 3."""
+class ScaledBlock(PreNormBlock):
+    """``h = x + s * attention(norm(x)); h + s * mlp(norm(h))``: Granite, MiniCPM.
+
+    Args:
+        scale: s.
+    """
 
     def __init__(
         self,
-        input_norm: RMSNorm,
+        ops: OpTable,
+        scale: float,
+        input_norm: NormLayer,
         attention: SelfAttention,
-        attention_out_norm: RMSNorm,
-        mlp_norm: RMSNorm,
+        mlp_norm: NormLayer,
         mlp: MLPLayer,
-        mlp_out_norm: RMSNorm,
+    ) -> None:
+        super().__init__(input_norm, attention, mlp_norm, mlp)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.attention(x, batch), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp(x), self.scale), stream
+
+
+class ParallelBlock(Block):
+    """``x + attention(norm(x)) + mlp(norm(x))``: both halves read one stream.
+
+    Args:
+        mlp_norm: of the MLP, if it has one of its own (GPT-NeoX, Falcon 40B); None: both halves read
+            what ``input_norm`` gives (GPT-J, Cohere).
+    """
+
+    def __init__(
+        self,
+        ops: OpTable,
+        input_norm: NormLayer,
+        attention: SelfAttention,
+        mlp: MLPLayer,
+        mlp_norm: NormLayer | None = None,
+    ) -> None:
+        self.ops = ops
+        self.input_norm = input_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        y = x if self.mlp_norm is None else self.mlp_norm(stream)
+        return self.ops.add(self.attention(x, batch), self.mlp(y)), stream
+
+
+class PostNormBlock(Block):
+    """``h = x + norm(attention(x)); h + norm(mlp(h))``: OLMo 2, EXAONE 4."""
+
+    def __init__(
+        self,
+        ops: OpTable,
+        attention: SelfAttention,
+        attention_out_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_out_norm: NormLayer,
+    ) -> None:
+        self.ops = ops
+        self.attention = attention
+        self.attention_out_norm = attention_out_norm
+        self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        stream = x if residual is None else self.ops.add(x, residual)
+        x = self.attention_out_norm(self.attention(stream, batch))
+        stream = self.ops.add(x, stream)
+        return self.mlp_out_norm(self.mlp(stream)), stream
+
+
+class NormedSumBlock(Block):
+    """``h = norm(x + attention(x)); norm(h + mlp(h))``: GPT, OPT 350M."""
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        attention_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_norm: NormLayer,
+    ) -> None:
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, None]:
+        assert residual is None  # the block before ended in a norm of the sum
+        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x, None
+
+
+class SandwichBlock(Block):
+    """Norms before and after both halves: Gemma 2 and 3, GLM-4-0414."""
+
+    def __init__(
+        self,
+        input_norm: NormLayer,
+        attention: SelfAttention,
+        attention_out_norm: NormLayer,
+        mlp_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_out_norm: NormLayer,
     ) -> None:
         self.input_norm = input_norm
         self.attention = attention
@@ -78,3 +174,24 @@ class SandwichBlock(Block):
         x = self.attention_out_norm(self.attention(x, batch))
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp_out_norm(self.mlp(x)), stream
+
+
+class ScaledSandwichBlock(SandwichBlock):
+    """Norms before and after both halves, and what they add times a number: HyperCLOVA X.
+
+    Args:
+        scale: the number.
+        arguments: of :class:`SandwichBlock`.
+    """
+
+    def __init__(self, ops: OpTable, scale: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.attention_out_norm(self.attention(x, batch)), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp_out_norm(self.mlp(x)), self.scale), stream

@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import Attention, CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -20,14 +20,21 @@ from headrace_models.layers.linear import (
     TiedLinear,
     quantizes_floats,
 )
-from headrace_models.layers.norm import LayerNorm, RMSNorm
-from headrace_models.settings import MAX_LAYERS, Settings
+from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
+from headrace_models.layers.state_layer import RecurrentLayer
+from headrace_models.settings import MAX_LAYERS, Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
-    from headrace_core.model import AttentionLayer, BuildContext, InputEmbeds, WeightRule
+    from headrace_core.model import (
+        AttentionLayer,
+        BuildContext,
+        InputEmbeds,
+        StateLayer,
+        WeightRule,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +73,13 @@ class Decoder(Layer, ABC):
     embedding_name: ClassVar[str] = "model.embed_tokens"
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
+    head_bias: ClassVar[bool] = False
+    spelling: ClassVar[Spelling] = {}
+    """See :class:`~headrace_models.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         self.context = context
-        self.settings = Settings(context.config)
+        self.settings = Settings(context.config, self.spelling)
         if context.pooling is None and is_bidirectional("", context.config):
             raise UnsupportedModel(
                 "config.json: the model attends in both directions, so it generates nothing: set "
@@ -81,9 +91,17 @@ class Decoder(Layer, ABC):
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
             for index in range(self.num_layers())
         ]
-        self.final_norm: RMSNorm | LayerNorm = self.make_final_norm(context, prefix)
-        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.final_norm: NormLayer | NoNorm = self.make_final_norm(context, prefix)
+        self.logits_scale = self.logits_multiplier()
+        self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
+        self._share_caches()
+
+    def _share_caches(self) -> None:
+        layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}
+        for layer in layers.values():
+            if layer.spec.kv_sharing_target is not None:
+                layer.share(layers[layer.spec.kv_sharing_target])
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
         """The table of input vectors; packed for the head if that multiplies with it."""
@@ -93,7 +111,7 @@ class Decoder(Layer, ABC):
             context,
             f"{prefix}{self.embedding_name}",
             self.settings.integer("vocab_size"),
-            self.hidden_size(),
+            self.embedding_size(),
         )
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
@@ -101,25 +119,37 @@ class Decoder(Layer, ABC):
         spec, table = self.head_spec(prefix), self.embed
         self.head: Linear | TiedLinear | QuantizedTiedLinear
         if isinstance(table, PackedEmbedding):
-            self.head = TiedLinear(context, spec.name, table.weight)
+            self.head = TiedLinear(context, spec, table.weight)
         elif self.is_tied():
             method = context.quant.for_layer(spec)
             self.head = QuantizedTiedLinear(spec, method, lambda: table.weight)
         else:
-            self.head = Linear(context, spec.name, spec.in_features, [Part(spec.out_features)])
+            parts = [Part(spec.out_features)]
+            self.head = Linear(context, spec.name, spec.in_features, parts, bias=spec.bias)
 
     def head_spec(self, prefix: str) -> LinearSpec:
         vocab = self.settings.integer("vocab_size")
         return LinearSpec(
-            f"{prefix}{self.head_name}", self.hidden_size(), (vocab,), self.context.dtype
+            f"{prefix}{self.head_name}",
+            self.embedding_size(),
+            (vocab,),
+            self.context.dtype,
+            bias=self.has_head_bias(),
         )
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""
         return self.settings.flag("tie_word_embeddings", self.ties_embeddings)
 
+    def has_head_bias(self) -> bool:
+        return self.head_bias
+
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
+
+    def embedding_size(self) -> int:
+        """Of the table's rows, and what the head reads."""
+        return self.hidden_size()
 
     def num_layers(self) -> int:
         return self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -131,9 +161,17 @@ class Decoder(Layer, ABC):
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         """The stack's layer ``index``; ``name`` as the checkpoint spells it."""
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm | LayerNorm:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer | NoNorm:
         eps = self.settings.number("rms_norm_eps", 1e-6)
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
+
+    def logits_multiplier(self) -> float:
+        """What the head's results are multiplied by."""
+        return 1.0
+
+    def logits_soft_cap(self) -> float | None:
+        """What tanh keeps the logits within."""
+        return self.settings.optional_positive("final_logit_softcapping")
 
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
@@ -153,23 +191,35 @@ class Decoder(Layer, ABC):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
-        found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
+        found = (layer for _, layer in walk(self) if isinstance(layer, CachedAttention))
         return {layer.spec.name: layer for layer in found}
+
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """See :class:`headrace_core.model.SupportsRecurrence`."""
+        found = (layer for _, layer in walk(self) if isinstance(layer, RecurrentLayer))
+        return {layer.name: layer for layer in found}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        x, residual = self.embed_tokens(batch), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
+        x, residual = self.run_blocks(self.embed_tokens(batch), batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
             rows, select = batch.logits_rows, self.context.ops.embedding
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return x, residual
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
         logits = self.head(hidden)
+        if self.logits_scale != 1.0:
+            logits = self.context.ops.scale(logits, self.logits_scale)
         if self.logits_cap is None:
             return logits
         return self.context.ops.to_float32(logits, soft_cap=self.logits_cap)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.attention import AttentionNeed
-from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.attention import ProjectedAttention, SelfAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from headrace_models.layers.distance_bias import DistanceBias
 
 
-class EncoderAttention(SelfAttention):
+class EncoderAttention(ProjectedAttention, SelfAttention):
     """Projections, rotation and attention of one layer. A sequence's tokens see each other, in any
     order, and no other sequence's: all of a prompt must be in the step.
 
     Other arguments: :class:`~headrace_models.layers.attention.ProjectedAttention`.
 
     Args:
-        interleaved: rotary pairs are neighbours (:class:`headrace_core.ops.RotaryOp`).
         distance_bias: added to the scores; may be shared by layers.
     """
 
@@ -34,12 +33,10 @@ class EncoderAttention(SelfAttention):
         context: BuildContext,
         name: str,
         *,
-        interleaved: bool = False,
         distance_bias: DistanceBias | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(context, name, attention_type="encoder_only", **arguments)
-        self.interleaved = interleaved
         # In a tuple: what is shared is another layer's piece, and loaded there.
         self.shared_bias = () if distance_bias is None else (distance_bias,)
         self.backend = context.encoder_attention(
@@ -58,11 +55,13 @@ class EncoderAttention(SelfAttention):
     def __call__(self, x: Tensor, batch: ForwardBatch, rows: Tensor | None = None) -> Tensor:
         """x [T, hidden_size] -> the same shape, or with rows [R] int64 only those of it."""
         query, key, value = self.project(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        if not self.norm_after_rotary:
+            query, key = self.normed(query, key)
         if self.rotary is not None:
             positions, interleaved = batch.positions, self.interleaved
             self.ops.rotary(query, key, positions, self.rotary, interleaved=interleaved)
+        if self.norm_after_rotary:
+            query, key = self.normed(query, key)
         out = self.backend.attend(
             self.spec,
             query,

@@ -150,7 +150,7 @@ def column_parallel(
     for index, size in enumerate(out_parts):
         count = size if units is None else units[index]
         shard = shard_of(count, context.communicator, what=f"{name}, part {index}")
-        parts.append(Part(size // shard.count, shard))
+        parts.append(Part(size // shard.count, shard, count))
     return Linear(
         context, name, in_features, parts, bias=bias, part_names=part_names, unbiased=unbiased
     )
@@ -196,29 +196,28 @@ class PlainLinear(WeightLayer):
 
 
 class TiedLinear(WeightLayer):
-    """A layer whose weight is another layer's (the head that is the embedding).
+    """A layer whose weight is another layer's (the head that is the embedding); a bias is its own.
 
     Args:
         packed: gives the other layer's weight once that is loaded.
     """
 
     def __init__(
-        self, context: BuildContext, name: str, packed: Callable[[], PackedLinear]
+        self, context: BuildContext, spec: LinearSpec, packed: Callable[[], PackedLinear]
     ) -> None:
-        self.name = name
+        self.name, self.spec = spec.name, spec
         self.ops = context.ops
-        self.shared = packed
-        self.packed: PackedLinear | None = None
+        self.packed = packed
+        self.bias: Tensor | None = None
 
     def slots(self) -> Mapping[str, Slot]:
-        return {}
+        return {"bias": Slot((self.spec.out_features,))} if self.spec.bias else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.packed = self.shared()
+        self.bias = tensors.get("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
-        assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed)
+        return self.ops.linear(x, self.packed(), self.bias)
 
 
 class QuantizedTiedLinear(WeightLayer):
@@ -237,16 +236,20 @@ class QuantizedTiedLinear(WeightLayer):
         self.name = spec.name
         self.spec, self.method, self.weight = spec, method, weight
         self.state: Any = None
+        self.bias: Tensor | None = None
 
     def slots(self) -> Mapping[str, Slot]:
-        return {}
+        """A bias that need not be there, for a leaf with one that must be could come before the other
+        layer."""
+        return {"bias": Slot((self.spec.out_features,), required=False)} if self.spec.bias else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        self.bias = tensors.get("bias")
         self.state = self.method.finish(self.spec, {"weight": self.weight()})
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.state is not None, self.name
-        return self.method.apply(self.state, x)
+        return self.method.apply(self.state, x, self.bias)
 
 
 def quantizes_floats(method: LinearMethod, spec: LinearSpec) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from headrace_models.layers.base import Slot, WeightLayer
+import torch
+
+from headrace_models.layers.base import Layer, Slot, WeightLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,22 +16,34 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(WeightLayer):
-    """See :class:`headrace_core.ops.RMSNormOp`; ``offset`` 1.0 is Gemma's form."""
+    """See :class:`headrace_core.ops.RMSNormOp`; ``offset`` 1.0 is Gemma's form.
+
+    Args:
+        weight: whether the norm has one; else the checkpoint stores nothing of it.
+    """
 
     weight: Tensor
 
     def __init__(
-        self, context: BuildContext, name: str, size: int, eps: float, *, offset: float = 0.0
+        self,
+        context: BuildContext,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        weight: bool = True,
     ) -> None:
         self.name = name
-        self.ops = context.ops
+        self.context, self.ops = context, context.ops
         self.size, self.eps, self.offset = size, eps, offset
+        self.has_weight = weight
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"weight": Slot((self.size,))}
+        return {"weight": Slot((self.size,))} if self.has_weight else {}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight = tensors["weight"]
+        self.weight = tensors["weight"] if self.has_weight else _ones(self.context, self.size)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
@@ -43,25 +57,40 @@ class RMSNorm(WeightLayer):
 
 
 class LayerNorm(WeightLayer):
-    """See :class:`headrace_core.ops.LayerNormOp`."""
+    """See :class:`headrace_core.ops.LayerNormOp`.
+
+    Args:
+        weight: whether the norm has one; else it stores nothing but perhaps a bias (OLMo).
+        offset: what the checkpoint's weights lack (Nemotron stores them less 1).
+    """
 
     weight: Tensor
     bias: Tensor | None
 
     def __init__(
-        self, context: BuildContext, name: str, size: int, eps: float, *, bias: bool = True
+        self,
+        context: BuildContext,
+        name: str,
+        size: int,
+        eps: float,
+        *,
+        bias: bool = True,
+        weight: bool = True,
+        offset: float = 0.0,
     ) -> None:
         self.name = name
-        self.ops = context.ops
-        self.size, self.eps = size, eps
-        self.has_bias = bias
+        self.context, self.ops = context, context.ops
+        self.size, self.eps, self.offset = size, eps, offset
+        self.has_weight, self.has_bias = weight, bias
 
     def slots(self) -> Mapping[str, Slot]:
-        names = ("weight", "bias") if self.has_bias else ("weight",)
-        return {name: Slot((self.size,)) for name in names}
+        names = (("weight", self.has_weight), ("bias", self.has_bias))
+        return {name: Slot((self.size,)) for name, stored in names if stored}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.weight, self.bias = tensors["weight"], tensors.get("bias")
+        weight = tensors["weight"] if self.has_weight else _ones(self.context, self.size)
+        self.weight = weight + self.offset if self.offset else weight
+        self.bias = tensors.get("bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""
@@ -72,3 +101,23 @@ class LayerNorm(WeightLayer):
         if residual is None:
             return self(x), x
         return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class NoNorm(Layer):
+    """Stands where there is none, as what comes before ends in one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What ends in a norm leaves nothing to be added."""
+        assert residual is None
+        return x, x
+
+
+NormLayer = RMSNorm | LayerNorm
+
+
+def _ones(context: BuildContext, size: int) -> Tensor:
+    dtype: torch.dtype = getattr(torch, context.dtype)
+    return torch.ones(size, dtype=dtype, device=context.device)

@@ -32,7 +32,7 @@ def rotary_table(
         max_positions: the config's ``max_position_embeddings`` (for LongRoPE's and YaRN's
             default factor and dynamic NTK).
     """
-    dim = int(head_dim * rope.partial_rotary_factor)
+    dim = _turning(rope, head_dim)
     if dim < 2 or dim % 2 or dim > head_dim:
         raise UnsupportedModel(
             f"head_dim = {head_dim} with partial_rotary_factor = {rope.partial_rotary_factor}: "
@@ -57,6 +57,48 @@ def rotary_table(
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1).to(context.device)
 
 
+def rows_by_axes(table: Tensor, positions: Tensor, rope: RopeSettings) -> Tensor:
+    """[T, R]: the cosines and sines of tokens that stand in time, height and width.
+
+    Each frequency turns by one of a token's positions, as ``rope.sections`` says. The result is a
+    table of its own: row t belongs to token t, so what rotates by it takes 0 to T - 1 as positions.
+    Tokens of text stand at the same place on all axes, for which it holds the table's own rows.
+
+    Args:
+        table: [P, R] (:func:`rotary_table`).
+        positions: [3, T] int64.
+
+    Raises:
+        UnsupportedModel: the sections are not R/2 frequencies together.
+    """
+    cosines, sines = table.chunk(2, dim=-1)
+    frequencies = torch.arange(cosines.shape[-1], device=table.device)
+    rows = positions[_axes(rope, len(frequencies)).to(table.device)].T  # [T, R/2]
+    return torch.cat((cosines[rows, frequencies], sines[rows, frequencies]), dim=-1)
+
+
+def _axes(rope: RopeSettings, frequencies: int) -> Tensor:
+    """[R/2]: the axis by which each frequency turns."""
+    if sum(rope.sections) != frequencies:
+        raise UnsupportedModel(
+            f"config.json: mrope_section = {list(rope.sections)}: must be {frequencies} frequencies "
+            "together"
+        )
+    if not rope.interleaved_sections:
+        return torch.arange(len(rope.sections)).repeat_interleave(torch.tensor(rope.sections))
+    axes = torch.zeros(frequencies, dtype=torch.int64)
+    for axis, size in enumerate(rope.sections[1:], start=1):
+        axes[axis : 3 * size : 3] = axis  # what no axis takes is left to time
+    return axes
+
+
+def _turning(rope: RopeSettings, head_dim: int) -> int:
+    """Dimensions of a head that the table is for; of the proportional kind some of them stay."""
+    if rope.kind == "proportional":
+        return head_dim
+    return int(head_dim * rope.partial_rotary_factor)
+
+
 def _impossible(rope: RopeSettings) -> UnsupportedModel:
     return UnsupportedModel(
         f"config.json: rope_type = {rope.kind!r} with rope_theta = {rope.theta:g} and "
@@ -79,6 +121,9 @@ def _linear(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tens
 
 def _dynamic(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
     """NTK-aware scaling for one fixed length: the trained context, or max_model_len if longer."""
+    if rope.scaling.get("alpha"):  # Hunyuan: one stretch at every length
+        stretch = rope.number("alpha")
+        return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
     factor = rope.number("factor")
     stretch = factor * max(length, limit) / limit - (factor - 1)
     theta = rope.theta * stretch ** (dim / (dim - 2)) if dim > 2 else rope.theta
@@ -94,6 +139,18 @@ def _ntk(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor,
         )
     factor = rope.number("factor")
     return _plain(rope.theta * factor, dim) / factor ** (2 / dim), 1.0
+
+
+def _proportional(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
+    """Gemma 4's: of the whole head's frequencies only the first turn, and pairs lie half a head apart
+    all the same."""
+    if rope.partial_rotary_factor > 1:
+        raise UnsupportedModel(
+            f"config.json: partial_rotary_factor = {rope.partial_rotary_factor:g}: must be at most 1"
+        )
+    frequencies = _plain(rope.theta, dim) / rope.number("factor", 1.0)
+    frequencies[int(rope.partial_rotary_factor * dim // 2) :] = 0
+    return frequencies, 1.0
 
 
 def _llama3(rope: RopeSettings, dim: int, length: int, limit: int) -> tuple[Tensor, float]:
@@ -176,5 +233,6 @@ _KINDS: Mapping[str, Callable[[RopeSettings, int, int, int], tuple[Tensor, float
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "ntk": _ntk,
 }

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.attention import Attention, SelfAttention
 from headrace_models.layers.encoder_attention import EncoderAttention
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
+
+
+_OVER_THE_CACHE = (
+    "attention_chunk_size",
+    "kv_sharing_target",
+    "alibi_slopes",
+    "sinks",
+    "query_temperature",
+)
+"""What only :class:`Attention` does."""
 
 
 def self_attention(
@@ -19,10 +30,20 @@ def self_attention(
     A window then reaches as far to either side as it would reach back.
 
     Args:
-        arguments: of :class:`SelfAttention`.
+        arguments: of :class:`Attention`.
+
+    Raises:
+        UnsupportedModel: the model pools in both directions and has what is defined in one only.
     """
     pooling = context.pooling
     if pooling is None or pooling.causal:
         return Attention(context, name, sliding_window=sliding_window, **arguments)
+    given = {what: arguments.pop(what, None) for what in _OVER_THE_CACHE}
+    one_way = [what for what, value in given.items() if value is not None and value is not False]
+    if one_way:
+        raise UnsupportedModel(
+            f"{name} has {', '.join(one_way)}, which attention in both directions has not: the model "
+            "pools with causal attention only"
+        )
     window = None if sliding_window is None else sliding_window + 1
     return EncoderAttention(context, name, sliding_window=window, **arguments)

@@ -54,7 +54,7 @@ class UngatedMoE(MLPLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         scores = self.router(x)  # [T, E]
-        weights, ids = self.ops.topk_softmax(scores, self.top_k, renormalise=False)
+        weights, ids = self.ops.route_experts(scores, self.top_k)
         return self.experts(x, weights, ids)
 
 

@@ -63,6 +63,36 @@ class AttentionConformance(OpSuite):
             assert bits_equal(case.run(attention), before) != seen
             case.value_cache[block, place % 16] = kept
 
+    @pytest.mark.spec("ATTN-CHUNKED-LOCAL")
+    @pytest.mark.parametrize("chunk", [1, 5, 16, 33, 1000])
+    def test_paged_attention_chunk(self, op: Callable[[str], Any], dtype: str, chunk: int) -> None:
+        case = self.paged([*self.MIXED, (40, 130), (3, 33)], dtype, attention_chunk=chunk)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    def test_paged_attention_chunk_border(self, op: Callable[[str], Any], dtype: str) -> None:
+        """A chunk's first key is seen, the one before is not, and the next chunk sees neither."""
+        case = self.paged([(1, 40)], dtype)
+        case = replace(case, options={**case.options, "attention_chunk": 13})  # 39 begins one
+        before_it = replace(case, seq_lens=case.seq_lens - 1)
+        attention = op("paged_attention")
+        for place, seen in [(39, (True, False)), (38, (False, True)), (26, (False, True)),
+                            (25, (False, False))]:  # fmt: skip
+            block = int(case.block_table[0, place // 16])
+            before = [case.run(attention), before_it.run(attention)]
+            kept = case.value_cache[block, place % 16].clone()
+            case.value_cache[block, place % 16] += 1
+            after = [case.run(attention), before_it.run(attention)]
+            case.value_cache[block, place % 16] = kept
+            changed = [not bits_equal(a, b) for a, b in zip(after, before)]
+            assert changed == list(seen), place
+
+    @pytest.mark.parametrize("options", [{}, {"num_heads": 6, "head_dim": 40}], ids=str)
+    def test_paged_attention_alibi(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
+    ) -> None:
+        case = self.paged(self.MIXED, dtype, alibi=True, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
     @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
     def test_paged_attention_soft_cap(
         self, op: Callable[[str], Any], dtype: str, soft_cap: float
@@ -90,9 +120,42 @@ class AttentionConformance(OpSuite):
         )
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
+    def test_paged_attention_everything_of_chunks(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        sinks = self.rand(4, dtype=dtype)
+        case = self.paged(
+            self.MIXED, dtype, sinks=sinks, soft_cap=3.0, attention_chunk=20, scale=0.3, alibi=True,
+            head_dim=40,
+        )  # fmt: skip
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"attention_chunk": 8, "causal": False}, "attention_chunk"),
+            ({"alibi": True, "causal": False}, "alibi_slopes"),
+            ({"attention_chunk": 8, "sliding_window": 4}, "attention_chunk = 8"),
+            ({"attention_chunk": 0}, "attention_chunk = 0"),
+        ],
+        ids=str,
+    )
+    def test_paged_attention_refuses_what_excludes_each_other(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any], words: str
+    ) -> None:
+        options = dict(options)
+        case = self.paged([(1, 40)], dtype, alibi=options.pop("alibi", False))
+        refused = replace(case, options={**case.options, **options})
+        with pytest.raises(ConfigError, match=words):
+            refused.run(op("paged_attention"))
+
     @pytest.mark.spec("KV-QUANT")
     @pytest.mark.parametrize("dim", [40, 64, 128])
-    @pytest.mark.parametrize("options", [{}, {"sliding_window": 20, "soft_cap": 3.0}], ids=str)
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"sliding_window": 20, "soft_cap": 3.0}, {"attention_chunk": 20, "alibi": True}],
+        ids=str,
+    )
     def test_paged_attention_over_a_cache_of_one_byte(
         self,
         op: Callable[[str], Any],
@@ -166,6 +229,8 @@ class AttentionConformance(OpSuite):
         {},
         {"sliding_window": 20},
         {"sliding_window": 70},  # wider than most kernels' tiles
+        {"attention_chunk": 24},
+        {"alibi": True},
         {"soft_cap": 5.0},
         {"num_heads": 8, "num_kv_heads": 1},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
@@ -185,7 +250,9 @@ class AttentionConformance(OpSuite):
 
     LONG: ClassVar = [(1, 1400), (70, 1100), (3, 1030), (1, 513), (40, 40)]
 
-    @pytest.mark.parametrize("options", [{}, {"sliding_window": 600}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{}, {"sliding_window": 600}, {"attention_chunk": 600}, {"alibi": True}], ids=str
+    )
     def test_paged_attention_over_a_long_context(
         self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
     ) -> None:
@@ -216,7 +283,14 @@ class AttentionConformance(OpSuite):
 
     @pytest.mark.parametrize(
         "options",
-        [{}, {"sinks": True}, {"sliding_window": 600}, {"num_heads": 8, "num_kv_heads": 1}],
+        [
+            {},
+            {"sinks": True},
+            {"sliding_window": 600},
+            {"attention_chunk": 600},
+            {"alibi": True},
+            {"num_heads": 8, "num_kv_heads": 1},
+        ],
         ids=str,
     )
     def test_paged_attention_of_a_shared_prefix(
@@ -229,7 +303,8 @@ class AttentionConformance(OpSuite):
         shared = [(1400, 88), (1030, 64), (1024, 64), (513, 32), (1100, 66), (1200, 66), (700, 31)]
         lengths = [(1, length) for length, _ in shared] + [(3, 1100), (1, 1100), (1, 40), (1, 600)]
         case = self.paged(lengths, dtype, **options)
-        window = "sliding_window" in options  # its table begins with the null block
+        # Their tables begin with the null block.
+        window = "sliding_window" in options or "attention_chunk" in options
         for b, (_, blocks) in enumerate([*shared, (1100, 64), (1100, 64)]):
             if b and not window:
                 case.block_table[b, :blocks] = case.block_table[0, :blocks]

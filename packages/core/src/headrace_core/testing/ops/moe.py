@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
-from headrace_core.testing.ops.inputs import call_wide
+from headrace_core.testing.ops.inputs import bits_equal, call_wide
 from headrace_core.testing.ops.suite import OpSuite
 
 
@@ -21,7 +21,7 @@ class MoEConformance(OpSuite):
         ("experts", "top_k", "hidden", "intermediate"),
         [(1, 1, 16, 16), (4, 2, 40, 24), (8, 3, 64, 33), (16, 4, 100, 130)],
     )
-    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+    @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
     def test_moe(
         self,
         op: Callable[[str], Any],
@@ -51,6 +51,35 @@ class MoEConformance(OpSuite):
         out = moe(x, moe.pack(gate_up, down), weights, ids, "silu")
         self.check(out, call_wide(_moe_of, x, gate_up, down, weights, ids, "silu"), dtype)
 
+    @pytest.mark.parametrize("biased", ["both", "gate_up", "down"])
+    def test_moe_with_biases(self, op: Callable[[str], Any], dtype: str, biased: str) -> None:
+        moe = op("moe")
+        matrices = self._experts(5, 40, 33, dtype)
+        biases = [
+            self.rand(5, size, dtype=dtype, seed=7) if biased in ("both", name) else None
+            for name, size in (("gate_up", 66), ("down", 40))
+        ]
+        packed = moe.pack(*matrices, *biases)
+        for rows in (1, 33):
+            x = self.rand(rows, 40, dtype=dtype)
+            weights, ids = self._routing(rows, 5, 2)
+            out = moe(x, packed, weights, ids, "clamped_swiglu")
+            arguments = (x, *matrices, weights, ids, "clamped_swiglu", *biases)
+            self.check(out, call_wide(_moe_of, *arguments), dtype)
+
+    def test_moe_keeps_nothing_that_it_packed(self, op: Callable[[str], Any], dtype: str) -> None:
+        moe = op("moe")
+        if not moe.pack_copies:
+            pytest.skip("it keeps what it packed")
+        matrices = self._experts(3, 24, 16, dtype)
+        biases = self.rand(3, 32, dtype=dtype), self.rand(3, 24, dtype=dtype)
+        packed = moe.pack(*matrices, *biases)
+        x, routing = self.rand(4, 24, dtype=dtype), self._routing(4, 3, 2)
+        before = moe(x, packed, *routing, "silu")
+        for tensor in (*matrices, *biases):
+            tensor.fill_(torch.nan)
+        assert bits_equal(moe(x, packed, *routing, "silu"), before)
+
     def test_moe_is_row_invariant(self, invariant_op: Callable[[str], Any], dtype: str) -> None:
         moe = invariant_op("moe")
         packed = moe.pack(*self._experts(8, 64, 33, dtype))
@@ -77,6 +106,13 @@ class MoEConformance(OpSuite):
 
 
 def _moe_of(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, kind: str
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    kind: str,
+    *biases: Tensor | None,
 ) -> Tensor:
-    return reference.moe(x, reference.moe.pack(gate_up, down), weights, ids, kind)
+    packed = reference.moe.pack(gate_up, down, *biases)
+    return reference.moe(x, packed, weights, ids, kind)

@@ -75,16 +75,17 @@ def paged_case(
     layout: str = "NHD",
     seed: int = 0,
     cache_dtype: str | None = None,
+    alibi: bool = False,
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
 
-    Slots that no request owns are NaN, blocks that a sliding window has passed are the null block,
+    Slots that no request owns are NaN, blocks that a window or a chunk has passed are the null block,
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
-    is stored under ``k_scale`` and ``v_scale`` of the options.
+    is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head.
     """
-    window = options.get("sliding_window") or 0
+    window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
     num_blocks = sum(blocks_of) + 2
     caches = empty_caches(num_blocks, block_size, num_kv_heads, head_dim, layout, dtype)
@@ -93,6 +94,8 @@ def paged_case(
     taken = 0
     for b, (num_new, seq_len) in enumerate(lengths):
         first_seen = max(0, seq_len - num_new - window + 1) if window > 0 else 0
+        if chunk is not None:
+            first_seen = max(0, seq_len - num_new) // chunk * chunk
         for column in range(first_seen // block_size, blocks_of[b]):
             block = int(order[taken])
             taken += 1
@@ -114,6 +117,9 @@ def paged_case(
     for num_new, _ in lengths:
         starts.append(starts[-1] + num_new)
     seq_lens = [seq_len for _, seq_len in lengths]
+    if alibi:
+        slopes = torch.tensor([0.7 ** (head + 1) for head in range(num_heads)])
+        options = {**options, "alibi_slopes": slopes.to(device)}
     return PagedCase(
         query=query,
         key_cache=moved(caches[0], device),

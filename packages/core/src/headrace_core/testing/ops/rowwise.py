@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headrace_core import reference
-from headrace_core.ops import ACTIVATIONS
+from headrace_core.errors import ConfigError
+from headrace_core.ops import ACTIVATIONS, GATED_ACTIVATIONS
 from headrace_core.testing.ops.inputs import bits_equal, call_wide
 from headrace_core.testing.ops.suite import OpSuite
 
@@ -18,7 +19,7 @@ WIDTHS = (1, 8, 40, 64, 100, 257)
 
 
 class RowwiseConformance(OpSuite):
-    """Norms, activations, sums, embedding, routing."""
+    """Norms, activations, sums, embedding."""
 
     @pytest.mark.parametrize("rows", ROWS)
     def test_embedding(self, op: Callable[[str], Any], dtype: str, rows: int) -> None:
@@ -115,12 +116,18 @@ class RowwiseConformance(OpSuite):
         out = op("activation")(x, kind)
         self.check(out, call_wide(reference.activation, x, kind), dtype)
 
-    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    @pytest.mark.parametrize("kind", GATED_ACTIVATIONS)
     def test_activation_and_mul(self, op: Callable[[str], Any], dtype: str, kind: str) -> None:
         for rows, width in [(0, 8), (1, 1), (1, 100), (3, 257), (33, 64)]:
-            x = self.rand(rows, 2 * width, dtype=dtype)
+            x = self.rand(rows, 2 * width, dtype=dtype) * (4 if kind == "clamped_swiglu" else 1)
             out = op("activation_and_mul")(x, kind)
             self.check(out, call_wide(reference.activation_and_mul, x, kind), dtype)
+
+    def test_what_is_only_a_gate_is_no_activation(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        with pytest.raises(ConfigError, match="clamped_swiglu"):
+            op("activation")(self.rand(1, 8, dtype=dtype), "clamped_swiglu")
 
     def test_activation_and_mul_of_a_slice(self, op: Callable[[str], Any], dtype: str) -> None:
         x = self.rand(5, 100, dtype=dtype)[:, 6:86]
@@ -140,6 +147,27 @@ class RowwiseConformance(OpSuite):
         assert bits_equal(op("add")(x, y), x + y)
         assert bits_equal(op("scale")(x, 2.0), x * 2)
 
+    def test_xielu(self, op: Callable[[str], Any], dtype: str) -> None:
+        for shape in [(0, 5), (1, 1), (3, 257), (2, 3, 7)]:
+            x = self.rand(*shape, dtype=dtype) * 4
+            out = op("xielu")(x, 0.8, 0.9)
+            self.check(out, call_wide(reference.xielu, x, 0.8, 0.9), dtype)
+
+    def test_xielu_over_its_whole_range(self, op: Callable[[str], Any], dtype: str) -> None:
+        """Near 0 too, where the difference of an exponential and 1 would lose its digits."""
+        wide, near = torch.linspace(-60, 60, 4001), torch.logspace(-8, 0, 400)
+        x = torch.cat((wide, near, -near)).to(getattr(torch, dtype)).to(self.device)
+        out = op("xielu")(x, 0.8, 0.9, beta=0.0)
+        self.check(out, call_wide(reference.xielu, x, 0.8, 0.9, beta=0.0), dtype)
+
+    @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
+    def test_gate(self, op: Callable[[str], Any], dtype: str, activation: str | None) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x, gate = self.rand(rows, 2 * width, dtype=dtype).chunk(2, dim=1)
+            out = op("gate")(x, gate, activation=activation)
+            expected = call_wide(reference.gate, x, gate, activation=activation)
+            self.check(out, expected, dtype)
+
     @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
     def test_to_float32(self, op: Callable[[str], Any], dtype: str, soft_cap: float) -> None:
         for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
@@ -148,31 +176,6 @@ class RowwiseConformance(OpSuite):
             self.check(out, call_wide(reference.to_float32, x, soft_cap=soft_cap), "float32")
             if not soft_cap:
                 assert bits_equal(out, x.float())
-
-    @pytest.mark.parametrize("renormalise", [False, True])
-    @pytest.mark.parametrize(("experts", "k"), [(1, 1), (4, 2), (8, 8), (60, 4), (128, 8)])
-    def test_topk_softmax(
-        self, op: Callable[[str], Any], dtype: str, experts: int, k: int, renormalise: bool
-    ) -> None:
-        for rows in ROWS:
-            x = self.rand(rows, experts, dtype=dtype) * 4
-            weights, ids = op("topk_softmax")(x, k, renormalise=renormalise)
-            expected, chosen = call_wide(reference.topk_softmax, x, k, renormalise=renormalise)
-            self.check(weights, expected, "float32")
-            assert torch.equal(ids.cpu(), chosen)
-
-    def test_topk_softmax_of_equal_scores(self, op: Callable[[str], Any], dtype: str) -> None:
-        x = torch.zeros(2, 9, dtype=getattr(torch, dtype), device=self.device)
-        x[1, 7] = 1
-        _, ids = op("topk_softmax")(x, 3, renormalise=True)
-        assert ids.tolist() == [[0, 1, 2], [7, 0, 1]]
-
-    def test_topk_softmax_is_row_invariant(
-        self, invariant_op: Callable[[str], Any], dtype: str
-    ) -> None:
-        run = invariant_op("topk_softmax")
-        x = self.rand(70, 60, dtype=dtype)
-        self.check_rows(x, lambda rows: run(rows, 4, renormalise=False)[0], "topk_softmax")
 
     def test_rowwise_ops_are_row_invariant(
         self, invariant_op: Callable[[str], Any], dtype: str
@@ -186,6 +189,7 @@ class RowwiseConformance(OpSuite):
             ("activation", ("gelu",)),
             ("activation", ("gelu_tanh",)),
             ("scale", (0.3,)),
+            ("xielu", (0.8, 0.9)),
             ("to_float32", ()),
         ]:
             run = invariant_op(name)

@@ -14,16 +14,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.activations import Activation, ActivationAndMul
+from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
-from headrace_kernels.cpu.ops.elementwise import Add, Scale, ToFloat32
+from headrace_kernels.cpu.ops.elementwise import Add, Gate, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.linear import Linear
+from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
+from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
+from headrace_kernels.cpu.ops.recurrent import (
+    RGLRU,
+    WKV,
+    CausalConv,
+    DeltaRule,
+    GatedRMSNorm,
+    SelectiveScan,
+    StateSpaceScan,
+)
 from headrace_kernels.cpu.ops.rotary import CacheWrite, Rotary, RotaryCacheWrite
-from headrace_kernels.cpu.ops.routing import TopKSoftmax
+from headrace_kernels.cpu.ops.routing import RouteExperts
 from headrace_kernels.cpu.ops.sampling import Sample, TopLogprobsKernel
 
 
@@ -45,16 +55,28 @@ def native_ops(library: Library) -> NativeOps:
         "add_layer_norm": AddLayerNorm(library),
         "activation": Activation(library),
         "activation_and_mul": ActivationAndMul(library),
+        "xielu": XIELU(library),
         "add": Add(library),
         "scale": Scale(library),
+        "gate": Gate(library),
         "to_float32": ToFloat32(library),
-        "topk_softmax": TopKSoftmax(library),
+        "route_experts": RouteExperts(library),
         "rotary": Rotary(library),
         "cache_write": CacheWrite(library),
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "varlen_attention": VarlenAttention(library),
+        "latent_cache_write": LatentCacheWrite(library),
+        "latent_attention": LatentAttention(library),
+        "causal_conv": CausalConv(library),
+        "selective_scan": SelectiveScan(library),
+        "state_space_scan": StateSpaceScan(library),
+        "delta_rule": DeltaRule(library),
+        "rg_lru": RGLRU(library),
+        "wkv": WKV(library),
+        "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
+        "head_linear": HeadLinear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),
         "sample": Sample(library),

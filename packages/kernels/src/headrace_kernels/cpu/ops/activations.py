@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.arguments import activation_code, dtype_code, matrix
+from headrace_kernels.cpu.ops.arguments import activation_code, dtype_code, gate_code, matrix
 
 
 class Activation:
@@ -40,7 +40,25 @@ class ActivationAndMul:
             rows,
             width,
             stride,
-            activation_code(kind),
+            gate_code(kind),
             dtype_code(x.dtype),
         )
+        return out
+
+
+class XIELU:
+    """See :class:`headrace_core.ops.XIELUOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.xielu
+
+    def __call__(
+        self, x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+    ) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), x.numel(), alpha_p, alpha_n, beta, eps,
+            dtype_code(x.dtype),
+        )  # fmt: skip
         return out

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import ACTIVATIONS, PackedLinear
+from headrace_core.ops import ACTIVATIONS, GATED_ACTIVATIONS, PackedLinear
 from headrace_kernels.cpu.library import DTYPES
 
 CODES: Mapping[torch.dtype, int] = {getattr(torch, name): code for name, code in DTYPES.items()}
 NAMES: Mapping[torch.dtype, str] = {getattr(torch, name): name for name in DTYPES}
-_KINDS: Mapping[str, int] = {name: code for code, name in enumerate(ACTIVATIONS)}
+_KINDS: Mapping[str, int] = {name: code for code, name in enumerate(GATED_ACTIVATIONS)}
+_WITHOUT_GATE: Mapping[str, int] = {name: _KINDS[name] for name in ACTIVATIONS}
 
 
 def describe(x: Tensor) -> str:
@@ -63,12 +64,19 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 def activation_code(kind: str) -> int:
+    return _code_of(kind, _WITHOUT_GATE)
+
+
+def gate_code(kind: str) -> int:
+    """Of what stands between a gate and what it lets through."""
+    return _code_of(kind, _KINDS)
+
+
+def _code_of(kind: str, codes: Mapping[str, int]) -> int:
     try:
-        return _KINDS[kind]
+        return codes[kind]
     except KeyError:
-        raise ConfigError(
-            f"activation kind {kind!r} is unknown; kinds are {list(ACTIVATIONS)}"
-        ) from None
+        raise ConfigError(f"activation kind {kind!r} is unknown; kinds are {list(codes)}") from None
 
 
 def int64(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
+from headrace_core.ops import check_mask
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, unit_last, vector
 from headrace_kernels.cpu.ops.caches import Geometries, sizes
@@ -40,6 +41,8 @@ class PagedAttention:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         causal: bool = True,
+        attention_chunk: int | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -58,16 +61,27 @@ class PagedAttention:
         if sinks is not None:
             sinks = vector(sinks.float(), torch.float32, q_heads, "paged_attention: sinks")
             sink_pointer = sinks.data_ptr()
-        window = 0 if sliding_window is None else sliding_window
-        if window > 0 and not causal:
-            raise ConfigError(f"paged_attention: sliding_window = {window} without causal")
+        slope_pointer = None
+        if alibi_slopes is not None:
+            name = "paged_attention: alibi_slopes"
+            alibi_slopes = vector(alibi_slopes, torch.float32, q_heads, name)
+            slope_pointer = alibi_slopes.data_ptr()
+        window = 0 if sliding_window is None else max(0, sliding_window)
+        check_mask(
+            causal=causal,
+            sliding_window=window,
+            attention_chunk=attention_chunk,
+            alibi=alibi_slopes is not None,
+        )
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
+            slope_pointer,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
-            block_table.shape[1], window, scale, soft_cap, causal, dtype_code(query.dtype),
+            block_table.shape[1], window, attention_chunk or 0, scale, soft_cap, causal,
+            dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,31 @@ class Scale:
         width = x.shape[1]
         out = torch.empty(rows, width, dtype=x.dtype)
         self._kernel(out.data_ptr(), x.data_ptr(), rows, width, stride, factor, dtype_code(x.dtype))
+        return out
+
+
+_OPENINGS: Mapping[str | None, int] = {None: 0, "silu": 1, "sigmoid": 2}
+
+
+class Gate:
+    """See :class:`headrace_core.ops.GateOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.gate
+
+    def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+        if x.shape != gate.shape or x.dtype is not gate.dtype:
+            raise ConfigError(f"gate: x is {describe(x)}, gate is {describe(gate)}")
+        if activation not in _OPENINGS:
+            raise ConfigError(f"gate: activation {activation!r}: must be one of {list(_OPENINGS)}")
+        x, rows, x_stride = matrix(x)
+        gate, _, gate_stride = matrix(gate)
+        width = x.shape[1]
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), gate.data_ptr(), rows, width, x_stride, gate_stride,
+            _OPENINGS[activation], dtype_code(x.dtype),
+        )  # fmt: skip
         return out
 
 

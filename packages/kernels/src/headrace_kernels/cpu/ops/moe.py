@@ -12,9 +12,9 @@ from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     NAMES,
-    activation_code,
     describe,
     dtype_code,
+    gate_code,
     int64,
     matrix,
     mismatch,
@@ -22,31 +22,47 @@ from headrace_kernels.cpu.ops.arguments import (
 
 
 class MoE:
-    """See :class:`headrace_core.ops.MoEOp`; ``data`` is (gate_up, down, experts, intermediate).
+    """See :class:`headrace_core.ops.MoEOp`; ``data`` is (gate_up, its bias, down, its bias, experts,
+    intermediate).
 
     Raises:
         IndexError: a routed expert does not exist.
     """
 
+    pack_copies = True
+
     def __init__(self, library: Library) -> None:
         self._library, self._kernel = library, library.moe
 
-    def pack(self, gate_up: Tensor, down: Tensor) -> PackedLinear:
+    def pack(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> PackedLinear:
         experts, double, hidden = gate_up.shape
-        intermediate = double // 2
-        if down.shape != (experts, hidden, intermediate) or down.dtype != gate_up.dtype:
-            raise ConfigError(
-                f"moe: gate_up is {describe(gate_up)}, so down must be "
-                f"[{experts}, {hidden}, {intermediate}]; it is {describe(down)}"
-            )
+        dtype, intermediate = gate_up.dtype, double // 2
+        for name, tensor, shape in (
+            ("down", down, (experts, hidden, intermediate)),
+            ("the bias of gate_up", gate_up_bias, (experts, double)),
+            ("the bias of down", down_bias, (experts, hidden)),
+        ):
+            if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype != dtype):
+                raise ConfigError(
+                    f"moe: gate_up is {describe(gate_up)}, so {name} must be {NAMES.get(dtype)} "
+                    f"{list(shape)}; it is {describe(tensor)}"
+                )
         first, second = self._pack_all(gate_up), self._pack_all(down)
         return PackedLinear(
             in_features=hidden,
             out_features=hidden,
-            dtype=NAMES[gate_up.dtype],
-            data=(first, second, experts, intermediate),
+            dtype=NAMES[dtype],
+            data=(
+                first, _kept(gate_up_bias), second, _kept(down_bias), experts, intermediate,
+            ),
             num_bytes=first.numel() + second.numel(),
-        )
+        )  # fmt: skip
 
     def _pack_all(self, weight: Tensor) -> Tensor:
         """[E, N, K] -> [E, bytes] uint8, each expert packed as a linear weight."""
@@ -73,14 +89,22 @@ class MoE:
                 f"moe: x is {describe(x)}, topk_ids {describe(topk_ids)}, topk_weights "
                 f"{describe(topk_weights)}"
             )
-        gate_up, down, experts, intermediate = packed.data
+        gate_up, gate_up_bias, down, down_bias, experts, intermediate = packed.data
         weights, ids = topk_weights.float().contiguous(), int64(topk_ids)
         out = torch.empty(rows, packed.out_features, dtype=dtype)
         status = self._kernel(
-            out.data_ptr(), x.data_ptr(), gate_up.data_ptr(), down.data_ptr(),
-            weights.data_ptr(), ids.data_ptr(), rows, top_k, experts, packed.in_features,
-            intermediate, stride, activation_code(kind), CODES[dtype],
+            out.data_ptr(), x.data_ptr(), gate_up.data_ptr(), _pointer(gate_up_bias),
+            down.data_ptr(), _pointer(down_bias), weights.data_ptr(), ids.data_ptr(), rows, top_k,
+            experts, packed.in_features, intermediate, stride, gate_code(kind), CODES[dtype],
         )  # fmt: skip
         if status:
             raise IndexError(f"moe: a routed expert is outside [0, {experts})")
         return out
+
+
+def _kept(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach().clone().contiguous()
+
+
+def _pointer(bias: Tensor | None) -> int | None:
+    return None if bias is None else bias.data_ptr()

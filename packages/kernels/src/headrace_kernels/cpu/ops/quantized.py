@@ -15,9 +15,9 @@ from headrace_kernels.cpu.library import BAD_VALUES, DTYPES, Library
 from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
-    activation_code,
     bias_for,
     dtype_code,
+    gate_code,
     gate_width,
     matrix,
     rows_for,
@@ -127,7 +127,7 @@ class QuantLinear:
         self._gated_kernel(
             out.data_ptr(), x.data_ptr(), weight.data.data_ptr(), bias_pointer, rows, out_features,
             packed.in_features, stride, weight.group_size, weight.bits, weight.has_zeros,
-            weight.scale_dtype, weight.limbs, activation_code(kind), CODES[dtype],
+            weight.scale_dtype, weight.limbs, gate_code(kind), CODES[dtype],
         )  # fmt: skip
         return out
 

@@ -1,0 +1,243 @@
+"""Ops of recurrent layers: numbers, states where they belong, and the same bits however a request is
+cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headrace_core import reference
+from headrace_core.testing.ops.inputs import bits_equal, wide
+from headrace_core.testing.ops.suite import OpSuite
+
+BLOCKS = 9
+Run = Callable[..., Tensor]
+"""``run(op, rows, state, state_in, state_out, cu_seqlens_q)``: the op on these rows of its inputs."""
+
+
+@dataclass
+class RecurrentCase:
+    """An op's inputs, all but its state."""
+
+    name: str
+    by_token: dict[str, Tensor]
+    """Arguments with a row for each token."""
+    whole: dict[str, Any]
+    """The others."""
+    state_shape: tuple[int, ...]
+    state_dtype: str = "float32"
+
+    def run(self, op: Callable[..., Any], rows: Any, *state: Any) -> Tensor:
+        """The op on some rows; ``state`` is its four arguments."""
+        names = ("state", "state_in", "state_out", "cu_seqlens_q")
+        chosen = {name: x[rows] for name, x in self.by_token.items()}
+        out: Tensor = op(**chosen, **self.whole, **dict(zip(names, state)))
+        return out
+
+    def widened(self) -> RecurrentCase:
+        """For the reference: everything in float64."""
+        inputs = {name: wide(x) for name, x in self.by_token.items()}
+        others = {name: wide(x) for name, x in self.whole.items()}
+        return RecurrentCase(self.name, inputs, others, self.state_shape, "float64")
+
+
+class RecurrentConformance(OpSuite):
+    """Convolution, scans, the delta rule and their norm."""
+
+    def case(self, name: str, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        """Inputs that lie in a fused projection, sizes that fill no vector."""
+        case: RecurrentCase = getattr(self, f"_{name}")(dtype, tokens, variant)
+        return case
+
+    def _causal_conv(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels, taps = (70, 4) if variant == 0 else (17, 2 + 4 * variant)
+        weight = self.rand(channels, taps, dtype=dtype, seed=1)
+        whole = {
+            "weight": weight if variant else weight.T.contiguous().T,
+            "bias": None if variant else self.rand(channels, dtype=dtype, seed=2),
+            "activation": None if variant else "silu",
+        }
+        x = self.rand(tokens, channels + 9, dtype=dtype)[:, 5 : 5 + channels]
+        return RecurrentCase("causal_conv", {"x": x}, whole, (channels, taps - 1), dtype)
+
+    def _selective_scan(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels, length = (50, 16) if variant == 0 else (7, 3)
+        fused = self.rand(tokens, 2 * channels + 2 * length, dtype=dtype, seed=1)
+        inner, gate, b, c = fused.split([channels, channels, length, length], dim=1)
+        by_token = {"x": inner, "dt": self.rand(tokens, channels, dtype=dtype), "b": b, "c": c}
+        whole = {"a": -self.rand(channels, length, seed=2).exp(), "d": self.rand(channels, seed=3)}
+        if variant == 0:
+            by_token["gate"] = gate
+            whole["dt_bias"] = self.rand(channels, seed=4)
+        return RecurrentCase("selective_scan", by_token, whole, (channels, length))
+
+    def _state_space_scan(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        heads, size, groups, length = ((6, 8, 2, 200), (3, 5, 1, 16), (2, 9, 2, 7))[variant]
+        fused = self.rand(tokens, heads * size + 2 * groups * length, dtype=dtype, seed=1)
+        x, b, c = fused.split([heads * size, groups * length, groups * length], dim=1)
+        x = x.unflatten(1, (heads, size))
+        b, c = (v.unflatten(1, (groups, length)) for v in (b, c))
+        by_token = {"x": x, "b": b, "c": c}
+        whole: dict[str, Any] = {"a": -self.rand(heads, seed=2).exp() * 0.3, "d": None, "dt": None}
+        if variant != 1:
+            del whole["dt"]
+            by_token["dt"] = self.rand(tokens, heads, dtype=dtype, seed=3)
+            whole.update(d=self.rand(heads, seed=4), dt_bias=self.rand(heads, seed=5))
+        if variant == 2:
+            whole["dt_limits"] = (0.2, 0.9)
+        return RecurrentCase("state_space_scan", by_token, whole, (heads, size, length))
+
+    def _delta_rule(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16))[variant]
+        fused = self.rand(tokens, 2 * keys * length + heads * size, dtype=dtype, seed=1)
+        query, key, value = fused.split([keys * length, keys * length, heads * size], dim=1)
+        gates = (heads, length) if variant == 1 else (heads,)
+        by_token = {
+            "query": query.unflatten(1, (keys, length)),
+            "key": key.unflatten(1, (keys, length)) * (0.2 if variant == 2 else 1.0),
+            "value": value.unflatten(1, (heads, size)),
+            "gate": self.rand(tokens, *gates, dtype=dtype, seed=2),
+            "beta": self.rand(tokens, heads, dtype=dtype, seed=3),
+        }
+        whole = {
+            "a_log": self.rand(heads, seed=4) - 1.5, "dt_bias": self.rand(*gates, seed=5),
+            "scale": length**-0.5, "l2_norm_eps": None if variant == 2 else 1e-6,
+            "beta_scale": 2.0 if variant == 1 else 1.0,
+        }  # fmt: skip
+        return RecurrentCase("delta_rule", by_token, whole, (heads, length, size))
+
+    def _rg_lru(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels = 37
+        fused = self.rand(tokens, 3 * channels, dtype=dtype, seed=1)
+        x, opens, decays = fused.chunk(3, dim=1)
+        by_token = {"x": x, "input_gate": opens, "decay_gate": decays}
+        names = ("decay", "input_bias", "decay_bias")
+        whole = {name: self.rand(channels, seed=seed) for seed, name in enumerate(names)}
+        whole["decay"] -= 3
+        return RecurrentCase("rg_lru", by_token, whole, (channels,))
+
+    def _wkv(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        channels = 21
+        key, value = self.rand(tokens, 2 * channels, dtype=dtype, seed=1).chunk(2, dim=1)
+        whole = {"decay": -self.rand(channels).exp() * 0.3, "first": self.rand(channels, seed=2)}
+        return RecurrentCase("wkv", {"key": key * 2, "value": value}, whole, (3, channels))
+
+    def states(self, case: RecurrentCase, seed: int = 9) -> Tensor:
+        """Blocks that lie apart."""
+        apart = self.rand(BLOCKS, 2, *case.state_shape, seed=seed)
+        if case.name == "wkv":
+            apart[:, :, 1] = apart[:, :, 1].abs() + 1  # a denominator
+        return apart[:, 1].to(getattr(torch, case.state_dtype))
+
+    def indices(self, *values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+    def bounds(self, lengths: Sequence[int]) -> Tensor:
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        return ends.to(torch.int32).to(self.device)
+
+    @pytest.mark.parametrize(
+        ("name", "variant"),
+        [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("selective_scan", 1),
+         ("state_space_scan", 0), ("state_space_scan", 1), ("state_space_scan", 2),
+         ("delta_rule", 0), ("delta_rule", 1), ("delta_rule", 2), ("rg_lru", 0), ("wkv", 0)],
+    )  # fmt: skip
+    def test_recurrences(
+        self, op: Callable[[str], Any], dtype: str, name: str, variant: int
+    ) -> None:
+        """Requests that begin, go on in their block or in another, share a beginning, and have no
+        token; two rows are nobody's."""
+        run = op(name)
+        lengths = (5, 1, 0, 41, 3)
+        case = self.case(name, dtype, sum(lengths) + 2, variant)
+        where = self.indices(-1, 2, 3, 4, 4), self.indices(1, 2, 3, 5, 6)
+        state, cu = self.states(case), self.bounds(lengths)
+        before = state.clone()
+        out = case.run(run, slice(None), state, *where, cu)
+        exact, kept = case.widened(), wide(before).double()
+        expected = exact.run(
+            getattr(reference, name), slice(None), kept, *(w.cpu() for w in where), cu.cpu()
+        )
+        self.check(out, expected, dtype)
+        tolerance = self.tolerances[case.state_dtype if name == "causal_conv" else "float32"]
+        torch.testing.assert_close(
+            state.cpu().double(), kept, rtol=10 * tolerance, atol=10 * tolerance
+        )
+        for block in (0, 3, 4, 7, 8):
+            assert bits_equal(state[block], before[block]), f"block {block} is nobody's to write"
+        assert not bool(out[-2:].any())
+
+    @pytest.mark.parametrize(
+        "name",
+        ["causal_conv", "selective_scan", "state_space_scan", "delta_rule", "rg_lru", "wkv"],
+    )
+    def test_recurrences_without_a_state(
+        self, op: Callable[[str], Any], dtype: str, name: str
+    ) -> None:
+        """A profiling run: all begin, nothing is kept."""
+        case, cu = self.case(name, dtype, 9, 0), self.bounds((4, 5))
+        out = case.run(op(name), slice(None), None, None, None, cu)
+        state = self.states(case)
+        began = case.run(op(name), slice(None), state, self.indices(-1, -1), self.indices(1, 2), cu)
+        assert bits_equal(out, began)
+
+    @pytest.mark.parametrize(
+        ("name", "variant"),
+        [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("state_space_scan", 0),
+         ("state_space_scan", 1), ("delta_rule", 0), ("delta_rule", 1), ("rg_lru", 0), ("wkv", 0)],
+    )  # fmt: skip
+    def test_recurrences_cut_anywhere(
+        self, invariant_op: Callable[[str], Any], dtype: str, name: str, variant: int
+    ) -> None:
+        """Outputs and last states have the same bits in one step, token by token, and beside others."""
+        run, tokens = invariant_op(name), 39
+        case = self.case(name, dtype, tokens, variant)
+        state = self.states(case)
+        whole = case.run(
+            run, slice(None), state, self.indices(2), self.indices(1), self.bounds((tokens,))
+        )
+        last = state[1].clone()
+        for pieces in ((1,) * tokens, (33, 6), (2, 1, 36)):
+            state = self.states(case)
+            begin, start, outputs = 2, 0, []
+            for number, length in enumerate(pieces):
+                rows, end = slice(start, start + length), 3 + number % 2
+                where = self.indices(begin), self.indices(end)
+                outputs.append(case.run(run, rows, state, *where, self.bounds((length,))))
+                begin, start = end, start + length
+            assert bits_equal(torch.cat(outputs), whole), pieces
+            assert bits_equal(state[begin], last), pieces
+        state = self.states(case)
+        many = torch.arange(tokens).repeat(3).to(self.device)
+        where = self.indices(-1, 2, 0), self.indices(3, 4, 5)
+        out = case.run(run, many, state, *where, self.bounds((tokens,) * 3))
+        assert bits_equal(out[tokens : 2 * tokens], whole)
+        assert bits_equal(state[4], last)
+
+    @pytest.mark.parametrize("norm_first", [False, True])
+    @pytest.mark.parametrize(("width", "group"), [(64, None), (100, 25), (36, 12), (257, None)])
+    def test_gated_rms_norm(
+        self, op: Callable[[str], Any], dtype: str, width: int, group: int | None, norm_first: bool
+    ) -> None:
+        fused = self.rand(7, 2 * width, dtype=dtype)
+        x, gate = fused.chunk(2, dim=1)
+        for size, activation in ((width, "silu"), (group or width, "sigmoid")):
+            weight = self.rand(size, dtype=dtype, seed=1)
+            options = {"group_size": group, "norm_first": norm_first, "activation": activation}
+            out = op("gated_rms_norm")(x, gate, weight, 1e-5, **options)
+            expected = reference.gated_rms_norm(*map(wide, (x, gate, weight)), 1e-5, **options)
+            self.check(out, expected, dtype)
+
+    def test_gated_rms_norm_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        run = invariant_op("gated_rms_norm")
+        weight, x = self.rand(60, dtype=dtype, seed=1), self.rand(70, 60, dtype=dtype)
+        self.check_rows(
+            x, lambda rows: run(rows, rows, weight, 1e-5, group_size=20, norm_first=False)
+        )

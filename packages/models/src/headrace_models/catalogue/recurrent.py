@@ -1,0 +1,101 @@
+"""Models with recurrent layers, alone or in turns with attention."""
+
+from headrace_models.catalogue.row import Architecture
+
+_RECURRENT = ("recurrent",)
+_HYBRID = ("full", "recurrent")
+
+ROWS = (
+    Architecture("BambaForCausalLM", "bamba:BambaForCausalLM", "Bamba", _HYBRID),
+    Architecture(
+        "FalconH1ForCausalLM",
+        "falcon_h1:FalconH1ForCausalLM",
+        "Falcon-H1",
+        _HYBRID,
+    ),
+    Architecture(
+        "FalconMambaForCausalLM",
+        "mamba:FalconMambaForCausalLM",
+        "Falcon-Mamba",
+        _RECURRENT,
+    ),
+    Architecture(
+        "GraniteMoeHybridForCausalLM",
+        "granite_hybrid:GraniteMoeHybridForCausalLM",
+        "Granite 4.0",
+        _HYBRID,
+    ),
+    Architecture("JambaForCausalLM", "jamba:JambaForCausalLM", "Jamba 1.0 to 1.7", _HYBRID),
+    Architecture(
+        "KimiLinearForCausalLM",
+        "kimi_linear:KimiLinearForCausalLM",
+        "Kimi Linear 48B-A3B",
+        ("latent", "recurrent"),
+    ),
+    Architecture("Lfm2ForCausalLM", "lfm2:Lfm2ForCausalLM", "LFM2", _HYBRID),
+    Architecture("Lfm2MoeForCausalLM", "lfm2:Lfm2MoeForCausalLM", "LFM2 8B-A1B", _HYBRID),
+    Architecture(
+        "Mamba2ForCausalLM",
+        "mamba2:Mamba2ForCausalLM",
+        "Codestral-Mamba",
+        _RECURRENT,
+    ),
+    Architecture("MambaForCausalLM", "mamba:MambaForCausalLM", "Mamba", _RECURRENT),
+    Architecture(
+        "MiniMaxForCausalLM",
+        "minimax:MiniMaxForCausalLM",
+        "MiniMax-Text-01 (-hf)",
+        _HYBRID,
+    ),
+    Architecture(
+        "MiniMaxM1ForCausalLM",
+        "minimax:MiniMaxForCausalLM",
+        "MiniMax-M1",
+        _HYBRID,
+        alias_of="MiniMaxForCausalLM",
+    ),
+    Architecture(
+        "MiniMaxText01ForCausalLM",
+        "minimax:MiniMaxForCausalLM",
+        "MiniMax-Text-01",
+        _HYBRID,
+        alias_of="MiniMaxForCausalLM",
+    ),
+    Architecture(
+        "NemotronHForCausalLM",
+        "nemotron_h:NemotronHForCausalLM",
+        "Nemotron-H, Nemotron Nano 2",
+        _HYBRID,
+    ),
+    Architecture(
+        "OlmoHybridForCausalLM",
+        "olmo_hybrid:OlmoHybridForCausalLM",
+        "OLMo hybrid",
+        _HYBRID,
+    ),
+    Architecture(
+        "Qwen3NextForCausalLM",
+        "qwen3_next:Qwen3NextForCausalLM",
+        "Qwen3-Next",
+        _HYBRID,
+    ),
+    Architecture(
+        "Qwen3_5ForCausalLM",
+        "qwen3_next:Qwen3_5ForCausalLM",
+        "Qwen3.5, text",
+        _HYBRID,
+    ),
+    Architecture(
+        "Qwen3_5MoeForCausalLM",
+        "qwen3_next:Qwen3_5MoeForCausalLM",
+        "Qwen3.5 MoE, text",
+        _HYBRID,
+    ),
+    Architecture(
+        "RecurrentGemmaForCausalLM",
+        "recurrent_gemma:RecurrentGemmaForCausalLM",
+        "RecurrentGemma",
+        ("sliding", "recurrent"),
+    ),
+    Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
+)

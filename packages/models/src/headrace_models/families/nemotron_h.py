@@ -1,0 +1,139 @@
+"""Nemotron-H and Nemotron Nano 2: blocks of Mamba 2, of attention and of MLPs, in a pattern that the
+config spells out. NVIDIA 2025, arXiv:2504.03624."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import LlamaForCausalLM
+from headrace_models.families.mamba2 import scan_rules
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.decoder import Block
+from headrace_models.layers.hybrid_block import FeedForwardBlock, MixerBlock
+from headrace_models.layers.mamba2 import Mamba2Mixer, Mamba2Sizes
+from headrace_models.layers.mlp import MLP, MLPLayer
+from headrace_models.layers.norm import NormLayer
+from headrace_models.recurrent_settings import MAX_TAPS
+from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_OLD = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _rules(base: str) -> tuple[WeightRule, ...]:
+    mixer = f"{base}.layers.{{}}.mixer"
+    return (
+        WeightRule(f"{base}.embeddings", "embed"),
+        WeightRule(f"{base}.layers.{{}}.norm", "layers.{}.norm"),
+        *scan_rules(mixer),
+        WeightRule(f"{mixer}.q_proj", "layers.{}.mixer.qkv", part=0),
+        WeightRule(f"{mixer}.k_proj", "layers.{}.mixer.qkv", part=1),
+        WeightRule(f"{mixer}.v_proj", "layers.{}.mixer.qkv", part=2),
+        WeightRule(f"{mixer}.o_proj", "layers.{}.mixer.out"),
+        WeightRule(f"{mixer}.up_proj", "layers.{}.mixer.up"),
+        WeightRule(f"{mixer}.down_proj", "layers.{}.mixer.down"),
+        WeightRule(f"{base}.norm_f", "final_norm"),
+    )
+
+
+class NemotronHForCausalLM(LlamaForCausalLM):
+    """Checkpoints name the base model ``backbone``, transformers ``model``."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *_rules("backbone"),
+        *_rules("model"),
+        WeightRule("lm_head", "head"),
+    )
+    ignored_weights: ClassVar[Mapping[str, str]] = {r"mtp.*": "a head that predicts several tokens"}
+    embedding_name: ClassVar[str] = "backbone.embeddings"
+    blocks_name: ClassVar[str] = "backbone.layers"
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        self.settings.refuse("sliding_window")
+        self.rotary = None
+
+    def norm_eps(self) -> float:
+        return self.settings.number("layer_norm_epsilon", self.settings.number("norm_eps", 1e-5))
+
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+        return self.make_norm(context, f"{prefix}backbone.norm_f")
+
+    def head_dim(self) -> int:
+        """Early configs say ``attention_head_dim``."""
+        return self.settings.head_dim(self.settings.integer("attention_head_dim", 128))
+
+    def num_layers(self) -> int:
+        return len(self.kinds())
+
+    def kinds(self) -> list[str]:
+        """What each block is, of the values of :data:`LETTERS`."""
+        pattern = self.context.config.get("hybrid_override_pattern")
+        listed = self.context.config.get("layers_block_type")
+        if listed is None and isinstance(pattern, str):
+            listed = [LETTERS.get(letter, letter) for letter in pattern]
+        kinds = [_OLD.get(kind, kind) for kind in listed] if isinstance(listed, list) else []
+        if not 0 < len(kinds) <= MAX_LAYERS or not all(k in LETTERS.values() for k in kinds):
+            raise UnsupportedModel(
+                f"config.json: hybrid_override_pattern = {pattern!r:.200}, layers_block_type = "
+                f"{listed!r:.200}: one must say of each layer whether it is one of "
+                + ", ".join(LETTERS.values())
+            )
+        return kinds
+
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        norm, kind, mixer = (
+            self.make_norm(context, f"{name}.norm"),
+            self.kinds()[index],
+            f"{name}.mixer",
+        )
+        if kind == "linear_attention":
+            return MixerBlock(norm, self.make_mamba(context, mixer))
+        if kind == "full_attention":
+            return MixerBlock(norm, self.make_attention(context, index, mixer))
+        return FeedForwardBlock(norm, self.make_mlp(context, index, mixer))
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        return self.attention(context, name)
+
+    def make_mamba(self, context: BuildContext, name: str) -> Mamba2Mixer:
+        sizes = Mamba2Sizes(
+            hidden_size=self.hidden_size(),
+            num_heads=self.settings.integer("mamba_num_heads", 128),
+            head_dim=self.settings.integer("mamba_head_dim", 64, maximum=MAX_HEAD_DIM),
+            num_groups=self.settings.integer("n_groups", 8),
+            state_size=self.settings.integer("ssm_state_size", 128),
+            taps=self.settings.integer("conv_kernel", 4, maximum=MAX_TAPS),
+        )
+        least = self.settings.number("time_step_min", 0.001)
+        return Mamba2Mixer(
+            context,
+            name,
+            sizes,
+            activation=self.settings.activation("mamba_hidden_act", default="silu"),
+            bias=self.settings.flag("use_bias", False),
+            conv_bias=self.settings.flag("use_conv_bias", True),
+            norm_eps=self.norm_eps(),
+            dt_limits=(least, float("inf")),  # transformers' bounds, not the config's
+        )
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        if self.kinds()[index] == "moe":
+            raise UnsupportedModel(
+                "config.json: layers_block_type has 'moe': Nemotron-H with mixtures of experts is not "
+                "supported"
+            )
+        return MLP(
+            context,
+            f"{name}.up_proj",
+            f"{name}.down_proj",
+            self.hidden_size(),
+            self.settings.integer("intermediate_size"),
+            self.settings.activation("mlp_hidden_act", default="relu2"),
+            bias=self.settings.flag("mlp_bias", False),
+        )

@@ -1,0 +1,147 @@
+"""Checkpoints in Mistral's own layout: ``params.json`` and ``consolidated*.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import TestMistral as MistralSuite
+from test_gated_families import TestMinistral3 as Ministral3Suite
+from torch import Tensor
+
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import UnsupportedModel, WeightsError
+from headrace_core.platform import CpuPlatform
+from headrace_core.testing.model import PagedDriver, build_context
+from headrace_models.loader import load_model
+from headrace_models.resolve import resolve
+
+pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
+
+NAMES = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}  # fmt: skip
+
+
+def params_of(config: Any) -> dict[str, Any]:
+    return {
+        "dim": config.hidden_size,
+        "n_layers": config.num_hidden_layers,
+        "head_dim": config.head_dim,
+        "hidden_dim": config.intermediate_size,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "norm_eps": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "sliding_window": config.sliding_window,
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def relaid(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
+    """Under Mistral's names, with rotary pairs as neighbours."""
+    result = {}
+    for name, tensor in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = tensor.view(-1, 2, head_dim // 2, tensor.shape[1])
+            tensor = heads.transpose(1, 2).reshape(tensor.shape)
+        stem = name.removesuffix(".weight")
+        for theirs, own in NAMES.items():
+            stem = stem.replace(theirs, own)
+        result[f"{stem.removeprefix('model.')}.weight"] = tensor.contiguous()
+    return result
+
+
+class Published:
+    """A tiny model, and its folder in Mistral's layout."""
+
+    def __init__(self, suite: Any, folder: Path, *, shards: int = 1, **more: Any) -> None:
+        self.suite, self.folder = suite, folder
+        self.checkpoint = suite.make_checkpoint(folder / "transformers")
+        config = suite.hf_config()
+        tensors = relaid(load_file(folder / "transformers/model.safetensors"), int(config.head_dim))
+        (folder / "params.json").write_text(json.dumps({**params_of(config), **more}))
+        names = sorted(tensors)
+        for index in range(shards):
+            part = {name: tensors[name] for name in names[index::shards]}
+            file = "consolidated" + (f"-{index + 1:05}-of-{shards:05}" if shards > 1 else "")
+            save_file(part, folder / f"{file}.safetensors")
+
+    def logits(self, prompt: list[int], **settings: Any) -> Tensor:
+        load = LoadConfig(**settings)
+        info = resolve(ModelConfig(model=str(self.folder), max_model_len=64), load, CpuPlatform())
+        model = load_model(info, build_context(info), load=load)
+        return PagedDriver(model).step({"a": prompt})
+
+    def check(self, **settings: Any) -> None:
+        prompt = self.suite.prompt(self.suite.prompt_len)
+        expected = self.checkpoint.logprobs(prompt)
+        self.suite.assert_close(self.logits(prompt, **settings), expected)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_mistral(tmp_path: Path, shards: int) -> None:
+    Published(MistralSuite(), tmp_path, shards=shards).check()
+
+
+def test_ministral_3(tmp_path: Path) -> None:
+    Published(
+        Ministral3Suite(),
+        tmp_path,
+        yarn={"factor": 16.0, "original_max_position_embeddings": 8, "apply_scale": False},
+        llama_4_scaling={"beta": 0.3, "original_max_position_embeddings": 8},
+    ).check()
+
+
+def test_of_both_layouts_the_user_chooses(tmp_path: Path) -> None:
+    """Repositories hold both: transformers' is taken unless Mistral's is asked for."""
+    found = Published(MistralSuite(), tmp_path)
+    for file in (tmp_path / "transformers").iterdir():
+        file.rename(tmp_path / file.name)
+    found.check(load_format="mistral")
+    (tmp_path / "consolidated.safetensors").unlink()
+    (tmp_path / "params.json").unlink()
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"moe": {"num_experts": 8}}, "'moe' is not supported"),
+        ({"vision_encoder": {"hidden_size": 8}}, "'vision_encoder' is not supported"),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "'quantization' is not supported"),
+        ({"sliding_window": [9, None]}, "sliding_window is a list"),
+        ({"dim": "72"}, "dim = '72'"),
+        ({"head_dim": None, "n_heads": 5}, "dim = 72: must be a multiple of n_heads = 5"),
+        ({"yarn": [1]}, r"yarn = \[1\]: must be an object"),
+        ({"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8}}, "must be yarn's"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_named(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    params = {**params_of(MistralSuite().hf_config()), **more}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(UnsupportedModel, match=words):
+        resolve(ModelConfig(model=str(tmp_path)), LoadConfig(), CpuPlatform())
+
+
+def test_unknown_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
+    found = Published(MistralSuite(), tmp_path)
+    file = tmp_path / "consolidated.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "layers.0.attention.wz.weight": torch.zeros(2)}, file)
+    with pytest.raises(WeightsError, match=r"layers\.0\.attention\.wz"):
+        found.logits([1, 2])
+    save_file({**tensors, "layers.0.attention.wq.weight": torch.zeros(7, 72)}, file)
+    with pytest.raises(WeightsError, match=r"layers\.0\.attention\.wq.*whole heads of 18"):
+        found.logits([1, 2])
