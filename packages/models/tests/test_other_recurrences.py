@@ -116,12 +116,14 @@ class TestZamba2(FamilyConformance):
     flips_ties = False
 
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
-        """With softer scores: float32 is not enough for these ones, by transformers either."""
+        """With softer scores and logits: float32 is not enough for others, for transformers either."""
         made = super().make_checkpoint(folder, seed, **overrides)
         with torch.no_grad():
             for name, parameter in made.reference.named_parameters():
-                if "adapter" in name or "q_proj" in name:
-                    parameter.mul_(0.2)
+                if any(
+                    part in name for part in ("adapter", "q_proj", ".linear.", "down_proj", "embed")
+                ):
+                    parameter.mul_(0.3)
         made.reference.save_pretrained(folder)
         return made
 
@@ -133,8 +135,8 @@ class TestZamba2(FamilyConformance):
     def hf_config(self, **overrides: Any) -> Any:
         from transformers import Zamba2Config
 
-        own = {"layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
-               "num_hidden_layers": 4, "mamba_d_state": 6, "mamba_d_conv": 3, "n_mamba_heads": 6,
+        own = {"layers_block_type": ["hybrid", "hybrid", "hybrid"],
+               "num_hidden_layers": 3, "mamba_d_state": 6, "mamba_d_conv": 3, "n_mamba_heads": 6,
                "mamba_ngroups": 2, "chunk_size": 8, "num_mem_blocks": 2, "adapter_rank": 7,
                "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4,
                "add_bias_linear": True}  # fmt: skip
