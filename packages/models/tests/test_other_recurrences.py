@@ -117,7 +117,7 @@ class TestZamba2(FamilyConformance):
 
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
         """With softer scores: float32 is not enough for others, for transformers either."""
-        made = super().make_checkpoint(folder, seed + 3, **overrides)
+        made = super().make_checkpoint(folder, seed + 1, **overrides)
         with torch.no_grad():
             for name, parameter in made.reference.named_parameters():
                 if any(
