@@ -83,7 +83,7 @@ def test_built_in_backends_are_entry_points() -> None:
     assert choose_backend(NEED, preferred=["paged"]) is PagedBackend
 
 
-@pytest.mark.parametrize("name", ["paged", "sdpa", "varlen"])
+@pytest.mark.parametrize("name", ["latent", "paged", "sdpa", "varlen"])
 def test_built_in_names_are_what_users_type(name: str) -> None:
     backend = plugins.load("headrace.attention_backends", name)
     assert backend.name == name

@@ -116,6 +116,14 @@ template <bool coarse> inline vf exp2_of(vf x) {
 #endif
 }
 
+// x, but -inf in the lanes [from, to).
+inline vf outside(vf x, int from, int to) {
+  alignas(64) static constexpr float lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vf lane = ld(lanes), hidden = vset(-__builtin_inff());
+  const vf below = vless(lane, vset(float(to)), hidden, x);  // of the lanes before `to`
+  return vless(lane, vset(float(from)), x, below);
+}
+
 // Whether any lane of any x so far was infinite or NaN, as bits: the largest magnitude of lanes of
 // 32 bits (floats) or 16 (bf16).
 #if defined(HR_AVX512)
@@ -454,6 +462,7 @@ struct UnitRows {
       const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
       for (int64_t w = 0; w < q_width; w += W) {
         st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+        if (!last_head) __builtin_prefetch(from + group * g.q_head + w * STEP);  // the next unit's
       }
     }
   }
@@ -504,8 +513,8 @@ struct UnitRows {
       if (g.slopes != nullptr) add_slope(r, base, line, from, to);
       factor = LOG2E;
     }
-    for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
-    for (int j = own.to; j < to; ++j) line[j] = -__builtin_inff();
+    hide(line, from, own.from);
+    hide(line, own.to, to);
     vf top = ld(line + from);
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;
@@ -519,6 +528,12 @@ struct UnitRows {
     if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
     *best = peak;
     *sum = hsum(adding);
+  }
+
+  // -inf for the scores [from, to). Whole vectors are written, each where one was written before: what is
+  // read next need not wait for pieces to reach the cache.
+  static void hide(float* line, int from, int to) {
+    for (int j = from / W * W; j < to; j += W) st(line + j, outside(ld(line + j), from - j, to - j));
   }
 
   void transform(float* line, int from, int to) const {

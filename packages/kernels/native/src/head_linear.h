@@ -40,11 +40,13 @@ inline void run_head_linear(T* out, const T* x, const T* weight, int64_t rows, i
     const Rows<A> own{a.data + head * a.head_stride, a.row_stride, nullptr};
     float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(ROWS_PIECE * PANEL) * sizeof(float)));
     for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) {
-      panel_product(own, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
-      for (int64_t r = 0; r < many; ++r) {
-        finish_row(out + ((begin + r) * heads + head) * N + p * PANEL, sums + r * PANEL,
-                   static_cast<const T*>(nullptr), packed.features(p));
-      }
+      const auto done = [&](int64_t first, int64_t count, const float* from) {
+        for (int64_t r = 0; r < count; ++r) {
+          finish_row(out + ((begin + first + r) * heads + head) * N + p * PANEL, from + r * PANEL,
+                     static_cast<const T*>(nullptr), packed.features(p));
+        }
+      };
+      panel_product(own, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
     }
   });
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace_core.ops import ACTIVATIONS, HeadNorm
+from headrace_core.ops import GATED_ACTIVATIONS, HeadNorm
 
 try:
     from triton.backends.compiler import GPUTarget
@@ -66,9 +66,30 @@ def small_ops(dtype: torch.dtype) -> None:
     norms.layer_norm(x, weight, weight, 1e-6)
     norms.layer_norm(x, weight, None, 1e-6)
     norms.add_layer_norm(x, x, weight, weight, 1e-6)
-    for kind in ACTIVATIONS:
+    for kind in GATED_ACTIVATIONS:
         activations.activation_and_mul(x, kind)
     activations.activation(x, "gelu")
+
+
+def expert_ops(dtype: torch.dtype) -> None:
+    from headrace_kernels.triton import moe, routing
+
+    scores, bias = torch.ones(3, 64, dtype=dtype), torch.ones(64)
+    routing.route_experts(scores, 6)
+    routing.route_experts(scores, 2, scoring="sparsemixer", jitter=0.1)
+    for group_score in ("max", "top2"):
+        routing.route_experts(
+            scores, 6, scoring="sigmoid", bias=bias, num_groups=8, top_groups=4,
+            group_score=group_score, renormalise=True,
+        )  # fmt: skip
+    gate_up, down = torch.ones(4, 256, 512, dtype=dtype), torch.ones(4, 512, 128, dtype=dtype)
+    biases = torch.ones(4, 256, dtype=dtype), torch.ones(4, 512, dtype=dtype)
+    for rows in (3, 300):
+        x = torch.ones(rows, 512, dtype=dtype)
+        chosen = torch.ones(rows, 2), torch.zeros(rows, 2, dtype=torch.int64)
+        for kind, added in (("silu", ()), ("clamped_swiglu", biases)):
+            op = moe.MoE()
+            op(x, op.pack(gate_up, down, *added), *chosen, kind)
 
 
 def rotary_ops(dtype: torch.dtype) -> None:
@@ -89,7 +110,7 @@ def rotary_ops(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
-    from headrace_kernels.triton import merge, varlen_attention
+    from headrace_kernels.triton import latent_attention, merge, varlen_attention
     from headrace_kernels.triton import unified_attention as unified
 
     for head_dim in head_dims:
@@ -122,6 +143,22 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
                 query, query[:, :2], query[:, :2], ends, max_seqlen=3, scale=0.1, **extra
             )
         lse = torch.ones(8, 5)
+        # DeepSeek's sizes: they do not follow the head's.
+        latent, rope = torch.ones(5, 40, 512, dtype=dtype), torch.ones(5, 40, 64, dtype=dtype)
+        vectors = torch.zeros(9, 64, 576, dtype=dtype)
+        latent_attention.latent_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
+        for longest_context in (40, 4000):
+            latent_attention.latent_attention(
+                latent,
+                rope,
+                vectors,
+                torch.zeros(5, 4, dtype=torch.int32),
+                torch.arange(6, dtype=torch.int32),
+                torch.full((5,), 40, dtype=torch.int32),
+                max_seqlen_q=1,
+                max_seqlen_k=longest_context,
+                scale=0.1,
+            )
         merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())
 
 
@@ -159,8 +196,12 @@ def main() -> None:
     from headrace_kernels.triton import unified_attention
 
     unified_attention._num_programs_wanted = lambda device: 264
+    from headrace_kernels.triton import latent_attention
+
+    latent_attention._num_programs_wanted = lambda device: 264
     small_ops(dtype)
     rotary_ops(dtype)
+    expert_ops(dtype)
     recurrences(dtype)
     attention(dtype, [int(head_dim) for head_dim in sys.argv[3:]])
     print(json.dumps(COMPILED))

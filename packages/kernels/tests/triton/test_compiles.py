@@ -27,6 +27,9 @@ KERNELS = {
     "_layer_norm_kernel",
     "_activation_kernel",
     "_activation_and_mul_kernel",
+    "_route_kernel",
+    "_experts_kernel",
+    "_sum_places_kernel",
     "_cache_write_kernel",
     "_causal_conv_kernel",
     "_selective_scan_kernel",
@@ -39,6 +42,8 @@ KERNELS = {
     "_split_kernel",
     "_reduce_kernel",
     "_varlen_kernel",
+    "_latent_kernel",
+    "_latent_write_kernel",
     "_merge_kernel",
 }
 

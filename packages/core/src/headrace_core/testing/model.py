@@ -9,6 +9,7 @@ quantization method, a driver of the paged cache, and a group of ranks in thread
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -199,6 +200,18 @@ class PlainQuant(QuantMethod, LinearMethod):
         return self.ops.linear(x, state, bias)
 
 
+class RecordingQuant(PlainQuant):
+    """Weights as they are; remembers which layers asked."""
+
+    def __init__(self, ops: OpTable) -> None:
+        super().__init__(ops)
+        self.specs: list[LinearSpec] = []
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        self.specs.append(spec)
+        return self
+
+
 class ThreadRank(Communicator):
     """One of several ranks that are threads of this process."""
 
@@ -286,6 +299,7 @@ def build_context(
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
 
 
@@ -674,6 +688,14 @@ class ModelConformance(ABC):
         expected = checkpoint.logprobs(prompt)
         for logits in run_ranks(self.tensor_parallel, work):
             self.assert_close(logits, expected)
+
+    def test_linear_layers_are_stored_as_quantization_says(self, checkpoint: Checkpoint) -> None:
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
+        context = build_context(info)
+        asked = RecordingQuant(context.ops)
+        self.load(info, dataclasses.replace(context, quant=asked))
+        layers = int(getattr(self.hf_config(), "num_hidden_layers", 1))
+        assert len(asked.specs) > layers, "linear layers must get their method from context.quant"
 
     # ---- loading
 

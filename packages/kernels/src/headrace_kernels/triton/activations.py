@@ -3,7 +3,7 @@
 ``silu(x) = x * sigmoid(x)``; ``gelu`` exact, ``x/2 * (1 + erf(x / sqrt 2))``; ``gelu_tanh`` its
 approximation ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`` (Hendrycks & Gimpel 2016,
 arXiv:1606.08415); ``relu``; ``relu2`` is relu squared (So et al. 2021, arXiv:2109.08668).
-Gated: ``act(x[..., :I]) * x[..., I:]`` (Shazeer 2020, arXiv:2002.05202).
+Gated: ``act(x[..., :I]) * x[..., I:]`` (Shazeer 2020, arXiv:2002.05202), and gpt-oss's clamped form.
 """
 
 # Kernels are traced by triton, not called: their parameters have no Python types.
@@ -11,15 +11,24 @@ Gated: ``act(x[..., :I]) * x[..., I:]`` (Shazeer 2020, arXiv:2002.05202).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import ACTIVATIONS
+from headrace_core.ops import (
+    ACTIVATIONS,
+    CLAMPED_SWIGLU_ALPHA,
+    CLAMPED_SWIGLU_LIMIT,
+    GATED_ACTIVATIONS,
+)
 
 _BLOCK = 1024
+_ALPHA = tl.constexpr(CLAMPED_SWIGLU_ALPHA)
+_LIMIT = tl.constexpr(CLAMPED_SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -41,6 +50,19 @@ def _activate(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """What a gate lets through, of :data:`headrace_core.ops.GATED_ACTIVATIONS`; all float32."""
+    if KIND == "clamped_swiglu":
+        # Not tl.minimum, for the reason above.
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        up = tl.where(up > _LIMIT, _LIMIT, up)
+        up = tl.where(up < -_LIMIT, -_LIMIT, up)
+        return (up + 1.0) * gate * tl.sigmoid(gate * _ALPHA)
+    else:
+        return _activate(gate, KIND) * up
+
+
+@triton.jit
 def _activation_kernel(x_ptr, out_ptr, numel, KIND: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < numel
@@ -59,7 +81,7 @@ def _activation_and_mul_kernel(
     gate = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_stride + size + col, mask=inside, other=0.0)
     # The product is taken in float32: rounding the activation first would cost a bit.
-    y = _activate(gate.to(tl.float32), KIND) * up.to(tl.float32)
+    y = gated(gate.to(tl.float32), up.to(tl.float32), KIND)
     tl.store(out_ptr + row * size + col, y.to(gate.dtype), mask=inside)
 
 
@@ -82,9 +104,9 @@ def activation_and_mul(x: Tensor, kind: str) -> Tensor:
     """See :class:`headrace_core.ops.ActivationAndMulOp`.
 
     Raises:
-        ConfigError: kind is not one of :data:`headrace_core.ops.ACTIVATIONS`.
+        ConfigError: kind is not one of :data:`headrace_core.ops.GATED_ACTIVATIONS`.
     """
-    _check(kind)
+    check_gate(kind)
     size = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
@@ -96,6 +118,11 @@ def activation_and_mul(x: Tensor, kind: str) -> Tensor:
     return out
 
 
-def _check(kind: str) -> None:
-    if kind not in ACTIVATIONS:
-        raise ConfigError(f"activation kind {kind!r} is unknown; kinds are {list(ACTIVATIONS)}")
+def check_gate(kind: str) -> None:
+    """Raises: ConfigError: nothing of that name stands between a gate and what it lets through."""
+    _check(kind, GATED_ACTIVATIONS)
+
+
+def _check(kind: str, kinds: Sequence[str] = ACTIVATIONS) -> None:
+    if kind not in kinds:
+        raise ConfigError(f"activation kind {kind!r} is unknown; kinds are {list(kinds)}")

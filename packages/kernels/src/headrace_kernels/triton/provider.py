@@ -23,8 +23,8 @@ class TritonProvider:
         TRITON_INTERPRET: ``1`` = triton's own switch to interpret kernels with numpy; what makes
             ``cpu`` possible. It is hundreds of times slower than the reference, so the priority
             is below the reference's and only ``choose={...: "triton"}`` selects it.
-        HEADRACE_BATCH_INVARIANT: ``1`` = attention uses one tile shape and never splits the
-            context, so that a row's result does not depend on the other rows.
+        HEADRACE_BATCH_INVARIANT: ``1`` = attention and experts use one tile shape, and attention
+            never splits the context, so that a row's result does not depend on the other rows.
     """
 
     name = "triton"
@@ -49,9 +49,12 @@ class TritonProvider:
         from headrace_kernels.triton import (
             activations,
             cache_write,
+            moe,
+            latent_attention,
             norms,
             recurrent,
             rotary,
+            routing,
             varlen_attention,
         )
         from headrace_kernels.triton import unified_attention as attention
@@ -64,6 +67,8 @@ class TritonProvider:
             "add_layer_norm": norms.add_layer_norm,
             "activation": activations.activation,
             "activation_and_mul": activations.activation_and_mul,
+            "route_experts": routing.route_experts,
+            "moe": moe.MoE(batch_invariant=invariant),
             "rotary": rotary.rotary,
             "cache_write": cache_write.cache_write,
             "rotary_cache_write": rotary.rotary_cache_write,
@@ -76,10 +81,14 @@ class TritonProvider:
             "delta_rule": recurrent.delta_rule,
             "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
+            "latent_cache_write": latent_attention.latent_cache_write,
+            "latent_attention": functools.partial(
+                latent_attention.latent_attention, batch_invariant=invariant
+            ),
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:
-        """True under HEADRACE_BATCH_INVARIANT=1; only paged attention ever depends on the batch."""
+        """True under HEADRACE_BATCH_INVARIANT=1; only paged attention and experts look at the batch."""
         return os.environ.get("HEADRACE_BATCH_INVARIANT") == "1"
 
 

@@ -6,7 +6,7 @@ Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +260,7 @@ class Attention(ProjectedAttention, CachedAttention):
         self.views: KVViews | None = None
         self.head_norm: HeadNorm | None = None
         self.scale_measure: KVScaleMeasure | None = None
+        self.source_spec: Callable[[], AttentionLayerSpec] | None = None
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
@@ -268,6 +269,10 @@ class Attention(ProjectedAttention, CachedAttention):
         self.head_norm = self._fused_norm()
         if self.sinks is not None:
             self.spec = replace(self.spec, sinks=self.sinks.weight)
+
+    def share(self, source: Attention) -> None:
+        """``source`` is the layer whose cache this one reads, and whose scales that is stored with."""
+        self.source_spec = lambda: source.spec
 
     def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
         """See :meth:`headrace_core.model.MeasuresKVScales.measure_kv_scales`."""
@@ -284,11 +289,18 @@ class Attention(ProjectedAttention, CachedAttention):
         if self.scale_measure is not None and self.makes_keys:
             stored = self._to_be_stored(query, key, value, batch.positions)
             self.spec = self.scale_measure(self.spec, *stored)
+        if self.source_spec is not None:
+            self._take_scales(self.source_spec())
         slots = batch.groups[self.group].slot_mapping
         scales = {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale}
         query = self._store(query, key, value, batch.positions, self.views, slots, scales)
         metadata = batch.attention[self.group]
         return self.backend.forward(self.spec, query, None, None, self.kv_cache, metadata)
+
+    def _take_scales(self, source: AttentionLayerSpec) -> None:
+        own = self.spec
+        if own.k_scale is not source.k_scale or own.v_scale is not source.v_scale:
+            self.spec = replace(own, k_scale=source.k_scale, v_scale=source.v_scale)
 
     def _fused_norm(self) -> HeadNorm | None:
         """The norms, if they are of the kind that goes with rotation and write in one pass."""

@@ -18,6 +18,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.gated_norm import GatedRMSNorm
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import Linear, column_parallel, row_parallel, shard_of
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -132,9 +133,9 @@ class DeltaNet(RecurrentLayer):
         inner = self.conv(inner, self.state(0, batch))
         query, key, value = torch.split(inner, self.conv_parts, dim=-1)
         out = self.rule(
-            query.unflatten(1, (-1, sizes.key_dim)),
-            key.unflatten(1, (-1, sizes.key_dim)),
-            value.unflatten(1, (-1, sizes.value_dim)),
+            by_heads(query, sizes.key_dim),
+            by_heads(key, sizes.key_dim),
+            by_heads(value, sizes.value_dim),
             decay,
             beta,
             self.state(1, batch),

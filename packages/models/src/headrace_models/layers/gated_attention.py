@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_models.layers.attention import Attention
+from headrace_models.layers.head_view import in_rows
 from headrace_models.layers.linear import column_parallel
 
 if TYPE_CHECKING:
@@ -62,4 +63,4 @@ class GatedAttention(Attention):
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query, gate, key, value = torch.split(heads, [own, own, kv, kv], dim=1)
         out = self.attend(query, key, value, batch).flatten(1)
-        return self.out(self.ops.gate(out, gate.flatten(1), activation="sigmoid"))
+        return self.out(self.ops.gate(out, in_rows(gate), activation="sigmoid"))

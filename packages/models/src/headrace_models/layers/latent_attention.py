@@ -29,6 +29,7 @@ from headrace_core.model import WeightRule
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.attention import CachedAttention
 from headrace_models.layers.base import Part, Slot, WeightLayer
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import (
     Linear,
     column_parallel,
@@ -54,6 +55,8 @@ def latent_rules(source: str, target: str) -> tuple[WeightRule, ...]:
     return (
         WeightRule(f"{source}.q_proj", f"{target}.direct", part=0),
         WeightRule(f"{source}.kv_a_proj_with_mqa", f"{target}.direct", part=1),
+        # Only this part of the fused layer has a bias.
+        WeightRule(f"{source}.kv_a_proj_with_mqa.bias", f"{target}.direct.bias", part=0),
         WeightRule(f"{source}.q_a_proj", f"{target}.down", part=0),
         WeightRule(f"{source}.kv_a_proj_with_mqa", f"{target}.down", part=1),
         WeightRule(f"{source}.q_a_layernorm", f"{target}.query_norm"),
@@ -231,7 +234,7 @@ class LatentAttention(CachedAttention):
         if self.latent_scale != 1.0:
             latent = self.ops.scale(latent, self.latent_scale)
         head_dim = sizes.nope_head_dim + sizes.rope_head_dim
-        return query.unflatten(1, (self.num_heads, head_dim)), latent, rope_key
+        return by_heads(query, head_dim), latent, rope_key
 
     def expanded(
         self, nope: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor, batch: ForwardBatch

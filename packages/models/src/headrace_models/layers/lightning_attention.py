@@ -10,6 +10,7 @@ import torch
 from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part
 from headrace_models.layers.gated_norm import GatedRMSNorm
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -72,7 +73,7 @@ class LightningAttention(RecurrentLayer):
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
         inputs = self.inputs.activated(x, self.activation)
-        query, key, value = (part.unflatten(1, (-1, self.head_dim)) for part in inputs.chunk(3, -1))
+        query, key, value = (by_heads(part, self.head_dim) for part in inputs.chunk(3, -1))
         out = self.ops.state_space_scan(
             value, None, self.rates, key, query, None, *self.state(0, batch)
         )

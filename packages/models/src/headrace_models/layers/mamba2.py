@@ -17,6 +17,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.gated_norm import GatedRMSNorm
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -136,7 +137,7 @@ class Mamba2Mixer(RecurrentLayer):
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        tokens, sizes = x.shape[0], self.sizes
+        sizes = self.sizes
         gate, inner, step = torch.split(self.in_proj(x), self.parts, dim=-1)
         if self.gate_multiplier != 1.0:
             gate = self.ops.scale(gate, self.gate_multiplier)
@@ -145,10 +146,10 @@ class Mamba2Mixer(RecurrentLayer):
         inner = self.conv(inner, self.state(0, batch))
         inner, key, query = torch.split(inner, self.conv_parts, dim=-1)
         out = self.scan(
-            inner.view(tokens, -1, sizes.head_dim),
+            by_heads(inner, sizes.head_dim),
             step,
-            key.view(tokens, -1, sizes.state_size),
-            query.view(tokens, -1, sizes.state_size),
+            by_heads(key, sizes.state_size),
+            by_heads(query, sizes.state_size),
             self.state(1, batch),
         )
         out = out.flatten(1)
