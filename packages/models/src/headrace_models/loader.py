@@ -449,7 +449,7 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     if rule.interleaved:
         groups = sizes[part]
     elif groups == EACH_KV_HEAD:
-        groups = min(p.units for p in slot.parts)
+        groups = min(slot.parts[p].units for p in stored)
     if any(size % groups for size in sizes.values()):
         raise WeightsError(
             f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"

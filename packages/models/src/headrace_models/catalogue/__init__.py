@@ -11,6 +11,7 @@ from headrace_models.catalogue import (
     decoders,
     gpt,
     latent,
+    mixtures,
     pooled,
     recurrent,
     remote,
@@ -18,7 +19,7 @@ from headrace_models.catalogue import (
 )
 from headrace_models.catalogue.row import CACHES, Architecture
 
-_KINDS = (decoders, gpt, latent, pooled, recurrent, remote, speech)
+_KINDS = (decoders, gpt, latent, mixtures, pooled, recurrent, remote, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
     row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }

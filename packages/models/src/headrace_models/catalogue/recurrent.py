@@ -98,4 +98,6 @@ ROWS = (
         ("sliding", "recurrent"),
     ),
     Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
+    Architecture("Zamba2ForCausalLM", "zamba:Zamba2ForCausalLM", "Zamba2", _HYBRID),
+    Architecture("ZambaForCausalLM", "zamba:ZambaForCausalLM", "Zamba 7B", _HYBRID),
 )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_KNOWN = {kind: kind for kind in LETTERS.values()}
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
@@ -76,9 +77,11 @@ class NemotronHForCausalLM(LlamaForCausalLM):
         pattern = self.context.config.get("hybrid_override_pattern")
         listed = self.context.config.get("layers_block_type")
         if listed is None and isinstance(pattern, str):
-            listed = [LETTERS.get(letter, letter) for letter in pattern]
-        kinds = [_OLD.get(kind, kind) for kind in listed] if isinstance(listed, list) else []
-        if not 0 < len(kinds) <= MAX_LAYERS or not all(k in LETTERS.values() for k in kinds):
+            listed = [LETTERS.get(letter) for letter in pattern]
+        known = {**_KNOWN, **_OLD}
+        given = listed if isinstance(listed, list) else []
+        kinds = [known[kind] for kind in given if isinstance(kind, str) and kind in known]
+        if not 0 < len(kinds) == len(given) <= MAX_LAYERS:
             raise UnsupportedModel(
                 f"config.json: hybrid_override_pattern = {pattern!r:.200}, layers_block_type = "
                 f"{listed!r:.200}: one must say of each layer whether it is one of "

@@ -35,7 +35,7 @@ SHARED_RULES = (
     WeightRule(f"{LAYER}.input_layernorm", "layers.{}.input_norm"),
     WeightRule(
         f"{LAYER}.self_attn.q_proj", "layers.{}.mixer.qkv",
-        split=ALL_PARTS, holds=(0, 1), groups=EACH_KV_HEAD,
+        split=ALL_PARTS, order=(0, 1), groups=EACH_KV_HEAD,
     ),
     WeightRule(f"{LAYER}.self_attn.k_proj", "layers.{}.mixer.qkv", part=2),
     WeightRule(f"{LAYER}.self_attn.v_proj", "layers.{}.mixer.qkv", part=3),
@@ -72,7 +72,7 @@ class Qwen3_5ForCausalLM(LlamaForCausalLM):
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *SHARED_RULES,
         WeightRule(
-            f"{_DELTA}.in_proj_qkv", "layers.{}.mixer.inputs", split=ALL_PARTS, holds=(0, 1, 2)
+            f"{_DELTA}.in_proj_qkv", "layers.{}.mixer.inputs", split=ALL_PARTS, order=(0, 1, 2)
         ),
         WeightRule(f"{_DELTA}.in_proj_z", "layers.{}.mixer.inputs", part=3),
         WeightRule(f"{_DELTA}.in_proj_b", "layers.{}.mixer.gates", part=0),

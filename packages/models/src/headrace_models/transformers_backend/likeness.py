@@ -52,23 +52,6 @@ def rms_norm_like(module: nn.Module) -> NormLike | None:
     return None
 
 
-def activation_like(function: object) -> str | None:
-    """The op's name of an elementwise function; None if it is none of them."""
-    if not callable(function):
-        return None
-    x = _random((64,), 3) * 3
-    answer = _call(function, x)
-    if answer is None:
-        return None
-<<<<<<< HEAD
-    return next(
-        (k for k, f in _ACTIVATIONS.items() if torch.allclose(answer, f(x), **_CLOSE)), None
-    )
-=======
-    return next((k for k, f in _ACTIVATIONS.items() if _close(answer, f(x))), None)
->>>>>>> w/hfback
-
-
 def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | None:
     """The activation of a module that computes ``down(act(gate(x)) * up(x))``, else None."""
     clone = copy.copy(module)

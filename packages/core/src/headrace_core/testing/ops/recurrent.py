@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
-from headrace_core.testing.ops.inputs import bits_equal, wide
+from headrace_core.testing.ops.inputs import bits_equal, call_wide, wide
 from headrace_core.testing.ops.suite import OpSuite
 
 BLOCKS = 9
@@ -228,9 +228,13 @@ class RecurrentConformance(OpSuite):
         x, gate = fused.chunk(2, dim=1)
         for size, activation in ((width, "silu"), (group or width, "sigmoid")):
             weight = self.rand(size, dtype=dtype, seed=1)
-            options = {"group_size": group, "norm_first": norm_first, "activation": activation}
+            options: dict[str, Any] = {
+                "group_size": group,
+                "norm_first": norm_first,
+                "activation": activation,
+            }
             out = op("gated_rms_norm")(x, gate, weight, 1e-5, **options)
-            expected = reference.gated_rms_norm(*map(wide, (x, gate, weight)), 1e-5, **options)
+            expected = call_wide(reference.gated_rms_norm, x, gate, weight, 1e-5, **options)
             self.check(out, expected, dtype)
 
     def test_gated_rms_norm_is_row_invariant(

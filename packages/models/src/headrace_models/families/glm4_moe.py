@@ -1,0 +1,41 @@
+"""GLM-4.5 to 4.7: mixtures of experts routed as DeepSeek V3's, head norms, half of a head turns.
+
+Zeng et al. 2025, arXiv:2508.06471.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder
+from headrace_models.families.qwen3 import HEAD_NORM_RULES
+from headrace_models.layers.attention import SelfAttention
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+
+CORRECTED: Mapping[str, Any] = {"corrected": True, "exact_router": True}
+"""Arguments of mixtures that are routed as DeepSeek V3's."""
+
+
+class Glm4MoeForCausalLM(MoEDecoder):
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (*MOE_RULES, *HEAD_NORM_RULES)
+    mixture: ClassVar[Mapping[str, Any]] = CORRECTED
+    default_partial_rotary: ClassVar[float] = 0.5
+    default_eps: ClassVar[float] = 1e-5
+    norms_heads: ClassVar[bool] = False
+    """Whether heads have norms if the config does not say."""
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        normed = self.settings.flag("use_qk_norm", self.norms_heads)
+        return self.attention(
+            context,
+            name,
+            qkv_bias=self.settings.flag("attention_bias", False),
+            head_norm_eps=self.norm_eps() if normed else None,
+        )

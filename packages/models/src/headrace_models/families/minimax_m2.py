@@ -1,0 +1,77 @@
+"""MiniMax-M2: Mixtral's names, routing by corrected sigmoids, norms over whole queries and keys.
+
+MiniMax 2025, MiniMax-M2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import RULES
+from headrace_models.families.mixtral import EXPERT_NAMES
+from headrace_models.families.moe_rules import expert_rules, router_rules
+from headrace_models.families.moe_shape import MoEDecoder
+from headrace_models.families.qwen3 import HEAD_NORM_RULES
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.heads_norm import WholeRMSNorm
+from headrace_models.layers.mlp import MLPLayer
+from headrace_models.layers.router import Routing
+from headrace_models.settings import MAX_EXPERTS
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+
+_MLP = "model.layers.{}.block_sparse_moe"
+
+
+class MiniMaxM2ForCausalLM(MoEDecoder):
+    """MiniMax-M2, M2.1."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *(rule for rule in RULES if ".mlp." not in rule.target),
+        *HEAD_NORM_RULES,
+        *router_rules(f"{_MLP}.gate", f"{_MLP}.e_score_correction_bias"),
+        *expert_rules(f"{_MLP}.experts", names=EXPERT_NAMES),
+        # as transformers 5 calls them
+        *router_rules(correction="model.layers.{}.mlp.e_score_correction_bias"),
+        *expert_rules(),
+    )
+    ignored_weights: ClassVar[Mapping[str, str]] = {
+        r"model\.mtp\..*": "predicts several tokens at once"
+    }
+    mixture: ClassVar[Mapping[str, Any]] = {"corrected": True, "expert_names": EXPERT_NAMES}
+    default_theta: ClassVar[float] = 5e6
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        """The config says how many dimensions of a head turn."""
+        turning = self.settings.optional_integer("rotary_dim")
+        if turning is not None:
+            self.default_partial_rotary = turning / self.head_dim()  # type: ignore[misc]
+        super().prepare(context, prefix)
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        size, eps = self.head_dim(), self.norm_eps()
+        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
+        return self.attention(
+            context,
+            name,
+            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
+            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+        )
+
+    def routing(self, index: int) -> Routing:
+        return Routing(
+            num_experts=self.settings.integer("num_local_experts", maximum=MAX_EXPERTS),
+            top_k=self.settings.integer("num_experts_per_tok"),
+            scoring="sigmoid",
+            renormalise=True,
+        )
+
+    def expert_size(self, index: int) -> int:
+        return self.settings.integer("intermediate_size")
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        return self.make_mixture(context, index, name.removesuffix("mlp") + "block_sparse_moe")

@@ -1,0 +1,119 @@
+"""What decoders with mixtures of experts share: Llama, in which some or all MLPs are mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core.errors import UnsupportedModel
+from headrace_models.families.llama import RULES, LlamaForCausalLM
+from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.moe import SparseMoE
+from headrace_models.layers.router import Routing
+from headrace_models.settings import MAX_EXPERTS, Settings
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+MOE_RULES = (*RULES, *router_rules(), *expert_rules(), *shared_rules())
+"""Llama's, and those of experts in the layout that DeepSeek and Qwen began."""
+
+
+class MoEDecoder(LlamaForCausalLM):
+    """Families say which layers are dense, how they route, and what sizes they have."""
+
+    weight_rules = MOE_RULES
+    mixture: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of :class:`SparseMoE` that all layers have."""
+    shared_name: ClassVar[str] = "shared_experts"
+
+    def is_dense(self, index: int) -> bool:
+        """Whether the layer has an ordinary MLP."""
+        return index < self.settings.integer("first_k_dense_replace", 0, minimum=0)
+
+    def routing(self, index: int) -> Routing:
+        """DeepSeek V3's: sigmoids, a correction, groups that count by their best two."""
+        return deepseek_routing(self.settings)
+
+    def expert_size(self, index: int) -> int:
+        return self.settings.integer("moe_intermediate_size")
+
+    def shared_size(self, index: int) -> int:
+        """Inner size of what all tokens go to; 0: nothing."""
+        return self.expert_size(index) * self.settings.integer("n_shared_experts", 0, minimum=0)
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        if self.is_dense(index):
+            return super().make_mlp(context, index, name)
+        return self.make_mixture(context, index, name)
+
+    def make_mixture(
+        self, context: BuildContext, index: int, name: str, **differences: Any
+    ) -> SparseMoE:
+        """The mixture of a layer; ``differences`` are further arguments of :class:`SparseMoE`."""
+        arguments = {
+            "hidden_size": self.hidden_size(),
+            "intermediate_size": self.expert_size(index),
+            "routing": self.routing(index),
+            "activation": self.settings.activation("hidden_act"),
+            "shared": self.make_shared(context, index, f"{name}.{self.shared_name}"),
+            **self.mixture,
+            **differences,
+        }
+        return self.mixture_class()(context, name, **arguments)
+
+    def mixture_class(self) -> type[SparseMoE]:
+        return SparseMoE
+
+    def make_shared(self, context: BuildContext, index: int, name: str) -> MLPLayer | None:
+        size = self.shared_size(index)
+        if not size:
+            return None
+        act = self.settings.activation("hidden_act")
+        return GatedMLP(context, name, self.hidden_size(), size, act)
+
+
+def deepseek_routing(settings: Settings) -> Routing:
+    """By the keys of DeepSeek V3's config, which many share."""
+    return Routing(
+        num_experts=settings.integer("n_routed_experts", maximum=MAX_EXPERTS),
+        top_k=settings.integer("num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalise=settings.flag("norm_topk_prob", True),
+        scale=settings.number("routed_scaling_factor", 1.0),
+        num_groups=settings.integer("n_group", 1),
+        top_groups=settings.integer("topk_group", 1),
+        group_score="top2",
+    )
+
+
+def softmax_routing(
+    settings: Settings, *, experts: str = "num_experts", top_k: int = 2, renormalise: bool = False
+) -> Routing:
+    """The likeliest experts of a softmax.
+
+    Args:
+        experts: the config's name of their number.
+        top_k, renormalise: of a config that does not say.
+    """
+    return Routing(
+        num_experts=settings.integer(experts, maximum=MAX_EXPERTS),
+        top_k=settings.integer("num_experts_per_tok", top_k),
+        renormalise=settings.flag("norm_topk_prob", renormalise),
+    )
+
+
+def is_dense_by_list(settings: Settings, index: int, first_dense: int) -> bool:
+    """By ``mlp_layer_types``; without it, the first layers are dense."""
+    kinds = settings.config.get("mlp_layer_types")
+    if kinds is None:
+        return index < first_dense
+    count = settings.integer("num_hidden_layers")
+    known = ("dense", "sparse")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in known for k in kinds):
+        raise UnsupportedModel(
+            f"config.json: mlp_layer_types = {kinds!r:.200}: must be {count} entries out of "
+            f"{', '.join(known)}"
+        )
+    return bool(kinds[index] == "dense")

@@ -1,0 +1,45 @@
+"""OLMoE: mixtures of experts, and norms over whole queries and keys. Muennighoff et al. 2024,
+arXiv:2409.02060.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder, softmax_routing
+from headrace_models.families.qwen3 import HEAD_NORM_RULES
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.heads_norm import WholeRMSNorm
+from headrace_models.layers.router import Routing
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+
+class OlmoeForCausalLM(MoEDecoder):
+    """OLMoE-1B-7B."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (*MOE_RULES, *HEAD_NORM_RULES)
+    default_eps: ClassVar[float] = 1e-5
+
+    def routing(self, index: int) -> Routing:
+        return softmax_routing(self.settings, top_k=8)
+
+    def expert_size(self, index: int) -> int:
+        return self.settings.integer("intermediate_size")
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        self.settings.refuse("clip_qkv")
+        size, eps = self.head_dim(), self.norm_eps()
+        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
+        bias = self.settings.flag("attention_bias", False)
+        return self.attention(
+            context,
+            name,
+            qkv_bias=bias,
+            out_bias=bias,
+            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
+            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+        )
