@@ -115,7 +115,7 @@ class TestHunYuanMoEV1(MoEConformance):
 
 class TestErnie45Moe(MoEConformance):
     stem = "Ernie4_5_Moe"
-    own: ClassVar = {"moe_intermediate_size": 40, "moe_num_experts": 6, "moe_k": 3,
+    own: ClassVar = {"moe_intermediate_size": 40, "moe_num_experts": 5, "moe_k": 4,
                      "moe_num_shared_experts": 2, "moe_layer_end_index": 1}  # fmt: skip
 
 
@@ -127,10 +127,6 @@ class TestGlm4Moe(MoEConformance):
 class TestSolarOpen(MoEConformance):
     stem = "SolarOpen"
     own: ClassVar = {**DEEPSEEK, "head_dim": 20, "norm_topk_prob": False}
-
-    def hf_config(self, **overrides: Any) -> Any:
-        config = super().hf_config(**overrides)
-        return config
 
 
 class TestDots1(MoEConformance):
