@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -100,7 +100,7 @@ def load_model(
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = _tensors(info, context, load, built, chosen, seed, progress)
-            model: object = built.model
+            model = cast(object, built.model)
             if isinstance(model, TranslatesWeights) and chosen is not None:
                 stored = model.translate(stored)
             fill(built, context, stored)
