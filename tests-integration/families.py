@@ -52,6 +52,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
         "bos_token_id": 1, "eos_token_id": 2,
     }),
+    "bloom": ("BloomConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 3, "n_head": 4, "seq_length": 256,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "gptj": ("GPTJConfig", {
+        "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
+        "rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2,
+    }),
     "bamba": ("BambaConfig", {
         **_COMMON, "num_hidden_layers": 5, "attn_layer_indices": [1, 3], "mamba_n_heads": 8,
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4,
@@ -66,6 +74,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {
         **_COMMON, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
         "moe_intermediate_size": 48, "decoder_sparse_step": 1, "norm_topk_prob": True,
+    }),
+    "deepseek_v3": ("DeepseekV3Config", {
+        **_COMMON, "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 6,
+        "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
     }),
 }  # fmt: skip
 

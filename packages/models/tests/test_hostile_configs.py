@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import test_families as families
 import test_gated_families as gated
+import test_gpt_families as gpts
 import test_other_recurrences as others
 import test_qwen2_audio
 import test_recurrent_families as recurrent
+import test_relaid_families as relaid
 import test_rotary_encoders as rotary
 import test_whisper
 from hypothesis import HealthCheck, given, settings
@@ -49,6 +51,12 @@ SUITES.update(
         name: getattr(gated, f"Test{name}")()
         for name in ("Exaone4", "Gemma3n", "Gemma4Experts", "GraniteSWA", "Ministral3", "SmolLM3")
     }
+)
+SUITES.update(
+    {name: getattr(gpts, f"Test{name}")() for name in ("Falcon40B", "GPTNeo", "Mpt", "XGLM")}
+)
+SUITES.update(
+    {name: getattr(relaid, f"Test{name}")() for name in ("Deci7B", "IQuestLoop", "Plamo3", "Solar")}
 )
 SUITES.update(ModernBert=rotary.TestModernBertForSequenceClassification())
 SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceClassification())

@@ -197,7 +197,8 @@ class WeightRule:
 
 
 EACH_KV_HEAD = 0
-"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
+"""``WeightRule.groups`` of a tensor with one group for each key-value head, or, if it holds no keys, for
+each head."""
 
 
 class CausalLM(Protocol):

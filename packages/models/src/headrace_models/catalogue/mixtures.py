@@ -14,6 +14,7 @@ ROWS = (
     Architecture(
         "Cohere2MoeForCausalLM", "cohere2_moe:Cohere2MoeForCausalLM", "Command with experts", _MIXED
     ),
+    Architecture("DbrxForCausalLM", "dbrx:DbrxForCausalLM", "DBRX"),
     Architecture("DeepseekForCausalLM", "deepseek:DeepseekForCausalLM", "DeepSeek-MoE 16B"),
     Architecture("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", _MIXED),
     Architecture(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
-    from headrace_models.layers.decoder import NormLayer
+    from headrace_models.layers.norm import NormLayer
 
 THETA = 10_000_000.0
 _LAYER = "model.layers.{}"

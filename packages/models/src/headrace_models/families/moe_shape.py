@@ -39,6 +39,10 @@ class MoEDecoder(LlamaForCausalLM):
     def expert_size(self, index: int) -> int:
         return self.settings.integer("moe_intermediate_size")
 
+    def gate(self) -> str:
+        """The op's name of the experts' activation."""
+        return self.settings.activation("hidden_act")
+
     def shared_size(self, index: int) -> int:
         """Inner size of what all tokens go to; 0: nothing."""
         return self.expert_size(index) * self.settings.integer("n_shared_experts", 0, minimum=0)
@@ -56,7 +60,7 @@ class MoEDecoder(LlamaForCausalLM):
             "hidden_size": self.hidden_size(),
             "intermediate_size": self.expert_size(index),
             "routing": self.routing(index),
-            "activation": self.settings.activation("hidden_act"),
+            "activation": self.gate(),
             "shared": self.make_shared(context, index, f"{name}.{self.shared_name}"),
             **self.mixture,
             **differences,
@@ -70,8 +74,7 @@ class MoEDecoder(LlamaForCausalLM):
         size = self.shared_size(index)
         if not size:
             return None
-        act = self.settings.activation("hidden_act")
-        return GatedMLP(context, name, self.hidden_size(), size, act)
+        return GatedMLP(context, name, self.hidden_size(), size, self.gate())
 
 
 def deepseek_routing(settings: Settings) -> Routing:

@@ -164,7 +164,7 @@ class LatentAttention(CachedAttention):
         if sizes.q_lora_rank is None:
             names = (f"{name}.q_proj", f"{name}.kv_a_proj_with_mqa")
             parts = (Part(heads.size * head_dim, heads.shard), latent)
-            unbiased = (0,)
+            unbiased: tuple[int, ...] = (0,)
         else:
             names = (f"{name}.q_a_proj", f"{name}.kv_a_proj_with_mqa")
             parts, unbiased = (Part(sizes.q_lora_rank), latent), ()
@@ -304,7 +304,8 @@ class HeadProjections(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         both = tensors["weight"].view(self.shape)
-        key, value = both.split([self.sizes.nope_head_dim, self.sizes.v_head_dim], dim=1)
+        rows = [self.sizes.nope_head_dim, self.sizes.v_head_dim]
+        key, value = torch.split(both, rows, dim=1)
         pack = self.ops.head_linear.pack
         self.latent, self.value = pack(key.transpose(1, 2)), pack(value)
         if self.expands:
@@ -328,7 +329,7 @@ class HeadProjections(WeightLayer):
 
 def latent_scale(rope: RopeSettings, head_dim: int) -> float:
     """Scale of the scores: YaRN's temperature (``mscale_all_dim``) is in it twice, for query and key."""
-    scale = head_dim**-0.5
+    scale = float(head_dim**-0.5)
     if rope.kind == "default" or not rope.scaling.get("mscale_all_dim"):
         return scale
     factor, mscale = rope.number("factor"), rope.number("mscale_all_dim")
