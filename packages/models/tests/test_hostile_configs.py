@@ -11,7 +11,9 @@ import pytest
 import test_families as families
 import test_gated_families as gated
 import test_gpt_families as gpts
+import test_other_recurrences as others
 import test_qwen2_audio
+import test_recurrent_families as recurrent
 import test_relaid_families as relaid
 import test_rotary_encoders as rotary
 import test_whisper
@@ -59,6 +61,8 @@ SUITES.update(
 SUITES.update(ModernBert=rotary.TestModernBertForSequenceClassification())
 SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceClassification())
 SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())
+SUITES.update(Jamba=recurrent.TestJamba(), Qwen3Next=recurrent.TestQwen3Next())
+SUITES.update(NemotronH=recurrent.TestNemotronHMixture(), Kimi=others.TestKimiLinear())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)
     | st.sampled_from([10**12, 2**63, -(10**400), 10**400, "silu", "yarn", "longrope", "linear"]),

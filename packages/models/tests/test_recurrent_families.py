@@ -191,6 +191,19 @@ class TestNemotronH(FamilyConformance):
         return NemotronHConfig(**{**kept, **own, **overrides})
 
 
+class TestNemotronHMixture(TestNemotronH):
+    """Experts that work on a projection of the stream, chosen within groups."""
+
+    def hf_config(self, **overrides: Any) -> Any:
+        own = {
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "moe_latent_size": 20, "moe_intermediate_size": 12, "routed_scaling_factor": 1.7,
+            "moe_shared_expert_intermediate_size": 28,
+        }  # fmt: skip
+        return super().hf_config(**{**own, **overrides})
+
+
 class TestLfm2(FamilyConformance):
     """The middle layer attends; the MLPs' size is rounded."""
 

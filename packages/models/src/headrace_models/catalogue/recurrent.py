@@ -64,7 +64,7 @@ ROWS = (
     Architecture(
         "NemotronHForCausalLM",
         "nemotron_h:NemotronHForCausalLM",
-        "Nemotron-H, Nemotron Nano 2",
+        "Nemotron-H, Nemotron Nano 2 and 3",
         _HYBRID,
     ),
     Architecture(

@@ -186,12 +186,9 @@ class Zamba2ForCausalLM(LlamaForCausalLM):
     def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
         return self.make_norm(context, f"{prefix}model.final_layernorm")
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x, residual = self.embed_tokens(batch), None
-        batch = dataclasses.replace(batch, extra={**batch.extra, EMBEDDINGS: x})
-        for layer in self.layers:
-            x, residual = layer(x, residual, batch)
-        return x, residual
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        extra = {**batch.extra, EMBEDDINGS: x}
+        return super().run_blocks(x, dataclasses.replace(batch, extra=extra))
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         if index not in self.uses:

@@ -15,6 +15,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -104,7 +105,7 @@ class HeadedScan(WeightLayer):
     def __call__(self, x: Tensor, gate: Tensor, state: StateArguments) -> Tensor:
         """x, gate [T, C] -> the same shape."""
         size, length = self.head_dim, self.sizes.state_size
-        vectors = self.ops.head_linear(x.unflatten(1, (self.heads, size)), self.x_proj)
+        vectors = self.ops.head_linear(by_heads(x, size), self.x_proj)
         step, key, query = torch.split(vectors, [self.sizes.step_rank, length, length], dim=-1)
         steps = self.ops.head_linear(step, self.dt_proj)
         outputs = []
