@@ -445,9 +445,8 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     sizes = {index: part.size * part.shard.count for index, part in held.items()}
     stored = list(rule.order or held)
     if rule.interleaved:
-        return tensor.unflatten(slot.part_dim, (-1, len(sizes))).select(
-            slot.part_dim + 1, stored.index(part)
-        )
+        turns = torch.unflatten(tensor, slot.part_dim, (-1, len(sizes)))
+        return turns.select(slot.part_dim + 1, stored.index(part))
     if any(size % groups for size in sizes.values()):
         raise WeightsError(
             f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
