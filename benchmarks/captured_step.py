@@ -43,7 +43,7 @@ def make_worker(model: str, batch: int, context: int) -> ModelWorker:
     worker.load()
     groups = plan_groups(worker.kv_specs())
     blocks = 2 * context // groups[0].spec.block_size * batch * len(groups) + 1
-    worker.allocate_cache(KVCacheConfig(blocks, groups))
+    worker.allocate_cache(KVCacheConfig((blocks,), groups))
     worker.warm_up()
     return worker
 

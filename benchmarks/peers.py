@@ -68,26 +68,34 @@ class Peers:
             raise Absent(f"{path} is not there")
         return path
 
-    def worker(self, engine: str, model: str, precision: str) -> Launch:
+    def worker(
+        self, engine: str, model: str, precision: str, *, cache_gib: int = CACHE_GIB
+    ) -> Launch:
         """The engine behind ``worker.py``.
 
         Raises:
             Absent: it, or its checkpoint, is not installed.
         """
-        path = str(self.checkpoint(engine, model, precision))
-        settings: dict[str, Any] = {"model": path}
+        path = self.checkpoint(engine, model, precision)
+        return self.worker_of(engine, path, precision, cache_gib=cache_gib)
+
+    def worker_of(
+        self, engine: str, path: Path, precision: str, *, cache_gib: int = CACHE_GIB
+    ) -> Launch:
+        """As :meth:`worker`, of any checkpoint."""
+        settings: dict[str, Any] = {"model": str(path)}
         if engine in ("headrace", "vllm"):
             settings |= {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 64}
         if engine in ("headrace", "vllm", "transformers"):
             settings["dtype"] = "bfloat16"
         if engine == "headrace":
             settings |= {"skip_tokenizer_init": True, "use_tqdm_on_load": False,
-                         "kv_cache_memory_bytes": CACHE_GIB << 30,
+                         "kv_cache_memory_bytes": cache_gib << 30,
                          "kv_cache_ahead_bytes": -1} | _quantized(precision)  # fmt: skip
         if engine == "openvino":
-            settings["cache_gib"] = CACHE_GIB
+            settings["cache_gib"] = cache_gib
         words = [self.python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
-        return Launch(words, self.environment(engine), unset(engine))
+        return Launch(words, self.environment(engine, cache_gib), unset(engine))
 
     def client_worker(self, url: str, version: str) -> Launch:
         """``worker.py`` in front of a server that runs already."""
@@ -157,14 +165,14 @@ class Peers:
         """The interpreter that has it."""
         return sys.executable if engine == "headrace" else self.program(engine, "python")
 
-    def environment(self, engine: str) -> dict[str, str]:
+    def environment(self, engine: str, cache_gib: int = CACHE_GIB) -> dict[str, str]:
         """What each engine is best with, found by trying."""
         common = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         if engine == "vllm":
             # Its own default binds one thread only and keeps a core for the server.
             return common | {
                 "VLLM_CPU_OMP_THREADS_BIND": f"0-{self.num_threads - 1}",
-                "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
+                "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
                 "THP_MEM_ALLOC_ENABLE": "1",
                 "LD_PRELOAD": ":".join(self._preloads()),
             }

@@ -142,7 +142,7 @@ def _measure_scales(resolved: Any, driver: Any) -> None:
 
     groups = plan_groups({name: layer.kv_spec for name, layer in driver.layers.items()})
     prompt = measuring_batch(
-        KVCacheConfig(1 + len(groups) * _num_blocks(resolved), groups),
+        KVCacheConfig((1 + len(groups) * _num_blocks(resolved),), groups),
         vocab_size=resolved.info.vocab_size,
         max_model_len=resolved.info.max_model_len,
         device=torch.device("cpu"),

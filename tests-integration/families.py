@@ -36,10 +36,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         **_COMMON, "num_hidden_layers": 6, "head_dim": 16, "sliding_window": 24,
         "query_pre_attn_scalar": 16,
     }),
+    "gemma4": ("Gemma4TextConfig", {
+        **_COMMON, "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32,
+        "sliding_window": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    }),
+    "cohere2": ("Cohere2Config", {
+        **_COMMON, "sliding_window": 24, "logit_scale": 1.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }),
+    "olmo2": ("Olmo2Config", {**_COMMON}),
     "phi3": ("Phi3Config", {**_COMMON}),
     "gpt2": ("GPT2Config", {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
         "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "bamba": ("BambaConfig", {
+        **_COMMON, "num_hidden_layers": 5, "attn_layer_indices": [1, 3], "mamba_n_heads": 8,
+        "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4,
+        "mamba_chunk_size": 8,
+    }),
+    "mamba2": ("Mamba2Config", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 3, "num_heads": 8,
+        "head_dim": 16, "n_groups": 2, "state_size": 12, "chunk_size": 8, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0,
     }),
     "mixtral": ("MixtralConfig", {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", {

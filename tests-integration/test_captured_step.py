@@ -51,7 +51,9 @@ def make_worker(folder, **changes) -> ModelWorker:
     config = EngineArgs(model=str(folder), **{**SETTINGS, **changes}).create_engine_config()
     worker = worker_factory(resolve_engine(config), StartupTimeline())()
     worker.load()
-    worker.allocate_cache(KVCacheConfig(NUM_BLOCKS, plan_groups(worker.kv_specs())))
+    groups = plan_groups(worker.kv_specs())
+    pools = (NUM_BLOCKS,) * (1 + max(group.pool for group in groups))
+    worker.allocate_cache(KVCacheConfig(pools, groups))
     worker.warm_up()
     return worker
 

@@ -62,7 +62,7 @@ def _started(folder, **settings):
     args = EngineArgs(model=str(folder), **{**SETTINGS, "max_num_seqs": 4, **settings})
     worker = worker_factory(resolve_engine(args.create_engine_config()), StartupTimeline())()
     worker.load()
-    cache = KVCacheConfig(100, plan_groups(worker.kv_specs()))
+    cache = KVCacheConfig((100,), plan_groups(worker.kv_specs()))
     worker.allocate_cache(cache)
     worker.warm_up()
     return worker, cache

@@ -64,3 +64,9 @@ def test_every_error_has_its_page_as_the_catalogue_says():
         assert (folder / name).read_text(encoding="utf-8") == text, (
             f"{name}: run python tools/error_pages.py"
         )
+
+
+@pytest.mark.spec("MODEL-INSPECT")
+def test_the_page_of_supported_models_is_made_of_the_catalogue() -> None:
+    said = (ROOT / "docs" / "supported" / "models.md").read_text()
+    assert said == _module("supported_models").page(), "run python tools/supported_models.py"

@@ -52,8 +52,21 @@ VALUES = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64).view(3, 1, 1)
         ({"sliding_window": 0}, 321, 6),
         ({"sinks": torch.tensor([math.log(4)])}, 321, 6 + 4),
         ({"sinks": torch.tensor([math.log(4)]), "sliding_window": 1}, 300, 3 + 4),
+        ({"attention_chunk_size": 3}, 321, 6),
+        ({"attention_chunk_size": 2}, 300, 3),
+        ({"alibi_slopes": torch.tensor([math.log(2)])}, 1 / 4 + 20 / 2 + 300, 1 / 4 + 2 / 2 + 3),
     ],
-    ids=["plain", "window 2", "window 1", "window 0", "sink", "sink, window 1"],
+    ids=[
+        "plain",
+        "window 2",
+        "window 1",
+        "window 0",
+        "sink",
+        "sink, window 1",
+        "chunk of all",
+        "new chunk",
+        "alibi",
+    ],
 )
 def test_by_hand(options: dict[str, object], numerator: float, denominator: float) -> None:
     result = dense_attention(torch.ones(1, 1, 1), KEYS, VALUES, scale=1.0, **options)  # type: ignore[arg-type]

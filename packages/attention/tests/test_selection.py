@@ -83,7 +83,7 @@ def test_built_in_backends_are_entry_points() -> None:
     assert choose_backend(NEED, preferred=["paged"]) is PagedBackend
 
 
-@pytest.mark.parametrize("name", ["paged", "sdpa", "varlen"])
+@pytest.mark.parametrize("name", ["latent", "paged", "sdpa", "varlen"])
 def test_built_in_names_are_what_users_type(name: str) -> None:
     backend = plugins.load("headrace.attention_backends", name)
     assert backend.name == name
@@ -93,8 +93,9 @@ def test_built_in_names_are_what_users_type(name: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_paged_serves_every_option_everywhere(device: str, dtype: str) -> None:
     need = AttentionNeed(
-        80, dtype, "auto", 16, device, sliding_window=True, soft_cap=True, has_sink=True
-    )
+        80, dtype, "auto", 16, device, sliding_window=True, soft_cap=True, has_sink=True,
+        chunked=True, alibi=True,
+    )  # fmt: skip
     assert PagedBackend.refuse(need) == []
 
 
@@ -153,6 +154,9 @@ def test_a_foreign_backend_is_chosen(install: Install) -> None:
         ({"attention_type": "encoder_only"}, ["attention type encoder_only not supported"]),
         ({"sliding_window": True}, ["sliding window not supported"]),
         ({"soft_cap": True}, ["logits soft cap not supported"]),
+        ({"chunked": True}, ["attention within chunks not supported"]),
+        ({"alibi": True}, ["ALiBi not supported"]),
+        ({"latent": True}, ["latent attention not supported"]),
     ],
     ids=str,
 )

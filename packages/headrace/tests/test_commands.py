@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -115,6 +116,17 @@ def test_collect_env_shows_no_secret():
     assert "canary" not in done.stdout
     assert "HEADRACE_X=seen" in done.stdout
     assert "torch" in done.stdout
+
+
+def test_models_lists_architectures():
+    done = _run("models", "qwen3moe")
+    assert done.returncode == 0
+    assert "Qwen3MoeForCausalLM" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 architectures"
+    rows = json.loads(_run("models", "--task", "speech", "--json").stdout)
+    assert {row["architecture"] for row in rows} >= {"WhisperForConditionalGeneration"}
+    assert {row["task"] for row in rows} == {"speech"}
+    assert _run("models", "no such model").returncode == 1
 
 
 def test_plugins_lists_and_checks():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from model_families_conformance import FamilyConformance
 
-from headrace_core.interfaces import is_text_generation_model
+from headrace_core.interfaces import interfaces_of, is_text_generation_model
 from headrace_models.catalogue import ARCHITECTURES, CACHES
 
 pytestmark = pytest.mark.spec("MODEL-TEST-KIT")
@@ -44,6 +44,14 @@ def test_the_rows_load() -> None:
         module, _, name = row.entry.partition(":")
         found = getattr(importlib.import_module(module), name)
         assert is_text_generation_model(found) or row.task != "generate", row.name
+
+
+def test_features_are_those_of_the_classes() -> None:
+    for row in ARCHITECTURES.values():
+        module, _, name = row.entry.partition(":")
+        found = interfaces_of(getattr(importlib.import_module(module), name))
+        assert row.lora == ("LoRA" in found), row.name
+        assert row.pp == ("pipeline parallel" in found), row.name
 
 
 def _tested() -> set[str]:

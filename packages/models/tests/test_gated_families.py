@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import test_kv_scales
+import torch
 from model_families_conformance import FamilyConformance
+from safetensors.torch import load_file, save_file
 from test_families import LLAMA3_ROPE, TINY
 
-from headrace_core.testing.model import Checkpoint, PagedDriver
+from headrace_core.errors import UnsupportedModel
+from headrace_core.testing.model import PagedDriver
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
 
@@ -203,18 +207,6 @@ class TestStableLm(GatedConformance):
     stem = "StableLm"
     own: ClassVar = {"use_qkv_bias": True, "layer_norm_eps": 0.03, "hidden_size": 96}
 
-    def test_names_of_the_first_configs(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
-        """StableLM-3B-4E1T was published before transformers had the class."""
-        (tmp_path / "model.safetensors").symlink_to(checkpoint.path / "model.safetensors")
-        config = json.loads((checkpoint.path / "config.json").read_text())
-        config["norm_eps"] = config.pop("layer_norm_eps")
-        config["rope_pct"] = config.pop("rope_parameters")["partial_rotary_factor"]
-        config["architectures"] = ["StableLMEpochForCausalLM"]
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        prompt = self.prompt(self.prompt_len)
-        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
-        self.assert_close(logits, checkpoint.logprobs(prompt))
-
 
 class TestStableLm2(GatedConformance):
     """StableLM 2 12B: parallel halves, a LayerNorm stored for each head."""
@@ -322,5 +314,143 @@ class TestGemma4Large(TestGemma4):
     own: ClassVar = {
         **TestGemma4.own, "num_kv_shared_layers": 0, "use_double_wide_mlp": False,
         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_key_value_heads": 4,
-        "num_global_key_value_heads": 2,
+        "num_global_key_value_heads": 2, "use_bidirectional_attention": "vision",
     }  # fmt: skip
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Experts(TestGemma4Large):
+    """26B-A4B: experts beside the MLP."""
+
+    own: ClassVar = {
+        **TestGemma4Large.own, "num_hidden_layers": 3, "enable_moe_block": True, "num_experts": 5,
+        "top_k_experts": 2, "moe_intermediate_size": 40,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }  # fmt: skip
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-GEMMA-COHERE-GLM")
+class TestGemma4Unified(GatedConformance):
+    """12B."""
+
+    stem = "Gemma4Unified"
+    own: ClassVar = {
+        "num_hidden_layers": 4, "head_dim": 12, "global_head_dim": 20, "sliding_window": 7,
+        "num_kv_shared_layers": 1, "rope_parameters": TestGemma4.own["rope_parameters"],
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }  # fmt: skip
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Gemma4UnifiedTextConfig
+
+        return Gemma4UnifiedTextConfig(**{**TINY, **self.own, **overrides})
+
+
+@pytest.mark.spec("MODEL-TEXTGEN-MOE")
+class TestMellum(GatedConformance):
+    """The second layer is dense."""
+
+    stem = "Mellum"
+    own: ClassVar = {
+        "head_dim": 22, "attention_bias": True, "sliding_window": 7, "num_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+    }  # fmt: skip
+
+
+OLD_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+PUBLISHED: dict[str, tuple[GatedConformance, dict[str, Any], tuple[str, ...], dict[str, Any]]] = {
+    "StableLM 3B 4E1T": (
+        TestStableLm(), {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        ("layer_norm_eps", "rope_parameters"),
+        {"architectures": ["StableLMEpochForCausalLM"], "norm_eps": 0.03, "rope_pct": 0.5},
+    ),
+    "OLMo 3": (
+        TestOlmo3(), {"rope_parameters": OLD_ROPE}, ("rope_parameters", "layer_types"),
+        {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
+    "EXAONE 4": (TestExaone4(), {}, ("layer_types",), {"sliding_window_pattern": "LLLG"}),
+    "Command R7B": (TestCohere2(), {}, ("layer_types",), {"sliding_window_pattern": 4}),
+    "GLM-4": (TestGlm(), {}, ("rope_parameters",), {"rope_theta": 10_000.0}),
+    "Gemma 4 31B": (
+        TestGemma4Large(), {}, ("per_layer_config",),
+        {"global_head_dim": 20, "num_global_key_value_heads": 2},
+    ),
+}  # fmt: skip
+"""Suite, what its config sets besides, keys that transformers writes, and what is published instead."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_as_published(name: str, tmp_path: Path) -> None:
+    suite, overrides, without, given = PUBLISHED[name]
+    checkpoint = suite.make_checkpoint(tmp_path, **overrides)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in without}
+    (tmp_path / "config.json").write_text(json.dumps({**kept, **given}))
+    prompt = suite.prompt(suite.prompt_len)
+    logits = PagedDriver(suite.open(tmp_path)).step({"a": prompt})
+    suite.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+@pytest.mark.parametrize("suite", [TestGemma3n(), TestGemma4()], ids=["3n", "4"])
+def test_gemma_stores_keys_that_nobody_reads(suite: GatedConformance, tmp_path: Path) -> None:
+    checkpoint = suite.make_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.4.self_attn.{}.weight"
+    unread = {name.format(kind): torch.ones(3, 2) for kind in ("k_proj", "v_proj", "k_norm")}
+    assert not unread.keys() & tensors.keys()
+    save_file({**tensors, **unread}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompt = suite.prompt(9)
+    logits = PagedDriver(suite.open(tmp_path)).step({"a": prompt})
+    suite.assert_close(logits, checkpoint.logprobs(prompt))
+
+
+def test_layers_that_share_a_cache_share_its_scales(tmp_path: Path) -> None:
+    suite = TestGemma4()
+    checkpoint = suite.make_checkpoint(tmp_path)
+    model = test_kv_scales.load((suite, tmp_path), test_kv_scales.reference_ops(), "int8")
+    prompt = suite.prompt(test_kv_scales.PROMPT)
+    test_kv_scales.measured(model, prompt)
+    logits = PagedDriver(model).step({"a": prompt})
+    specs = {name: layer.spec for name, layer in model.attention_layers().items()}
+    shared = specs["model.layers.4.self_attn"]
+    assert shared.kv_sharing_target == "model.layers.1.self_attn"
+    assert shared.k_scale is specs[shared.kv_sharing_target].k_scale is not None
+    logprobs = torch.log_softmax(logits, dim=-1)
+    cosine = torch.cosine_similarity(logprobs, checkpoint.logprobs(prompt), dim=-1)
+    assert float(cosine.min()) > 0.97
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "words"),
+    [
+        (TestExaone4(), {"sliding_window_pattern": "LXG"}, "'LXG': must be an integer, or letters"),
+        (TestSmolLM3(), {"no_rope_layers": [1, 0]}, "no_rope_layers = .*a list of 3 numbers"),
+        (TestApertus(), {"hidden_act": "silu"}, "hidden_act = 'silu': must be 'xielu'"),
+        (TestMinistral3(), {"rope_parameters": {"llama_4_scaling_beta": -1}}, "beta = -1: must be"),
+        (TestGemma3n(), {"num_kv_shared_layers": 5}, "no layer below has a cache that layer 0"),
+        (TestGemma3n(), {"altup_active_idx": 3}, "altup_active_idx = 3: must be below"),
+        (TestGemma3n(), {"intermediate_size": [7]}, "intermediate_size = .7.: must be a number"),
+        (TestGemma3n(), {"activation_sparsity_pattern": [1, 0, 0, 0, 0]}, "from 0 to below 1"),
+        (TestGemma4Large(), {"num_global_key_value_heads": 3, "per_layer_config": None},
+         "num_global_key_value_heads = 3: must be a divisor"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(
+    suite: GatedConformance, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    suite.make_checkpoint(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    given = {**given, "sliding_window_pattern": given.get("sliding_window_pattern", 4)}
+    unlisted = {"layer_types": None} if "L" in str(given["sliding_window_pattern"]) else {}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **unlisted, **given}))
+    with pytest.raises(UnsupportedModel, match=words):
+        suite.open(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import test_families as families
+import test_gated_families as gated
 import test_qwen2_audio
 import test_rotary_encoders as rotary
 import test_whisper
@@ -41,6 +42,12 @@ SUITES: dict[str, Any] = {
     for name, suite in vars(families).items()
     if name in ("TestLlama", "TestQwen2", "TestGemma3", "TestPhi3", "TestGPT2", "TestMixtral")
 }
+SUITES.update(
+    {
+        name: getattr(gated, f"Test{name}")()
+        for name in ("Exaone4", "Gemma3n", "Gemma4Experts", "GraniteSWA", "Ministral3", "SmolLM3")
+    }
+)
 SUITES.update(ModernBert=rotary.TestModernBertForSequenceClassification())
 SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceClassification())
 SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())

@@ -484,11 +484,11 @@ class TestRefusals:
             assert plugins.load("headrace.models", name).weight_rules
 
     def test_foreign_family_is_named_as_such(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from headrace_models import resolve as module
+        from headrace_models import implementation
 
         foreign = plugins.Plugin("headrace.models", "X", "x:X", "acme-models 1.2")
         monkeypatch.setattr(plugins, "installed", lambda _: {"X": foreign})
-        assert module._source("X") == "plugin:acme-models 1.2"
+        assert implementation.source_of("X") == "plugin:acme-models 1.2"
 
 
 def test_resolved_info_is_plain_data(llama: Checkpoint) -> None:

@@ -52,7 +52,7 @@ def test_most_specific_rule_wins() -> None:
 
 def test_a_tensor_may_hold_some_of_the_parts() -> None:
     slot = Slot((7, 4), parts=(Part(4), Part(2), Part(1)))
-    rules = (WeightRule("qg", "all", split=ALL_PARTS, holds=(0, 2)), WeightRule("k", "all", part=1))
+    rules = (WeightRule("qg", "all", split=ALL_PARTS, order=(0, 2)), WeightRule("k", "all", part=1))
     wanted = list(WeightMap(rules, {"all": Leaf(weight=slot)}).wanted())
     assert [(w.source, w.part, w.shape) for w in wanted] == [
         ("qg.weight", 0, (5, 4)), ("k.weight", 1, (2, 4)),
@@ -70,7 +70,20 @@ def test_parts_and_their_names() -> None:
 def test_all_parts_in_one_tensor() -> None:
     rules = (WeightRule("qk_proj", "qk", split=ALL_PARTS, transposed=True),)
     wanted = list(WeightMap(rules, {"qk": Leaf(weight=FUSED)}).wanted())
-    assert [(w.source, w.part, w.shape) for w in wanted] == [("qk_proj.weight", None, (4, 6))]
+    assert [(w.source, w.part, w.shape) for w in wanted] == [("qk_proj.weight", 0, (4, 6))]
+
+
+def test_some_parts_in_one_tensor() -> None:
+    """Query by itself, key and value together (TeleChat)."""
+    slot = Slot((8, 4), parts=(Part(4), Part(2), Part(2)))
+    rules = (
+        WeightRule("query", "qkv"),
+        WeightRule("key_value", "qkv", split=ALL_PARTS, order=(1, 2)),
+    )
+    wanted = list(WeightMap(rules, {"qkv": Leaf(weight=slot)}).wanted())
+    assert [(w.source, w.part, w.shape) for w in wanted] == [
+        ("query.weight", 0, (4, 4)), ("key_value.weight", 1, (4, 4)),
+    ]  # fmt: skip
 
 
 def test_shapes_in_the_checkpoint_are_whole() -> None:

@@ -136,6 +136,12 @@ class TestFacts:
         drop = ("max_position_embeddings",)
         assert run(folder, config={"n_positions": 33}, drop=drop).max_model_len == 33
 
+    def test_length_of_command_r(self, folder: Path) -> None:
+        """Its positions are those of its first training; it is served with more."""
+        config = {"model_type": "cohere", "model_max_length": 128}
+        assert run(folder, config=config).max_model_len == 128
+        assert run(folder, config={**config, "model_type": "llama"}).max_model_len == 64
+
     def test_too_long(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(
             ConfigError, match=r"65: must be at most 64.*HEADRACE_ALLOW_LONG"

@@ -1,5 +1,5 @@
-"""Attention backends: ``paged`` and, without a cache, ``varlen`` (through core's ops), ``sdpa``
-(through torch).
+"""Attention backends: ``paged``, ``latent`` and, without a cache, ``varlen`` (through core's ops),
+``sdpa`` (through torch).
 
 Nothing is imported here; backends are loaded by entry point
 (:func:`headrace_core.attention.choose_backend`).

@@ -2,8 +2,8 @@
 
 The work is done by whatever kernels were bound at assembly (Triton on a GPU, native code on a CPU,
 the plain-torch reference anywhere), so this backend serves all that ``ops.paged_attention`` is
-defined for: every dtype, prefill, decode and mixed batches, sliding windows, soft caps and sinks, and
-cross-attention to an encoder's states.
+defined for: every dtype, prefill, decode and mixed batches, sliding windows, chunks, ALiBi, soft caps
+and sinks, and cross-attention to an encoder's states.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class PagedBackend(AttentionBackend):
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
+    supports_chunks = True
+    supports_alibi = True
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     @classmethod
@@ -97,4 +99,6 @@ class PagedBackend(AttentionBackend):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
             causal=layer.attention_type != "encoder_decoder",
+            attention_chunk=layer.attention_chunk_size,
+            alibi_slopes=layer.alibi_slopes,
         )

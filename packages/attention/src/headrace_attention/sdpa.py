@@ -52,6 +52,8 @@ class SDPABackend(AttentionBackend, EncoderBackend):
     supported_devices = ("cpu", "cuda")
     supported_attention_types = ATTENTION_TYPES
     supports_sliding_window = True
+    supports_chunks = True
+    supports_alibi = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> SDPAMetadata:
         paged = PagedMetadata.of(batch, group)
@@ -128,17 +130,16 @@ def _attend_cached(
     layer: AttentionLayerSpec, query: Tensor, caches: KVViews, blocks: Tensor, seq_len: int
 ) -> Tensor:
     """One request: query [q, Hq, D], its row of the block table [M] -> [q, Hq, D]."""
-    num_new, window = query.shape[0], layer.sliding_window
     causal = layer.attention_type != "encoder_decoder"
-    # Keys before the first query's window are left out, not masked: their blocks may have been
+    # Keys before all that the first query sees are left out, not masked: their blocks may have been
     # given back, and whatever stands in the null block now (NaN included) must not be multiplied.
-    first = 0 if window is None or window <= 0 else max(0, seq_len - num_new - window + 1)
+    first = _first_seen(layer, seq_len - query.shape[0])
     return _attend(
         layer,
         query,
         _gather(caches.key_cache, blocks, first, seq_len),
         _gather(caches.value_cache, blocks, first, seq_len),
-        _visible(num_new, first, seq_len, window, query.device) if causal else None,
+        _causal_mask(layer, query, first, seq_len) if causal else None,
     )
 
 
@@ -187,13 +188,26 @@ def _gather(cache: Tensor, blocks: Tensor, first: int, seq_len: int) -> Tensor:
     return cache[blocks[tokens // block_size].long(), tokens % block_size]
 
 
-def _visible(
-    num_new: int, first: int, seq_len: int, window: int | None, device: torch.device
-) -> Tensor:
-    """[num_new, seq_len - first] bool, True where a query may look (ATTN-REF 3)."""
-    position = torch.arange(seq_len - num_new, seq_len, device=device)[:, None]
+def _first_seen(layer: AttentionLayerSpec, position: int) -> int:
+    """The first key that a query at a position sees."""
+    chunk, window = layer.attention_chunk_size, layer.sliding_window
+    if chunk is not None:
+        return max(0, position) // chunk * chunk
+    return 0 if window is None or window <= 0 else max(0, position - window + 1)
+
+
+def _causal_mask(layer: AttentionLayerSpec, query: Tensor, first: int, seq_len: int) -> Tensor:
+    """Where a query may look (ATTN-REF 3): [q, seq_len - first] bool, or with slopes [Hq, ...] of
+    query's dtype, to be added to scores."""
+    device, window, chunk = query.device, layer.sliding_window, layer.attention_chunk_size
+    position = torch.arange(seq_len - query.shape[0], seq_len, device=device)[:, None]
     key = torch.arange(first, seq_len, device=device)[None]
     mask = key <= position
     if window is not None and window > 0:
         mask &= position - key < window
-    return mask
+    if chunk is not None:
+        mask &= position // chunk == key // chunk
+    if layer.alibi_slopes is None:
+        return mask
+    bias = layer.alibi_slopes[:, None, None] * (key - position)
+    return bias.masked_fill(~mask, -torch.inf).to(query.dtype)

@@ -86,6 +86,8 @@ class AttentionLayerSpec:
     kv_sharing_target: str | None = None
     """Name of an earlier layer of the same kind whose cache this one reads instead of one of its own;
     its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
+    latent_dim: int = 0
+    """Of latent attention, R: the first of the ``head_dim`` entries, which are the value."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -203,6 +205,64 @@ class AttentionBackend(BackendFacts):
         Returns:
             [T, num_heads, head_dim], contiguous, query's dtype.
         """
+
+
+class LatentBackend(AttentionBackend):
+    """One way to compute latent attention (:class:`~headrace_core.kv.LatentAttentionSpec`), absorbed:
+    queries of all heads ask one vector for each token. Letters: R ``latent_dim``, P the rest of it.
+    """
+
+    is_latent: ClassVar[bool] = True
+
+    def cache_shape(self, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+        """Logical shape of one layer's cache: (N, S, R + P)."""
+        return (num_blocks, spec.block_size, spec.head_dim)
+
+    def cache_stride_order(self) -> tuple[int, ...]:
+        return (0, 1, 2)
+
+    def views(self, kv_cache: Tensor) -> KVViews:
+        """Keys and values are the same vectors, [N, S, 1, R + P]."""
+        return KVViews(kv_cache[:, :, None], kv_cache[:, :, None])
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        rope_query: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Any,
+    ) -> Tensor:
+        """Attention of one layer.
+
+        Args:
+            query, rope_query: [T, num_heads, R] and [T, num_heads, P].
+            latent, rope_key: [T, R] and [T, P] to be written first, or None if the caller has.
+            kv_cache, metadata: as :meth:`AttentionBackend.forward`.
+
+        Returns:
+            [T, num_heads, R], contiguous, query's dtype.
+        """
+
+    def forward(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Any,
+    ) -> Tensor:
+        """The same of whole vectors: query [T, num_heads, R + P], key [T, 1, R + P] or None; what is
+        said of ``value`` is in key. Returns [T, num_heads, R]."""
+        cut = layer.latent_dim
+        latent, rope_key = (None, None) if key is None else (key[:, 0, :cut], key[:, 0, cut:])
+        return self.attend(
+            layer, query[..., :cut], query[..., cut:], latent, rope_key, kv_cache, metadata
+        )
 
 
 class EncoderBackend(BackendFacts):

@@ -92,6 +92,16 @@ class ModelConfig:
         "file's metadata says.",
     )  # fmt: skip
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
+    model_impl: Literal["auto", "headrace", "transformers"] = option(
+        "auto", "Whose code runs the model: headrace (its own class; vllm is another name of it), "
+        "transformers (that library's class, over headrace's cache and kernels); auto: headrace's if it "
+        "has one.",
+        cost="transformers' steps are not captured: more Python between kernels",
+    )  # fmt: skip
+    trust_remote_code: bool = option(
+        False, "Run Python code that the checkpoint brings, where nothing else knows the model.",
+        cost="the code may do whatever this process may",
+    )  # fmt: skip
     hf_token: str | None = option(None, "Hub token; default: the stored login.")
     hf_overrides: Mapping[str, Any] = option(
         {}, "JSON merged into config.json before the architecture is resolved."
@@ -182,6 +192,9 @@ class ModelConfig:
         _check(self.max_logprobs >= -1, "model.max_logprobs", self.max_logprobs, "at least -1")
         _check_choice("model.logprobs_mode", self.logprobs_mode,
                       LOGPROBS_MODES)  # fmt: skip
+        if str(self.model_impl) == "vllm":
+            object.__setattr__(self, "model_impl", "headrace")
+        _check_choice("model.model_impl", self.model_impl, ("auto", "headrace", "transformers"))
         _check_choice("model.runner", self.runner, ("auto", "generate", "pooling"))
         _check_choice("model.convert", self.convert,
                       ("auto", "none", "embed", "classify", "reward"))  # fmt: skip
@@ -419,8 +432,8 @@ class LoadConfig:
     """How weights are read."""
 
     load_format: str = option(
-        "auto", "auto (safetensors, else PyTorch's files, else GGUF), safetensors, pt, gguf, dummy "
-        "(random weights, seeded), sharded_state, tensorizer, runai_streamer, "
+        "auto", "auto (safetensors, else PyTorch's files, else GGUF, else Mistral's), safetensors, pt, "
+        "gguf, mistral, dummy (random weights, seeded), sharded_state, tensorizer, runai_streamer, "
         "runai_streamer_sharded, fastsafetensors, or a plug-in's name.",
     )  # fmt: skip
     model_loader_extra_config: Mapping[str, Any] = option(

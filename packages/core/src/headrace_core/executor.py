@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace_core.kv import KVCacheConfig, KVCacheSpec
+from headrace_core.kv import CacheSpec, KVCacheConfig
 from headrace_core.step import ScheduledStep, StepResult
 
 
@@ -32,8 +32,9 @@ class Worker(Protocol):
         """Build the model and read its weights."""
         ...
 
-    def kv_specs(self) -> dict[str, KVCacheSpec]:
-        """By attention layer's name, in execution order."""
+    def kv_specs(self) -> dict[str, CacheSpec]:
+        """By name of the layer: those of attention that cache something, in execution order, then
+        recurrent ones."""
         ...
 
     def profile(self) -> MemoryProfile:
@@ -62,6 +63,10 @@ class Worker(Protocol):
 
     def report(self) -> dict[str, Any]:
         """Facts about this worker, as plain data: ``rank``, ``pid``, ``device``, ``dtype`` ..."""
+        ...
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """What a function says of the built model. Only called from the same process."""
         ...
 
     def start_profile(self) -> None:

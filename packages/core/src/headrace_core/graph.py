@@ -61,6 +61,9 @@ class GraphNeed:
     """Those of the groups that are of cross-attention layers: they have ``seq_lens`` and
     ``max_seqlen_k`` of their own. Steps are captured in which no encoder runs: ``slot_mapping`` [0],
     no ``encoder_states``."""
+    state_groups: tuple[int, ...] = ()
+    """Those of the groups that are of recurrent layers: they have ``state_in`` and ``state_out``, and
+    nothing else."""
 
 
 class StepGraph(ABC):

@@ -10,7 +10,11 @@ one group of the pool at a time.
 
 A recurrent layer caches no tokens but a state of fixed size. Its page is one state, and the table of
 its group has, as every other, an entry for each block of tokens: entry i holds the state after the
-last token that was computed of block i, if it is still wanted, else the null block.
+last token that was computed of block i, if it is still wanted, else the null block. A step from token
+``computed`` to ``end`` begins from entry ``(computed - 1) // S`` and leaves what it has come to in entry
+``(end - 1) // S``, often in the same block; entries in between are null. A state that was left exactly
+at the end of a block of tokens, a *snapshot*, may be kept for requests with the same prefix: who
+begins from one writes to another block, so nothing is ever copied.
 
 Block 0 is never handed out: it is the *null block*, which stands in a block table where a
 sliding window has passed, and where padding writes go.
@@ -159,33 +163,45 @@ class KVCacheGroup:
     """Layers that share a block table."""
 
     layer_names: tuple[str, ...]
-    spec: KVCacheSpec
+    spec: CacheSpec
+    pool: int = 0
+    """Index of the pool that its blocks are from."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The whole cache as it will be allocated."""
 
-    num_blocks: int
-    """Blocks in the pool, the null block included."""
+    pools: tuple[int, ...]
+    """Blocks of each pool, the null block included."""
     groups: tuple[KVCacheGroup, ...]
-    """Empty for a model that caches nothing, which has no blocks either."""
+    """Empty for a model that caches nothing, which has no pools either."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, equal in all groups; 0 without any."""
+        """Tokens per entry of a block table, equal in all groups; 0 without any."""
         return self.groups[0].spec.block_size if self.groups else 0
 
-    @property
-    def num_layers_per_group(self) -> int:
-        """Number of cache tensors; see the module's docstring."""
-        return max((len(group.layer_names) for group in self.groups), default=0)
+    def groups_of(self, pool: int) -> tuple[int, ...]:
+        """Indices of the groups that draw from a pool."""
+        return tuple(g for g, group in enumerate(self.groups) if group.pool == pool)
+
+    def num_tensors(self, pool: int) -> int:
+        """Number of a pool's cache tensors; see the module's docstring."""
+        return max(len(self.groups[g].layer_names) for g in self.groups_of(pool))
+
+    def page_bytes(self, pool: int) -> int:
+        """Bytes of one block in one of a pool's tensors."""
+        return max(self.groups[g].spec.page_bytes for g in self.groups_of(pool))
+
+    def block_bytes(self, pool: int) -> int:
+        """Bytes that one block of a pool takes over all of its tensors."""
+        return self.num_tensors(pool) * self.page_bytes(pool)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes that one block takes over all tensors."""
-        largest = max((group.spec.page_bytes for group in self.groups), default=0)
-        return self.num_layers_per_group * largest
+    def num_bytes(self) -> int:
+        """Bytes of all pools together."""
+        return sum(count * self.block_bytes(pool) for pool, count in enumerate(self.pools))
 
 
 BlockIds = tuple[list[int], ...]
@@ -254,10 +270,12 @@ class KVCacheStats(NamedTuple):
 class KVCacheManager(ABC):
     """Hands out blocks. Imports no torch: it counts, the worker holds the memory.
 
-    Invariant: block tables are append-only while a request runs, except that entries before a
-    sliding window become :data:`NULL_BLOCK`. Every block is, at any time, in exactly one of three
-    states: referenced by at least one request; free and cached (evictable, least recently used
-    first); free and empty.
+    Invariant: block tables are append-only while a request runs, except that entries which no later
+    token reads (before a sliding window or a chunk, states that were passed) become
+    :data:`NULL_BLOCK`; the block of a state that is not kept moves on to a later entry. Every block
+    is, at any time, in exactly one of three conditions: referenced by at least one request; free and
+    cached (evictable, least recently used first); free and empty. Pools are counted one by one: a
+    request has room only if each of them has room for it.
     """
 
     @abstractmethod
@@ -278,11 +296,17 @@ class KVCacheManager(ABC):
 
         Returns:
             The ids that the request's block table gains, by group, the match's included; None,
-            with nothing changed, if the pool has too few free blocks.
+            with nothing changed, if a pool has too few free blocks.
 
         Blocks that this call fills with *known* tokens become visible to :meth:`match_prefix` at
-        once: within a step all keys and values are written before any attention reads them.
+        once: within a step all keys and values are written before any attention reads them. States
+        are read as they are written, so that one is visible only after the step which leaves it.
         """
+
+    def snapshot_at(self, sequence: CachedSequence, num_computed_tokens: int) -> int:
+        """Number of tokens, above ``num_computed_tokens``, after which a step should end so that the
+        state which it leaves can serve other requests; 0 = anywhere. Never needed for correctness."""
+        return 0
 
     @abstractmethod
     def block_ids(self, request_id: str) -> BlockIds:
@@ -294,7 +318,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Whether a request of that length could run alone in an empty pool."""
+        """Whether a request of that length could run alone in empty pools."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
@@ -303,12 +327,18 @@ class KVCacheManager(ABC):
     @property
     @abstractmethod
     def num_blocks(self) -> int:
-        """Blocks that can be handed out (the null block not counted)."""
+        """Blocks that can be handed out, over all pools (null blocks not counted)."""
 
     @property
     @abstractmethod
     def num_free_blocks(self) -> int:
         """Blocks that no request references."""
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that requests reference, 0 to 1; of the fullest pool, if there are
+        several."""
+        return (self.num_blocks - self.num_free_blocks) / max(1, self.num_blocks)
 
     @abstractmethod
     def take_stats(self) -> KVCacheStats:

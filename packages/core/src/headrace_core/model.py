@@ -64,7 +64,8 @@ class ModelInfo:
     weight_bytes: int = 0
     """Size of the checkpoint's tensors on disk."""
     source: str = "native"
-    """Where the implementation comes from: ``native`` or ``plugin:<distribution>``."""
+    """Where the implementation comes from: ``native``, ``plugin:<distribution>``, or ``transformers``
+    (the library's code, or the checkpoint's own, over headrace's cache)."""
     runner: str = "generate"
     """``generate`` or ``pooling``."""
     convert: str = "none"
@@ -76,6 +77,8 @@ class ModelInfo:
     """Entry of ``headrace.multimodal_processors`` that prepares the model's media; "": it takes none."""
     whole_config: Mapping[str, Any] = field(default_factory=dict)
     """``config.json`` with the user's overrides, nested parts included."""
+    trust_remote_code: bool = False
+    """The user lets Python code of the checkpoint run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class BuildContext:
     """See :attr:`ModelInfo.whole_config`."""
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     """See :attr:`ModelInfo.generation_config`."""
+    trust_remote_code: bool = False
+    """See :attr:`ModelInfo.trust_remote_code`."""
 
 
 class AttentionLayer(Protocol):
@@ -178,14 +183,11 @@ class WeightRule:
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D)."""
     order: tuple[int, ...] = ()
-    """With ``split``: the target's parts in the order in which the checkpoint's tensor holds them
-    ((1, 0): up before gate); () = the target's own."""
+    """With ``split``: the target's parts that the checkpoint's tensor holds, in its order ((1, 0): up
+    before gate; (1, 2): no query); () = all in the target's own."""
     groups: int = 1
     """With ``split``: the tensor is so many equal groups, each with its share of every part;
     :data:`EACH_KV_HEAD`: query heads, their key and their value follow each other (GPT-NeoX, Falcon)."""
-    holds: tuple[int, ...] = ()
-    """With ``split``: which of the target's parts the tensor has, if not all (Qwen3-Next: query and its
-    gate, of attention that has keys and values besides)."""
     interleaved: bool = False
     """With ``split``: the parts, of equal size, alternate row by row (gpt-oss's gate and up)."""
     stacked: bool = False
@@ -225,6 +227,21 @@ class IgnoresWeights(Protocol):
 
     ignored_weights: ClassVar[Mapping[str, str]]
     """Pattern of a tensor's whole name -> why it is passed over."""
+
+
+@runtime_checkable
+class TranslatesWeights(Protocol):
+    """The model's checkpoints have names, or a division into tensors, that no weight rules express."""
+
+    def translate(
+        self, tensors: Iterable[tuple[str, Tensor, Path]]
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """The checkpoint's tensors (name, tensor, file) as the model's rules know them; what it knows
+        nothing of unchanged, for the loader to complain of.
+
+        Raises: WeightsError naming file and tensor.
+        """
+        ...
 
 
 class ModelLoader(Protocol):
@@ -447,8 +464,8 @@ class ConvertsTensors(Protocol):
 
 
 @runtime_checkable
-class SharesByRank(Protocol):
-    """A :class:`WeightFormat` of tensors as one rank's model holds them: fused, cut, and named by the
+class SharesByRank(WeightFormat, Protocol):
+    """A format of tensors as one rank's model holds them: fused, cut, and named by the
     model's own layers. Its ``tensors`` yields those of rank 0 of 1."""
 
     def rank_tensors(

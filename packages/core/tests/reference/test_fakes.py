@@ -31,8 +31,8 @@ def calls(dtype):
     yield "add_layer_norm", (x, x, weight, None, 1e-6), {}
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
-    yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
     yield "route_experts", (x, 3), {}
+    yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
     yield "cache_write", (heads, heads, *caches, positions), {}
     yield (

@@ -6,8 +6,9 @@ anything but the start of the workers.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
-from headrace_core.kv import KVCacheSpec
+from headrace_core.kv import CacheSpec
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER_CALLS = ("report", "start_profile", "stop_profile")
-"""Worker methods that may be called from outside, without arguments. A list of what may, never of
-what may not: a worker has methods that would end it."""
+WORKER_CALLS = {
+    "report": 0, "start_profile": 0, "stop_profile": 0, "update_config": 1, "reload_weights": 0,
+}  # fmt: skip
+"""Worker methods that may be called from outside, and how many arguments each takes. A list of what
+may, never of what may not: a worker has methods that would end it."""
 
 
 class StepScheduler(Protocol):
@@ -243,20 +246,39 @@ class EngineCore:
         """Forget cached blocks; False while requests hold some and may not be reset."""
         return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """What a function says of each worker's model, by rank, after the steps that are in flight."""
+        return self.executor.call("apply_model", function)
+
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         """Run a method of every worker after the steps that are in flight: results by rank.
 
         Raises:
-            RequestError: it is not in :data:`WORKER_CALLS`, or arguments are given.
+            RequestError: it is not in :data:`WORKER_CALLS`, or takes another number of arguments;
+                or weights are to be read while requests run.
         """
         if method not in WORKER_CALLS:
             raise RequestError(
                 f"method = {method[:64]!r}: must be one of {', '.join(WORKER_CALLS)}",
                 param="method",
             )
-        if args:
-            raise RequestError(f"args: {method} takes none", param="args")
-        return self.executor.call(method)
+        if len(args) != WORKER_CALLS[method]:
+            raise RequestError(
+                f"args: {method} takes {WORKER_CALLS[method] or 'none'}", param="args"
+            )
+        if method == "reload_weights":
+            return self._reload_weights()
+        return self.executor.call(method, *args)
+
+    def _reload_weights(self) -> list[Any]:
+        """What other weights computed is worth nothing: neither running requests nor cached blocks."""
+        if self.has_unfinished:
+            raise RequestError(
+                "method = 'reload_weights': must wait until no request runs: pause first",
+                param="method",
+            )
+        self.reset_prefix_cache()
+        return self.executor.call("reload_weights")
 
     def stats(self, drain: bool = False) -> EngineStats:
         """Counters and gauges; ``drain`` empties the list of step sizes."""
@@ -274,32 +296,27 @@ class EngineCore:
 
 def _plan_memory(
     profile: MemoryProfile,
-    specs: Mapping[str, KVCacheSpec],
+    specs: Mapping[str, CacheSpec],
     config: EngineConfig,
     max_model_len: int,
     fit_context: bool,
 ) -> CachePlan:
     """The cache, if the model has one, and the longest context (shortened if that is wanted)."""
+    from headrace_engine.execution.division import Limits
     from headrace_engine.execution.memory import CachePlan, fit_max_model_len, plan_cache
     from headrace_engine.kv.grouping import plan_groups
 
     if not specs:
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device
-    max_step_tokens = config.scheduler.max_num_batched_tokens
-    if fit_context:
-        limit = max_model_len
-        max_model_len = fit_max_model_len(
-            profile, groups, config.cache, limit=limit, device=device,
-            max_num_batched_tokens=max_step_tokens,
-        )  # fmt: skip
-        logger.info("max_model_len: -1 -> %d (the model's own: %d)", max_model_len, limit)
-    return plan_cache(
-        profile,
-        groups,
-        config.cache,
-        max_model_len=max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs or 1,
-        device=device,
-        max_num_batched_tokens=max_step_tokens,
+    limits = Limits(
+        max_model_len,
+        config.scheduler.max_num_seqs or 1,
+        config.scheduler.max_num_batched_tokens,
+        caching=config.cache.enable_prefix_caching is not False,
     )
+    if fit_context:
+        fits = fit_max_model_len(profile, groups, config.cache, limits, device=device)
+        logger.info("max_model_len: -1 -> %d (the model's own: %d)", fits, max_model_len)
+        limits = dataclasses.replace(limits, max_model_len=fits)
+    return plan_cache(profile, groups, config.cache, limits, device=device)

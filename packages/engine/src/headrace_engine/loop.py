@@ -137,6 +137,10 @@ class EngineLoop:
         """Run a listed method of every worker at the next pause between steps."""
         return self._call(lambda: self._core.call_workers(method, args))
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        """Run a function on every worker's model at the next pause between steps."""
+        return self._call(lambda: self._core.apply_model(function))
+
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         reply: Future[Result] = Future()
         self._commands.put(_Command(function, reply))

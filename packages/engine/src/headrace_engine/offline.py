@@ -365,6 +365,19 @@ class OfflineEngine:
             PROFILE_TIMEOUT if timeout is None else timeout
         )
 
+    def apply_model(
+        self, function: Callable[[Any], Any], *, timeout: float | None = None
+    ) -> list[Any]:
+        """Run a function on every worker's model: results by rank.
+
+        Raises:
+            UnsupportedFeature: the workers are in another process.
+            TimeoutError: no answer in time.
+        """
+        return self._client.apply_model(function).result(
+            PROFILE_TIMEOUT if timeout is None else timeout
+        )
+
     # OutputSink: called from a thread of the client's.
 
     def on_outputs(self, outputs: CoreOutputs) -> None:

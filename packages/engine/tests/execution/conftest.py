@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -28,6 +30,8 @@ from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 37, 16, 4, 2, 4
 BLOCK_SIZE = 4
 MAX_LEN = 96
@@ -38,6 +42,7 @@ class PagedBackend(AttentionBackend):
 
     name: ClassVar[str] = "test-paged"
     supports_sliding_window = True
+    supports_chunks = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> ForwardBatch:
         self.prepared = getattr(self, "prepared", 0) + 1
@@ -57,7 +62,8 @@ class PagedBackend(AttentionBackend):
         batch, group = metadata
         where = batch.groups[group]
         caches = self.views(kv_cache)
-        self.ops.cache_write(key, value, *caches, where.slot_mapping)
+        if key is not None:
+            self.ops.cache_write(key, value, *caches, where.slot_mapping)
         return self.ops.paged_attention(
             query,
             *caches,
@@ -68,6 +74,7 @@ class PagedBackend(AttentionBackend):
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
             sliding_window=layer.sliding_window,
+            attention_chunk=layer.attention_chunk_size,
         )
 
 
@@ -200,7 +207,7 @@ class Harness:
             **settings,
         )
         self.worker.load()
-        self.config = KVCacheConfig(num_blocks=400, groups=groups)
+        self.config = KVCacheConfig((400,), groups)
         self.worker.allocate_cache(self.config)
         self.next_block = 1
         self.num_steps = 0

@@ -236,8 +236,8 @@ def test_the_prompt_fits_context_and_cache(
     tiny: Any, longest: int, num_blocks: int, windows: tuple[int | None, ...], expected: int
 ) -> None:
     groups = tiny.Harness(scaled_model(tiny, windows)).config.groups
-    batch, blocks = measuring_batch(
-        KVCacheConfig(num_blocks, groups), vocab_size=tiny.VOCAB, max_model_len=longest,
+    batch, (blocks,) = measuring_batch(
+        KVCacheConfig((num_blocks,), groups), vocab_size=tiny.VOCAB, max_model_len=longest,
         device=torch.device("cpu"),
     )  # fmt: skip
     assert batch.num_tokens == int(batch.seq_lens[0]) == expected

@@ -37,8 +37,8 @@ def test_memory_freed_before_does_not_hide_the_peak() -> None:
 def test_a_cache_takes_memory_only_where_it_is_used(tiny: Any) -> None:
     model = tiny.LM()
     spec = FullAttentionSpec(tiny.BLOCK_SIZE, 2, 4, "float32")
-    config = KVCacheConfig(1_000_000, (KVCacheGroup(("layers.0", "layers.1"), spec),))
+    config = KVCacheConfig((1_000_000,), (KVCacheGroup(("layers.0", "layers.1"), spec),))
     before = METER.used()
-    bind_cache(model.attention_layers(), config, torch.device("cpu"))
-    assert config.num_blocks * config.block_bytes > 400 * MIB
+    bind_cache(model.attention_layers(), {}, config, torch.device("cpu"))
+    assert config.num_bytes > 400 * MIB
     assert METER.used() - before < 40 * MIB

@@ -14,12 +14,14 @@ from headrace_core.kv import (
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
+    RecurrentSpec,
     SlidingWindowSpec,
+    StateShape,
 )
+from headrace_engine.execution.division import Limits, pool_needs
 from headrace_engine.execution.memory import (
     CPU_CACHE_BYTES,
     CachePlan,
-    blocks_for,
     fit_max_model_len,
     plan_cache,
 )
@@ -37,19 +39,28 @@ def profile(available: int = 8 * GIB, weights: int = GIB, activations: int = GIB
 
 
 def plan(cache: CacheConfig | None = None, **changes: Any) -> Any:
-    settings: dict[str, Any] = {"max_model_len": 1000, "max_num_seqs": 8, "device": "cuda"}
+    settings: dict[str, Any] = {"max_model_len": 1000, "max_num_seqs": 8}
     settings.update(changes)
     memory = settings.pop("profile", profile())
-    groups = settings.pop("groups", GROUPS)
-    return plan_cache(memory, groups, cache or CacheConfig(), **settings)
+    groups, device = settings.pop("groups", GROUPS), settings.pop("device", "cuda")
+    return plan_cache(memory, groups, cache or CacheConfig(), Limits(**settings), device=device)
+
+
+def blocks_for(groups: Any, length: int, step: int | None = None) -> int:
+    (need,) = pool_needs(groups, Limits(length, 1, step))
+    return need.needed
+
+
+def longest(cache: CacheConfig, limit: int, device: str = "cpu", **changes: Any) -> int:
+    memory, groups = changes.pop("profile", profile()), changes.pop("groups", GROUPS)
+    return fit_max_model_len(memory, groups, cache, Limits(limit, 1, **changes), device=device)
 
 
 @pytest.mark.spec("CFG-CACHE")
 def test_the_override_is_the_number_of_usable_blocks() -> None:
     got = plan(CacheConfig(num_gpu_blocks_override=70, kv_cache_memory_bytes=1 << 30))
-    assert got.num_blocks == 71
+    assert got.config.pools == (71,)
     assert got.decided_by == "num_gpu_blocks_override"
-    assert got.blocks_per_request == 63
     assert got.largest_batch == 1
 
 
@@ -57,7 +68,7 @@ def test_the_override_is_the_number_of_usable_blocks() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
     got = plan(CacheConfig(kv_cache_memory_bytes=100 * BLOCK + 5), device=device)
-    assert got.num_blocks == 100
+    assert got.config.pools == (100,)
     assert got.cache == 100 * BLOCK
     assert got.config.groups == GROUPS
 
@@ -65,19 +76,19 @@ def test_kv_cache_memory_bytes_fixes_the_block_count(device: str) -> None:
 @pytest.mark.spec("CFG-CACHE")
 def test_the_share_is_what_weights_and_activations_leave() -> None:
     got = plan(CacheConfig(gpu_memory_utilization=0.5), device="cuda:1")
-    assert got.num_blocks == (4 * GIB - GIB - GIB // 2) // BLOCK
-    assert got.largest_batch == (got.num_blocks - 1) // 63
+    assert got.config.pools == ((4 * GIB - GIB - GIB // 2) // BLOCK,)
+    assert got.largest_batch == (got.config.pools[0] - 1) // 63
 
 
 def test_a_cpu_gets_no_more_than_is_useful() -> None:
     got = plan(device="cpu")
-    assert got.num_blocks == 2 * 8 * 63 + 1
+    assert got.config.pools == (2 * 8 * 63 + 1,)
     assert "full batches" in got.decided_by
 
 
 def test_a_cpu_gets_no_more_than_the_default() -> None:
     got = plan(device="cpu", max_num_seqs=256, max_model_len=8192)
-    assert got.num_blocks == CPU_CACHE_BYTES // BLOCK
+    assert got.config.pools == (CPU_CACHE_BYTES // BLOCK,)
     assert "default on a CPU" in got.decided_by
 
 
@@ -108,18 +119,16 @@ def test_weights_alone_too_large() -> None:
 
 def test_minus_one_is_the_longest_that_fits() -> None:
     cache = CacheConfig(kv_cache_memory_bytes=11 * BLOCK)
-    fits = fit_max_model_len(profile(), GROUPS, cache, limit=4096, device="cpu")
-    assert fits == 160
+    assert longest(cache, 4096) == 160
     roomy = CacheConfig(kv_cache_memory_bytes=1000 * BLOCK)
-    assert fit_max_model_len(profile(), GROUPS, roomy, limit=4096, device="cpu") == 4096
+    assert longest(roomy, 4096) == 4096
     with pytest.raises(CapacityError):
-        fit_max_model_len(profile(available=GIB), GROUPS, CacheConfig(), limit=64, device="cuda")
+        longest(CacheConfig(), 64, "cuda", profile=profile(available=GIB))
 
 
 def test_minus_one_may_use_more_than_the_cpu_default() -> None:
     limit = CPU_CACHE_BYTES // BLOCK * 16 * 2
-    memory = profile(available=64 * GIB)
-    assert fit_max_model_len(memory, GROUPS, CacheConfig(), limit=limit, device="cpu") == limit
+    assert longest(CacheConfig(), limit, profile=profile(available=64 * GIB)) == limit
 
 
 def test_groups_add_up_and_windows_are_bounded() -> None:
@@ -136,9 +145,7 @@ def test_the_longest_that_fits_fits_and_one_more_does_not(
 ) -> None:
     cache = CacheConfig(kv_cache_memory_bytes=blocks * BLOCK)
     try:
-        fits = fit_max_model_len(
-            profile(), HYBRID, cache, limit=limit, device="cuda", max_num_batched_tokens=step
-        )
+        fits = longest(cache, limit, "cuda", groups=HYBRID, max_num_batched_tokens=step)
     except CapacityError:
         assert blocks_for(HYBRID, 1, step) > blocks - 1
         return
@@ -162,7 +169,7 @@ def test_a_longest_request_comes_with_its_encoder_states() -> None:
     groups = (*GROUPS, KVCacheGroup(("c", "d"), cross))
     assert blocks_for(groups, 448) == 28 + 94
     got = plan(CacheConfig(num_gpu_blocks_override=250), groups=groups, max_model_len=448)
-    assert (got.blocks_per_request, got.largest_batch) == (122, 2)
+    assert got.largest_batch == 2
     assert "2 requests of 448 tokens and 1500 encoder states" in got.describe()
     with pytest.raises(CapacityError, match="max_model_len of at most 96 would fit"):
         plan(CacheConfig(num_gpu_blocks_override=100), groups=groups, max_model_len=448)
@@ -180,3 +187,100 @@ def test_a_model_without_a_cache_keeps_within_it_too() -> None:
     assert CachePlan.without_cache(profile(), 100, 2 * GIB).cache == 0
     with pytest.raises(CapacityError, match="take 1610612736 bytes"):
         CachePlan.without_cache(profile(), 100, GIB)
+
+
+# -- several pools --------------------------------------------------------------------------------
+
+WIDE = FullAttentionSpec(16, 2, 64, "float32")
+STATE = RecurrentSpec(16, (StateShape((4, 1024), "float32"), StateShape((3, 5), "bfloat16")))
+STATE_BLOCK = 3 * (4 * 4 * 1024 + 64)  # three layers, each tensor rounded up
+TWO_POOLS = (KVCacheGroup(("a", "b"), SLIDING), KVCacheGroup(("c",), WIDE, 1))
+RECURRENT = KVCacheGroup(("s", "t", "u"), STATE, 1)
+MIXED = (*GROUPS, RECURRENT)
+
+
+def test_pools_of_tokens_hold_equally_many_requests() -> None:
+    got = plan(groups=TWO_POOLS, max_num_batched_tokens=32)
+    # A request holds at most 7 blocks of the window's and 63 of the others, here as large.
+    windows, whole = got.config.pools
+    assert 0.99 < (windows - 1) / 7 / ((whole - 1) / 63) < 1.01
+    assert got.cache <= 8 * GIB * 0.9 - 1.5 * GIB
+    assert got.largest_batch == min((windows - 1) // 7, (whole - 1) // 63)
+
+
+@pytest.mark.parametrize(("caching", "states"), [(False, 8), (True, 16)])
+def test_states_are_for_the_sequences_that_run_and_snapshots(caching: bool, states: int) -> None:
+    got = plan(groups=MIXED, caching=caching)
+    tokens, count = got.config.pools
+    assert count == states + 1
+    left = int(8 * GIB * 0.9) - GIB - GIB // 2 - count * STATE_BLOCK
+    assert tokens == left // BLOCK
+    assert got.largest_batch == states
+    assert plan(device="cpu", groups=MIXED, caching=caching).config.pools == (
+        2 * 8 * 63 + 1, states + 1
+    )  # fmt: skip
+
+
+def test_states_take_at_most_half_of_what_one_request_leaves() -> None:
+    least = 64 * BLOCK + 3 * STATE_BLOCK
+    cache = CacheConfig(kv_cache_memory_bytes=least + 10 * STATE_BLOCK)
+    got = plan(cache, groups=MIXED, max_num_seqs=100, caching=True)
+    assert got.config.pools == (64 + 5 * STATE_BLOCK // BLOCK, 3 + 5)
+    assert got.largest_batch == 1
+
+
+def test_one_request_needs_a_state_and_the_one_it_begins_from() -> None:
+    for caching, states in ((False, 1), (True, 2)):
+        least = 64 * BLOCK + (states + 1) * STATE_BLOCK
+        got = plan(CacheConfig(kv_cache_memory_bytes=least), groups=MIXED, caching=caching)
+        assert got.config.pools == (64, states + 1)
+        short = CacheConfig(kv_cache_memory_bytes=least - 1)
+        with pytest.raises(
+            CapacityError, match=r"for the states of recurrent layers\), \d+ bytes more"
+        ):
+            plan(short, groups=MIXED, caching=caching)
+        assert longest(short, 1000, groups=MIXED, caching=caching) == 62 * 16
+
+
+def test_a_model_of_states_only_gives_them_all() -> None:
+    only = (KVCacheGroup(RECURRENT.layer_names, STATE),)
+    got = plan(CacheConfig(kv_cache_memory_bytes=50 * STATE_BLOCK), groups=only, caching=True)
+    assert got.config.pools == (50,)
+    assert "49 states of recurrent layers in 1 group, by kv_cache_memory_bytes" in got.describe()
+    assert longest(CacheConfig(num_gpu_blocks_override=1), 10_000, groups=only) == 10_000
+
+
+def test_the_override_is_of_the_pools_of_tokens() -> None:
+    got = plan(CacheConfig(num_gpu_blocks_override=70), groups=(*TWO_POOLS[:1], RECURRENT))
+    assert got.config.pools == (71, 9)
+    assert plan(CacheConfig(num_gpu_blocks_override=70), groups=TWO_POOLS).config.pools == (71, 71)
+
+
+def test_every_pool_is_described() -> None:
+    text = plan(CacheConfig(num_gpu_blocks_override=70), groups=MIXED).describe()
+    assert "2 pools, by num_gpu_blocks_override" in text
+    assert re.search(r"pool 0 +1.11 MiB  70 blocks of 16 tokens in 1 group", text)
+    assert re.search(r"pool 1 .* 8 states of recurrent layers in 1 group", text)
+    assert "room for     1 requests of 1000 tokens" in text
+
+
+@given(
+    num_bytes=st.integers(0, 3000 * BLOCK),
+    length=st.integers(1, 3000),
+    seqs=st.integers(1, 64),
+    caching=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_division_is_within_its_budget_and_wastes_little(
+    num_bytes: int, length: int, seqs: int, caching: bool
+) -> None:
+    groups = (*GROUPS, KVCacheGroup(("w",), WIDE, 1), KVCacheGroup(("s",), STATE, 2))
+    cache = CacheConfig(kv_cache_memory_bytes=max(1, num_bytes))
+    try:
+        got = plan(cache, groups=groups, max_model_len=length, max_num_seqs=seqs, caching=caching)
+    except CapacityError:
+        return
+    assert got.cache <= num_bytes
+    assert num_bytes - got.cache < 3 * BLOCK + STATE_BLOCK
+    needs = pool_needs(groups, Limits(length, seqs, caching=caching))
+    assert all(count > need.needed for count, need in zip(got.config.pools, needs))

@@ -34,7 +34,7 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 @settings(max_examples=80, deadline=None)
 def test_the_table_equals_a_dictionary(actions: list[tuple[str, int, int]]) -> None:
-    table = RequestTable(2, vocab_size=1000, seed=0)
+    table = RequestTable([0, 0], vocab_size=1000, seed=0)
     want: dict[str, tuple[list[int], list[int], list[int]]] = {}
     for action, who, size in actions:
         name = f"r{who}"
@@ -65,7 +65,7 @@ def test_the_table_equals_a_dictionary(actions: list[tuple[str, int, int]]) -> N
 
 
 def test_long_texts_widen_the_table() -> None:
-    table = RequestTable(1, vocab_size=10, seed=0)
+    table = RequestTable([0], vocab_size=10, seed=0)
     row = table.add(new_request("a", [1] * 1023, ([],)))
     for token in (2, 3, 4):
         table.append_tokens(np.array([row]), np.array([token]))
@@ -90,7 +90,7 @@ def test_long_texts_widen_the_table() -> None:
     ],
 )
 def test_what_is_wrong_with_a_request_is_its_own(changes: dict[str, Any], reason: str) -> None:
-    table = RequestTable(1, vocab_size=10, seed=0)
+    table = RequestTable([0], vocab_size=10, seed=0)
     new = new_request("bad", [1, 2], ([1],))
     for name, value in changes.items():
         setattr(new, name, value)
@@ -115,7 +115,7 @@ STEPS = st.lists(
 @settings(max_examples=60, deadline=None)
 def test_inputs_do_not_depend_on_the_steps_before(steps: list[tuple[str, int]]) -> None:
     """A builder that has seen every step gives what a new one gives, settings for sampling too."""
-    table = RequestTable(2, vocab_size=1000, seed=0)
+    table = RequestTable([0, 0], vocab_size=1000, seed=0)
     kept = InputBuilder(table, block_size=4, device=torch.device("cpu"))
     added = 0
     for action, who in steps:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headrace_core.errors import ConfigError, ModelError
+from headrace_core.errors import ConfigError, ModelError, RequestError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from headrace_core.ops import KernelNeed, bind_ops
@@ -34,7 +34,7 @@ def make_worker(model: Any, **changes: Any) -> ModelWorker:
 
 def config_for(tiny: Any, num_blocks: int = 50) -> KVCacheConfig:
     spec = FullAttentionSpec(tiny.BLOCK_SIZE, 2, 4, "float32")
-    return KVCacheConfig(num_blocks, (KVCacheGroup(("layers.0", "layers.1"), spec),))
+    return KVCacheConfig((num_blocks,), (KVCacheGroup(("layers.0", "layers.1"), spec),))
 
 
 def test_kv_specs_are_in_execution_order_without_cacheless_layers(tiny: Any) -> None:
@@ -167,6 +167,50 @@ def test_close_frees_the_cache_and_may_be_called_twice(tiny: Any) -> None:
         worker.execute(ScheduledStep(1, {}))
 
 
+@pytest.mark.spec("EX-DUMMY-RELOAD")
+def test_weights_are_read_again_under_the_same_plan(tiny: Any) -> None:
+    old, new = tiny.LM(), tiny.LM()
+    gone, seen = weakref.ref(old), list[Any]()
+
+    def rebuild(changes: Any) -> Any:
+        gc.collect()
+        seen.append((dict(changes), gone() is None))  # memory for one model is enough
+        return new
+
+    worker = make_worker(old, rebuild_model=rebuild)
+    worker._build_model = [old].pop  # the lambda of make_worker would keep it
+    del old
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    worker.update_config({"load_config": {"load_format": "auto"}})
+    worker.reload_weights()
+    assert seen == [({"load_format": "auto"}, True)]
+    assert new.forwards  # warmed up
+    assert worker.execute(ScheduledStep(step_id=0, num_scheduled_tokens={})) is not None
+    worker.close()
+
+
+@pytest.mark.spec("EX-DUMMY-RELOAD")
+def test_a_worker_that_reads_its_weights_once(tiny: Any) -> None:
+    worker = make_worker(tiny.LM())
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    with pytest.raises(UnsupportedFeature, match="reads its weights once"):
+        worker.reload_weights()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [None, {}, {"load": {}}, {"load_config": 3}, {"load_config": {"load_format": 3}},
+     {"load_config": {"model_loader_extra_config": {"tensorizer_uri": "/etc/passwd"}}},
+     {"load_config": {}, "model_config": {}}],
+)  # fmt: skip
+def test_only_how_weights_are_read_may_change(tiny: Any, changes: Any) -> None:
+    with pytest.raises(RequestError, match=r"must be \{'load_config'"):
+        make_worker(tiny.LM()).update_config(changes)
+
+
 def test_an_empty_step(tiny: Any) -> None:
     worker = make_worker(tiny.LM())
     worker.load()
@@ -203,8 +247,8 @@ def test_layers_that_share_a_tensor_need_one_layout(tiny: Any) -> None:
     worker = make_worker(model)
     worker.load()
     groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
-    with pytest.raises(ConfigError, match="share a cache tensor"):
-        worker.allocate_cache(KVCacheConfig(20, groups))
+    with pytest.raises(ConfigError, match="share a pool of blocks"):
+        worker.allocate_cache(KVCacheConfig((20,), groups))
 
 
 def test_groups_share_tensors(tiny: Any) -> None:
@@ -212,7 +256,7 @@ def test_groups_share_tensors(tiny: Any) -> None:
     worker = make_worker(model)
     worker.load()
     groups = tuple(KVCacheGroup((name,), spec) for name, spec in worker.kv_specs().items())
-    worker.allocate_cache(KVCacheConfig(20, groups))
+    worker.allocate_cache(KVCacheConfig((20,), groups))
     first, second = (layer.cache for layer in model.layers)
     assert first.data_ptr() == second.data_ptr()
     assert [layer.group for layer in model.layers] == [0, 1]

@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
+    CacheSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
-    KVCacheSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
     SlidingWindowSpec,
+    StateShape,
 )
 from headrace_engine.kv.grouping import plan_groups
 
@@ -18,7 +21,7 @@ FULL = FullAttentionSpec(16, 2, 8, "float32")
 SLIDING = SlidingWindowSpec(16, 2, 8, "float32", sliding_window=32)
 
 
-def layers(pattern: str) -> dict[str, KVCacheSpec]:
+def layers(pattern: str) -> dict[str, CacheSpec]:
     return {f"l{i}": FULL if kind == "f" else SLIDING for i, kind in enumerate(pattern)}
 
 
@@ -33,7 +36,7 @@ def test_two_kinds_are_cut_into_equal_groups() -> None:
         ("l0", "l1"), ("l2", "l3"), ("l5", "l6"), ("l7", "l8"), ("l4", "l9"),
     ]  # fmt: skip
     assert [group.spec for group in groups] == [SLIDING] * 4 + [FULL]
-    assert KVCacheConfig(9, groups).num_layers_per_group == 2
+    assert KVCacheConfig((9,), groups).num_tensors(0) == 2
 
 
 @pytest.mark.parametrize(
@@ -58,34 +61,52 @@ def test_every_layer_is_in_one_group_of_its_kind(pattern: str) -> None:
     groups = plan_groups(specs)
     assert sorted(n for group in groups for n in group.layer_names) == sorted(specs)
     assert all(specs[name] == group.spec for group in groups for name in group.layer_names)
-    size = KVCacheConfig(9, groups).num_layers_per_group
+    size = KVCacheConfig((9,), groups).num_tensors(0)
     kinds = {"f": pattern.count("f"), "s": pattern.count("s")}
     assert size * len(groups) - len(pattern) <= sum(-count % size for count in kinds.values())
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (FullAttentionSpec(32, 1, 8, "float32"), "block_size of layer 'a' is 16, of layer 'b' 32"),
-        (
-            SlidingWindowSpec(16, 4, 8, "float32", sliding_window=8),
-            "page_bytes of layer 'a' is 2048, of layer 'b' 4096",
-        ),
-    ],
-)
-def test_pages_must_agree(other: KVCacheSpec, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_block_sizes_must_agree() -> None:
+    other = FullAttentionSpec(32, 1, 8, "float32")
+    with pytest.raises(ConfigError, match="block_size of layer 'a' is 16, of layer 'b' 32"):
         plan_groups({"a": FULL, "b": other})
 
 
+def test_pages_of_another_size_are_another_pool() -> None:
+    """As in models whose full layers have other heads; each pool has groups of its own length."""
+    wide = FullAttentionSpec(16, 4, 8, "float32")
+    specs = {f"l{i}": wide if i % 4 == 3 else SLIDING for i in range(12)}
+    specs |= {f"e{i}": FULL for i in range(3)}
+    groups = plan_groups(specs)
+    assert [(len(g.layer_names), g.spec, g.pool) for g in groups] == [
+        (3, SLIDING, 0), (3, SLIDING, 0), (3, SLIDING, 0), (3, wide, 1), (3, FULL, 0),
+    ]  # fmt: skip
+    config = KVCacheConfig((9, 5), groups)
+    assert (config.groups_of(0), config.groups_of(1)) == ((0, 1, 2, 4), (3,))
+    assert [config.block_bytes(pool) for pool in (0, 1)] == [3 * 2048, 3 * 4096]
+    assert config.num_bytes == 9 * 3 * 2048 + 5 * 3 * 4096
+
+
+def test_states_and_latents_have_pools_of_their_own() -> None:
+    """Also where their pages are as large as others': they lie otherwise in the tensor."""
+    latent = LatentAttentionSpec(16, 1, 32, "float32")
+    state = RecurrentSpec(16, (StateShape((512,), "float32"),))
+    assert FULL.page_bytes == latent.page_bytes == state.page_bytes
+    specs: dict[str, CacheSpec] = {"a": FULL, "b": latent, "c": state, "d": state, "e": SLIDING}
+    groups = plan_groups(specs)
+    assert [(g.layer_names, g.pool) for g in groups] == [
+        (("a",), 0), (("b",), 1), (("c", "d"), 2), (("e",), 0)
+    ]  # fmt: skip
+
+
 def test_no_layers() -> None:
-    with pytest.raises(ConfigError, match="no attention layers"):
+    with pytest.raises(ConfigError, match="no layers"):
         plan_groups({})
 
 
 def test_cross_attention_comes_last() -> None:
     cross = CrossAttentionSpec(16, 2, 8, "float32", max_encoder_tokens=50)
-    specs: dict[str, KVCacheSpec] = {}
+    specs: dict[str, CacheSpec] = {}
     for index in range(2):
         specs |= {f"cross{index}": cross, f"self{index}": FULL}
     groups = plan_groups(specs)

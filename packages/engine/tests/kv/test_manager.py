@@ -5,6 +5,7 @@ import pytest
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     NULL_BLOCK,
+    ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
@@ -79,11 +80,11 @@ def test_a_hit_shrinks_until_all_groups_agree() -> None:
         return KVCacheGroup((name,), SlidingWindowSpec(2, 1, 1, "float32", sliding_window=window))
 
     full = KVCacheGroup(("full",), FullAttentionSpec(2, 1, 1, "float32"))
-    config = KVCacheConfig(40, (full, group("narrow", 3), group("wide", 7)))
+    config = KVCacheConfig((40,), (full, group("narrow", 3), group("wide", 7)))
     manager = PagedKVCacheManager(config, True, MAX_MODEL_LEN)
     tokens = list(range(13))
     run_whole(manager, "a", tokens)
-    pool, digests = manager._pool, manager._digests(FakeSequence("x", tokens))
+    pool, digests = manager._pools[0], manager._digests(FakeSequence("x", tokens))
 
     def evict(group: int, index: int) -> None:
         block_id = pool.lookup(group, digests[index])
@@ -103,13 +104,13 @@ def test_a_hit_shrinks_until_all_groups_agree() -> None:
 
 def test_a_hole_in_the_last_window_shortens_the_hit() -> None:
     spec = SlidingWindowSpec(4, 1, 1, "float32", sliding_window=6)
-    config = KVCacheConfig(40, (KVCacheGroup(("l",), spec),))
+    config = KVCacheConfig((40,), (KVCacheGroup(("l",), spec),))
     manager = PagedKVCacheManager(config, True, MAX_MODEL_LEN)
     tokens = list(range(21))
     first = run_whole(manager, "a", tokens)
     digests = manager._digests(FakeSequence("x", tokens))
     for hole, (num_tokens, num_null) in {3: (12, 1), 1: (4, 0), 0: (0, 0)}.items():
-        manager._pool._forget(manager._pool.found(0, digests[hole]))
+        manager._pools[0]._forget(manager._pools[0].found(0, digests[hole]))
         match = manager.match_prefix(FakeSequence("p", tokens))
         visible = first.table[0][num_null : num_tokens // 4]
         assert match == (num_tokens, ([NULL_BLOCK] * num_null + visible,))
@@ -118,7 +119,7 @@ def test_a_hole_in_the_last_window_shortens_the_hit() -> None:
 def test_a_window_of_one_needs_no_cached_block() -> None:
     spec = SlidingWindowSpec(2, 1, 1, "float32", sliding_window=1)
     manager = PagedKVCacheManager(
-        KVCacheConfig(9, (KVCacheGroup(("l",), spec),)), True, MAX_MODEL_LEN
+        KVCacheConfig((9,), (KVCacheGroup(("l",), spec),)), True, MAX_MODEL_LEN
     )
     assert manager.match_prefix(FakeSequence("a", list(range(7)))) == (6, ([NULL_BLOCK] * 3,))
 
@@ -172,9 +173,10 @@ class UnknownSpec(KVCacheSpec):
     ("num_blocks", "specs", "message"),
     [
         (8, [], "no layer groups"),
-        (1, [FullAttentionSpec(2, 1, 1, "int8")], "num_blocks = 1"),
+        (1, [FullAttentionSpec(2, 1, 1, "int8")], r"pools\[0\] = 1 blocks: must be at least 2"),
         (8, [UnknownSpec(2, 1, 1, "int8")], "UnknownSpec of layer 'l0' is not served"),
         (8, [SlidingWindowSpec(2, 1, 1, "int8")], "sliding_window = 0"),
+        (8, [ChunkedLocalSpec(2, 1, 1, "int8")], "attention_chunk_size = 0"),
         (8, [CrossAttentionSpec(2, 1, 1, "int8")], "max_encoder_tokens = 0"),
         (
             8,
@@ -188,7 +190,7 @@ def test_configs_that_cannot_be_served(
 ) -> None:
     groups = tuple(KVCacheGroup((f"l{i}",), spec) for i, spec in enumerate(specs))
     with pytest.raises(ConfigError, match=message):
-        PagedKVCacheManager(KVCacheConfig(num_blocks, groups), True, 64)
+        PagedKVCacheManager(KVCacheConfig((num_blocks,), groups), True, 64)
 
 
 def test_encoder_states_forbid_shared_prefixes() -> None:

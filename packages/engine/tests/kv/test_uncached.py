@@ -10,7 +10,7 @@ from headrace_engine.kv.uncached import UncachedKVManager
 
 
 def test_what_caches_nothing_has_room_for_every_prompt_and_finds_none() -> None:
-    manager = make_manager(KVCacheConfig(0, ()), True, 32)
+    manager = make_manager(KVCacheConfig((), ()), True, 32)
     assert isinstance(manager, UncachedKVManager)
     sequence: Any = SimpleNamespace(request_id="a", all_token_ids=[1, 2, 3], num_computed_tokens=0)
     for _ in range(3):
@@ -26,9 +26,9 @@ def test_what_caches_nothing_has_room_for_every_prompt_and_finds_none() -> None:
 
 def test_who_caches_gets_pages() -> None:
     group = KVCacheGroup(("layer",), FullAttentionSpec(16, 1, 4, "float32"))
-    assert isinstance(make_manager(KVCacheConfig(9, (group,)), True, 32), PagedKVCacheManager)
+    assert isinstance(make_manager(KVCacheConfig((9,), (group,)), True, 32), PagedKVCacheManager)
 
 
 def test_a_config_without_groups_has_no_sizes() -> None:
-    config = KVCacheConfig(0, ())
-    assert (config.block_size, config.num_layers_per_group, config.block_bytes) == (0, 0, 0)
+    config = KVCacheConfig((), ())
+    assert (config.block_size, config.num_bytes) == (0, 0)

@@ -138,6 +138,10 @@ class FakeWorker:
         self.calls.append("report")
         return {"rank": 0}
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        self.calls.append("apply_model")
+        return function(self)
+
     def start_profile(self) -> None:
         self.calls.append("start_profile")
 
@@ -256,7 +260,7 @@ def make_core(
     """A core whose cache holds ``num_blocks`` blocks of four tokens."""
     spec = FullAttentionSpec(BLOCK_SIZE, 1, 1, "float32")
     kv = PagedKVCacheManager(
-        KVCacheConfig(num_blocks, (KVCacheGroup(("layer",), spec),)), True, max_model_len
+        KVCacheConfig((num_blocks,), (KVCacheGroup(("layer",), spec),)), True, max_model_len
     )
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,

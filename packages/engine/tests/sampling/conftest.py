@@ -33,7 +33,7 @@ class Row:
 
 
 def table_of(rows: Sequence[Row], vocab_size: int, seed: int = 0) -> tuple[RequestTable, Any]:
-    table = RequestTable(1, vocab_size=vocab_size, seed=seed)
+    table = RequestTable([0], vocab_size=vocab_size, seed=seed)
     numbers = [
         table.add(
             NewRequest(

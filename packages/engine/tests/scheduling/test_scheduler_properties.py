@@ -17,8 +17,9 @@ from headrace_core.modality import MediaInput
 from headrace_core.request import CoreRequest
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
-from headrace_core.testing.kv import MAX_ENCODER_LEN, cache_config
+from headrace_core.testing.kv import MAX_ENCODER_LEN, OWN_POOL, cache_config
 from headrace_core.testing.scheduling import CheckingWorker, contents, expected_tokens
+from headrace_engine.kv.block_pool import BlockPool
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.request import RequestStatus
@@ -34,8 +35,19 @@ PREFIXES = ([], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 9, 9, 9], [3] * 1
 worlds = st.fixed_dictionaries(
     {
         "num_blocks_per_group": st.integers(6, 20),
+        "num_states": st.integers(1, 10),
         "groups": st.sampled_from(
-            [("full",), ("full", "sliding"), ("sliding", "full", "sliding"), ("full", "cross")]
+            [
+                ("full",),
+                ("full", "sliding"),
+                ("sliding", "full", "sliding"),
+                ("full", "cross"),
+                ("recurrent",),
+                ("full", "recurrent"),
+                ("wide", "sliding", "recurrent"),
+                ("chunked", "latent", "full"),
+                ("full", "sliding", "chunked", "recurrent", "recurrent", "wide"),
+            ]
         ),
         "block_size": st.integers(2, 4),
         "budget": st.integers(2, 16),
@@ -88,7 +100,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max(world["budget"], world["max_num_seqs"])
         if not world["chunked"]:
             partial, long_partial, threshold, budget = 1, 1, 0, MAX_MODEL_LEN
-        num_blocks = 1 + world["num_blocks_per_group"] * len(world["groups"])
+        counts = Counter(kind if kind in OWN_POOL else "" for kind in world["groups"])
+        per_group = {"recurrent": world["num_states"]}
+        num_blocks = {
+            kind: 1 + per_group.get(kind, world["num_blocks_per_group"]) * counts[common]
+            for kind in world["groups"]
+            for common in [kind if kind in OWN_POOL else ""]
+        }
         cache = cache_config(num_blocks, *world["groups"], block_size=world["block_size"])
         self.encodes = "cross" in world["groups"]
         caching = world["caching"] and not self.encodes
@@ -280,13 +298,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_is_counted_once(self) -> None:
         if not hasattr(self, "kv"):
             return
-        pool = self.kv._pool
+        for pool in self.kv._pools:
+            self.every_block_of_a_pool(pool)
+
+    def every_block_of_a_pool(self, pool: BlockPool) -> None:
         held = Counter(
             block_id
             for entry in self.kv._entries.values()
-            for table in entry.tables
+            for table, whose in zip(entry.tables, self.kv._pool_of)
             for block_id in table
-            if block_id != NULL_BLOCK
+            if block_id != NULL_BLOCK and whose is pool
         )
         assert all(pool.ref_counts[b] == held[b] for b in range(1, pool.num_blocks))
         free = pool.free_blocks()
@@ -326,6 +347,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.live, "something starves"
         assert self.kv.num_free_blocks == self.kv.num_blocks
         assert not self.kv._hashes
+        assert not self.kv._branches
         assert self.scheduler.reset_prefix_cache()
         self.every_block_is_counted_once()
 

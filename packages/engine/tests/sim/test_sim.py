@@ -146,8 +146,8 @@ def test_settings_without_effect_are_refused():
 
 
 def test_blocks_are_real_and_cost_nothing():
-    config = KVCacheConfig(10, (KVCacheGroup(("sim",), _worker().kv_specs()["sim"]),))
-    assert config.block_bytes == 8
+    config = KVCacheConfig((10,), (KVCacheGroup(("sim",), _worker().kv_specs()["sim"]),))
+    assert config.block_bytes(0) == 8
 
 
 def test_it_imports_no_torch():

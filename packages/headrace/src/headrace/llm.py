@@ -268,6 +268,16 @@ class LLM:
         """
         return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
 
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Run a function on the model of every worker: results by rank.
+
+        >>> llm.apply_model(type)  # whose code runs the model
+
+        Raises:
+            UnsupportedFeature: the engine is in another process.
+        """
+        return list(self.engine.apply_model(func))
+
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -285,7 +285,7 @@ int32_t paged_attention(void* out, const void* query, const void* key_cache, con
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
-                           table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, {nullptr, 0}};
+                           table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, {nullptr, 0}, nullptr, 0, 0};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

@@ -64,6 +64,8 @@ struct Attention {
   bool causal;     // false: keys after a query are seen too, with a window those less than it away
   const float* slopes;  // [q_heads] of ALiBi, null = none
   Bias bias;
+  const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
+  int64_t rope_row, rope_head;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -112,6 +114,14 @@ template <bool coarse> inline vf exp2_of(vf x) {
 #else
   return vless(x, low, vzero(), vmul(p, vpow2(n)));
 #endif
+}
+
+// x, but -inf in the lanes [from, to).
+inline vf outside(vf x, int from, int to) {
+  alignas(64) static constexpr float lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vf lane = ld(lanes), hidden = vset(-__builtin_inff());
+  const vf below = vless(lane, vset(float(to)), hidden, x);  // of the lanes before `to`
+  return vless(lane, vset(float(from)), x, below);
 }
 
 // Whether any lane of any x so far was infinite or NaN, as bits: the largest magnitude of lanes of
@@ -447,10 +457,26 @@ struct UnitRows {
 
   void load_query() {
     const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
+    if (g.rope_query != nullptr) return load_query_of_two(begin);
     for (int64_t r = 0; r < rows; ++r) {
       const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
       for (int64_t w = 0; w < q_width; w += W) {
         st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+        if (!last_head) __builtin_prefetch(from + group * g.q_head + w * STEP);  // the next unit's
+      }
+    }
+  }
+
+  void load_query_of_two(int64_t begin) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = begin + r / group, head = head_of(r);
+      const TQ* first = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
+      const TQ* second = static_cast<const TQ*>(g.rope_query) + token * g.rope_row + head * g.rope_head;
+      for (int64_t w = 0; w < q_width; w += W) {
+        const int64_t d = w * STEP, left = min_of(CHUNK, g.dim - d);
+        TQ both[CHUNK] = {};
+        for (int64_t i = 0; i < left; ++i) both[i] = d + i < g.value_dim ? first[d + i] : second[d + i - g.value_dim];
+        st(q + r * q_width + w, A::words(both, CHUNK));
       }
     }
   }
@@ -487,8 +513,8 @@ struct UnitRows {
       if (g.slopes != nullptr) add_slope(r, base, line, from, to);
       factor = LOG2E;
     }
-    for (int j = from; j < own.from; ++j) line[j] = -__builtin_inff();
-    for (int j = own.to; j < to; ++j) line[j] = -__builtin_inff();
+    hide(line, from, own.from);
+    hide(line, own.to, to);
     vf top = ld(line + from);
     for (int j = from + W; j < to; j += W) top = vmax(top, ld(line + j));
     float peak = row_max(top) * factor;
@@ -502,6 +528,12 @@ struct UnitRows {
     if (to < end) __builtin_memset(line + to / STEP, 0, size_t(end - to) / STEP * sizeof(float));
     *best = peak;
     *sum = hsum(adding);
+  }
+
+  // -inf for the scores [from, to). Whole vectors are written, each where one was written before: what is
+  // read next need not wait for pieces to reach the cache.
+  static void hide(float* line, int from, int to) {
+    for (int j = from / W * W; j < to; j += W) st(line + j, outside(ld(line + j), from - j, to - j));
   }
 
   void transform(float* line, int from, int to) const {

@@ -84,7 +84,6 @@ enum Opening : int32_t { AS_IT_IS = 0, BY_SILU = 1, BY_SIGMOID = 2 };
 // out [rows, n] = x * act(gate)
 void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int64_t x_stride,
           int64_t by_stride, int32_t kind, int32_t dtype) {
-  const vf one = vset(1.0f);
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
     over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
@@ -94,7 +93,7 @@ void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int
       for (int64_t j = 0; j < many; j += W) {
         vf open = ld_upto(b + j, many - j);
         if (kind == BY_SILU) open = act(SILU, open);
-        if (kind == BY_SIGMOID) open = vdiv(one, vadd(one, vexp(vsub(vzero(), open))));
+        if (kind == BY_SIGMOID) open = vsigmoid(open);
         st_upto(to + j, vmul(ld_upto(a + j, many - j), open), many - j);
       }
     });

@@ -13,11 +13,13 @@
 #include "quant_linear.h"
 #include "quant_rounding.h"
 #include "packed_rows.h"
+#include "head_linear.h"
 #include "moe.h"
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
 #include "attention_varlen.h"
+#include "attention_latent.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "packed.h"
@@ -57,6 +59,9 @@ const Entry entries[] = {
     HR_ENTRY(moe),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
+    HR_ENTRY(latent_cache_write),
+    HR_ENTRY(latent_attention),
+    HR_ENTRY(head_linear),
     HR_ENTRY(causal_conv),
     HR_ENTRY(selective_scan),
     HR_ENTRY(state_space_scan),

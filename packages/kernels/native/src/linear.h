@@ -164,14 +164,17 @@ template <class A> struct Rows {
 
 // sums [rows][PANEL] = activations of rows [begin, begin + rows) times one panel. `after` is what will
 // be read next, fetched on the way (a panel's last piece fetches the first of what comes after it).
-template <class WT, class A>
+// done(first, many, sums) takes rows [first, first + many) as soon as they are complete; if the panel is
+// one piece, nobody reads them afterwards, and they lie in the first cache.
+template <class WT, class A, class Done>
 inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t K, const WT* panel,
-                          int vectors, float* sums, const WT* after) {
+                          int vectors, float* sums, const WT* after, const Done& done) {
   const int64_t width = int64_t(vectors) * W;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
   const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
   const int64_t lines = tiles == 2 ? PAIR_LINES : ceil_div(step_bytes / 64, tiles);  // at each fetch
   const int64_t piece = tiles == 1 ? K : PIECE_BYTES / (PANEL * int64_t(sizeof(WT)));
+  const int64_t apart = K <= piece ? 0 : PANEL;  // sums of rows that rest between pieces
   for (int64_t k = 0; k < K || k == 0; k += piece) {
     const int64_t count = min_of(piece, K - k), steps = count / (UNROLL * Meeting<WT>::STEP);
     const WT* b = panel + k * width;
@@ -182,7 +185,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
       const int64_t first = i * rows / tiles, many = (i + 1) * rows / tiles - first;
       const A* a[MAX_ROWS];
       for (int64_t r = 0; r < many; ++r) a[r] = x.row(begin + first + r) + k;
-      float* c = sums + first * PANEL;
+      float* c = sums + first * apart;
       // What is read once and in order the machine fetches by itself, faster than it is told to: a
       // lone tile's panel, but for the beginning of one that lies elsewhere, and most of the first of
       // two tiles' piece.
@@ -195,6 +198,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
         case 3: tile_rows<3>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
         case 4: tile_rows<4>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
       }
+      if (k + count >= K) done(first, many, static_cast<const float*>(c));
     }
     if (K == 0) break;
   }
@@ -271,12 +275,14 @@ inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int6
   const Packed<WT> packed{weight, N, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
   over_panels<1>(rows, packed.panels(), rows * N * K / 32, [&](int64_t begin, int64_t many, int64_t p, float* sums) {
-    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
     const int64_t at = p * PANEL;
-    for (int64_t r = 0; r < many; ++r) {
-      finish(out + (begin + r) * N + at, sums + r * PANEL, bias == nullptr ? nullptr : bias + at,
-             packed.features(p));
-    }
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        finish(out + (begin + first + r) * N + at, from + r * PANEL, bias == nullptr ? nullptr : bias + at,
+               packed.features(p));
+      }
+    };
+    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
   });
 }
 
@@ -292,19 +298,25 @@ inline void run_linear_gated(T* out, const T* x, const WT* weight, const T* bias
   const Packed<WT> packed{weight, 2 * I, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
   const int64_t panels = I / PANEL;
-  over_panels<2>(rows, panels, rows * I * K / 16, [&](int64_t begin, int64_t many, int64_t p, float* gates) {
+  over_panels<2>(rows, panels, rows * I * K / 16, [&](int64_t begin, int64_t many, int64_t p, float* sums) {
     const WT* gate = packed.panel(p);
     const WT* up = packed.panel(panels + p);
-    float* ups = gates + many * PANEL;
-    panel_product(a, begin, many, K, gate, MAX_VECTORS, gates, up);
-    panel_product(a, begin, many, K, up, MAX_VECTORS, ups, packed.panel(p + 1));
+    T* gates = reinterpret_cast<T*>(sums + many * PANEL);  // rounded
     const int64_t at = p * PANEL;
-    for (int64_t r = 0; r < many; ++r) {
-      T rounded_gates[PANEL], rounded_ups[PANEL];
-      finish_row(rounded_gates, gates + r * PANEL, bias == nullptr ? nullptr : bias + at, PANEL);
-      finish_row(rounded_ups, ups + r * PANEL, bias == nullptr ? nullptr : bias + I + at, PANEL);
-      act_mul_row(kind, out + (begin + r) * I + at, rounded_gates, rounded_ups, PANEL);
-    }
+    const auto keep = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        finish_row(gates + (first + r) * PANEL, from + r * PANEL, bias == nullptr ? nullptr : bias + at, PANEL);
+      }
+    };
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        T ups[PANEL];
+        finish_row(ups, from + r * PANEL, bias == nullptr ? nullptr : bias + I + at, PANEL);
+        act_mul_row(kind, out + (begin + first + r) * I + at, gates + (first + r) * PANEL, ups, PANEL);
+      }
+    };
+    panel_product(a, begin, many, K, gate, MAX_VECTORS, sums, up, keep);
+    panel_product(a, begin, many, K, up, MAX_VECTORS, sums, packed.panel(p + 1), done);
   });
 }
 

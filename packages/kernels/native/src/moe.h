@@ -61,11 +61,13 @@ inline void experts_product(float* lines, const Rows<A>& x, const WT* weights, c
                   [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
     const Packed<WT> packed{weights + expert * size, N, K};
     const int64_t at = p * PANEL;
-    panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1));
-    for (int64_t r = 0; r < many; ++r) {
-      finish_row(lines + int64_t(sorted.order[begin + r]) * N + at, sums + r * PANEL,
-                 biases == nullptr ? nullptr : biases + expert * N + at, packed.features(p));
-    }
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        finish_row(lines + int64_t(sorted.order[begin + first + r]) * N + at, from + r * PANEL,
+                   biases == nullptr ? nullptr : biases + expert * N + at, packed.features(p));
+      }
+    };
+    panel_product(x, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
   });
 }
 
@@ -77,22 +79,25 @@ inline void experts_gated(A* hidden, const Rows<A>& x, const WT* weights, const 
                           const Sorted& sorted, int64_t entries, int64_t I, int64_t K, int32_t kind) {
   const int64_t size = Packed<WT>::elements(2 * I, K), panels = I / PANEL;
   over_experts<2>(sorted, panels, entries * I * K / 16,
-                  [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* gates) {
+                  [&](int64_t expert, int64_t begin, int64_t many, int64_t p, float* sums) {
     const Packed<WT> packed{weights + expert * size, 2 * I, K};
     const WT *gate = packed.panel(p), *up = packed.panel(panels + p);
     const int64_t at = p * PANEL;
     const T* bias = biases == nullptr ? nullptr : biases + expert * 2 * I + at;
-    float* ups = gates + many * PANEL;
-    panel_product(x, begin, many, K, gate, MAX_VECTORS, gates, up);
-    panel_product(x, begin, many, K, up, MAX_VECTORS, ups, packed.panel(p + 1));
-    for (int64_t r = 0; r < many; ++r) {
-      float *g = gates + r * PANEL, *u = ups + r * PANEL;
-      if (bias != nullptr) {
-        finish_row(g, g, bias, PANEL);
-        finish_row(u, u, bias + I, PANEL);
+    float* gates = sums + many * PANEL;
+    const auto keep = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) finish_row(gates + (first + r) * PANEL, from + r * PANEL, bias, PANEL);
+    };
+    const auto done = [&](int64_t first, int64_t count, const float* from) {
+      for (int64_t r = 0; r < count; ++r) {
+        float ups[PANEL];
+        finish_row(ups, from + r * PANEL, bias == nullptr ? nullptr : bias + I, PANEL);
+        act_mul_row(kind, hidden + int64_t(sorted.order[begin + first + r]) * I + at, gates + (first + r) * PANEL,
+                    ups, PANEL);
       }
-      act_mul_row(kind, hidden + int64_t(sorted.order[begin + r]) * I + at, g, u, PANEL);
-    }
+    };
+    panel_product(x, begin, many, K, gate, MAX_VECTORS, sums, up, keep);
+    panel_product(x, begin, many, K, up, MAX_VECTORS, sums, packed.panel(p + 1), done);
   });
 }
 

@@ -73,7 +73,6 @@ inline vf vlog1p_unit(vf t) {
 inline vf vsoftplus(vf x) {
   return vadd(vmax(vzero(), x), vlog1p_unit(vexp(vsub(vzero(), vabs(x)))));
 }
-inline vf vsigmoid(vf x) { return vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
 
 // --- convolution ------------------------------------------------------------------------------
 

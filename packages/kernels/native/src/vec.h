@@ -291,6 +291,17 @@ inline vf vtanh(vf x) {
   return vless(a, vset(0.625f), near, vcopysign(far, x));
 }
 
+// a / b for b that is neither 0 nor beyond 2^126 in magnitude, to an ulp or two: a third of a division's
+// time where the machine guesses reciprocals well.
+inline vf vquotient(vf a, vf b) {
+#if defined(HR_AVX512)
+  const vf guess = _mm512_rcp14_ps(b);
+  return vmul(a, vmul(guess, _mm512_fnmadd_ps(b, guess, vset(2.0f))));
+#else
+  return vdiv(a, b);
+#endif
+}
+
 // erf x; below 3.92 a quotient of polynomials in x^2 (minimax, error 3.5e-7), from there 1.
 inline vf verf(vf x) {
   const vf z = vmul(x, x);
@@ -306,7 +317,7 @@ inline vf verf(vf x) {
   q = vfma(q, z, vset(1.15081012e-01f));
   q = vfma(q, z, vset(5.04157007e-01f));
   q = vfma(q, z, vset(1.0f));
-  return vless(vabs(x), vset(3.92f), vdiv(vmul(p, x), q), vcopysign(vset(1.0f), x));
+  return vless(vabs(x), vset(3.92f), vquotient(vmul(p, x), q), vcopysign(vset(1.0f), x));
 }
 
 // --- loops ------------------------------------------------------------------------------------

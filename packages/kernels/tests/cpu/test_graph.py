@@ -21,6 +21,7 @@ from headrace_core.testing.graph import (
     make_batch,
 )
 from headrace_core.testing.graph_encoders import EncoderStepConformance
+from headrace_core.testing.graph_states import StateStepConformance
 from headrace_core.testing.ops import bits_equal
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.graph import NativeStepGraph
@@ -56,6 +57,14 @@ class TestNative(StepGraphConformance):
 
 
 class TestNativeEncoders(EncoderStepConformance):
+    @pytest.fixture(params=library.ISA_LEVELS)
+    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
+        if request.param not in library.levels():
+            pytest.skip(f"this machine has no {request.param}")
+        return AtLevel(request.param)
+
+
+class TestNativeStates(StateStepConformance):
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
         if request.param not in library.levels():

@@ -110,14 +110,18 @@ def rotary_ops(dtype: torch.dtype) -> None:
 
 
 def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
-    from headrace_kernels.triton import merge, varlen_attention
+    from headrace_kernels.triton import latent_attention, merge, varlen_attention
     from headrace_kernels.triton import unified_attention as unified
 
     for head_dim in head_dims:
         query = torch.ones(5, 8, head_dim, dtype=dtype)
         cache = torch.zeros(9, 2, 2, 16, head_dim, dtype=dtype).permute(1, 0, 3, 2, 4)
         options = {"sliding_window": 20, "soft_cap": 5.0, "sinks": torch.ones(8, dtype=dtype)}
-        calls = ((1, 40, {}), (1, 4000, {}), (5, 40, options), (5, 40, {"causal": False}))
+        local = {"attention_chunk": 16, "alibi_slopes": torch.ones(8)}
+        calls: tuple[tuple[int, int, dict[str, Any]], ...] = (
+            (1, 40, {}), (1, 4000, {}), (1, 4000, local), (5, 40, options), (5, 40, local),
+            (5, 40, {"causal": False}),
+        )  # fmt: skip
         for longest_query, longest_context, extra in calls:
             unified.paged_attention(
                 query,
@@ -139,7 +143,49 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
                 query, query[:, :2], query[:, :2], ends, max_seqlen=3, scale=0.1, **extra
             )
         lse = torch.ones(8, 5)
+        # DeepSeek's sizes: they do not follow the head's.
+        latent, rope = torch.ones(5, 40, 512, dtype=dtype), torch.ones(5, 40, 64, dtype=dtype)
+        vectors = torch.zeros(9, 64, 576, dtype=dtype)
+        latent_attention.latent_cache_write(latent[:, 0], rope[:, 0], vectors, torch.arange(5))
+        for longest_context in (40, 4000):
+            latent_attention.latent_attention(
+                latent,
+                rope,
+                vectors,
+                torch.zeros(5, 4, dtype=torch.int32),
+                torch.arange(6, dtype=torch.int32),
+                torch.full((5,), 40, dtype=torch.int32),
+                max_seqlen_q=1,
+                max_seqlen_k=longest_context,
+                scale=0.1,
+            )
         merge.merge_attn_states(query.clone(), query, lse, query, lse, lse.clone())
+
+
+def recurrences(dtype: torch.dtype) -> None:
+    from headrace_kernels.triton import recurrent
+
+    ends, blocks = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([1, -1])
+    state = (torch.ones(3, 64, 3, dtype=dtype), blocks, blocks, ends)
+    x, vector, weight = (
+        torch.ones(5, 64, dtype=dtype),
+        torch.ones(64),
+        torch.ones(64, 4, dtype=dtype),
+    )
+    recurrent.causal_conv(x, weight, None, *state, activation="silu")
+    narrow = torch.ones(5, 16, dtype=dtype)
+    kept = (torch.ones(3, 64, 16), blocks, blocks, ends)
+    rates = torch.ones(64, 16)
+    recurrent.selective_scan(x, x, rates, narrow, narrow, vector, *kept, dt_bias=vector, gate=x)
+    heads, each = torch.ones(5, 8, 64, dtype=dtype), torch.ones(8)
+    groups, steps = torch.ones(5, 2, 128, dtype=dtype), torch.ones(5, 8, dtype=dtype)
+    kept = (torch.ones(3, 8, 64, 128), blocks, blocks, ends)
+    recurrent.state_space_scan(heads, steps, each, groups, groups, each, *kept, dt_bias=each)
+    kept = (torch.ones(3, 8, 128, 64), blocks, blocks, ends)
+    recurrent.delta_rule(
+        groups, groups, heads, steps, steps, each, each, *kept, scale=0.1, l2_norm_eps=1e-6
+    )
+    recurrent.gated_rms_norm(x, x, torch.ones(64, dtype=dtype), 1e-6, norm_first=True)
 
 
 def main() -> None:
@@ -150,9 +196,13 @@ def main() -> None:
     from headrace_kernels.triton import unified_attention
 
     unified_attention._num_programs_wanted = lambda device: 264
+    from headrace_kernels.triton import latent_attention
+
+    latent_attention._num_programs_wanted = lambda device: 264
     small_ops(dtype)
     rotary_ops(dtype)
     expert_ops(dtype)
+    recurrences(dtype)
     attention(dtype, [int(head_dim) for head_dim in sys.argv[3:]])
     print(json.dumps(COMPILED))
 

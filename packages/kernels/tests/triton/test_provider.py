@@ -83,6 +83,7 @@ def test_offers_known_ops_only() -> None:
         "scale",
         "to_float32",
         "top_logprobs",
+        "xielu",
     }
 
 

@@ -35,6 +35,8 @@ class OpBackend(AttentionBackend):
     supports_soft_cap = True
     supports_sink = True
     supports_sliding_window = True
+    supports_chunks = True
+    supports_alibi = True
     options: ClassVar[dict[str, Any]] = {}
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
@@ -68,6 +70,8 @@ class OpBackend(AttentionBackend):
             sliding_window=window if window is not None and window > 0 else None,
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
+            attention_chunk=layer.attention_chunk_size,
+            alibi_slopes=layer.alibi_slopes,
             **self.options,
         )
 
@@ -101,6 +105,8 @@ DECODES: dict[str, Case] = {
     "exactly the segments": Case([1], [NUM_SEGMENTS * 16 - 1], num_kv_heads=1),
     "one more than the segments": Case([1], [NUM_SEGMENTS * 16], num_kv_heads=1),
     "window": Case([1], [100], num_kv_heads=1, sliding_window=40),
+    "chunks": Case([1, 1, 1], [100, 39, 40], num_kv_heads=1, chunk=40),
+    "alibi": Case([1, 1], [100, 5], num_kv_heads=2, alibi=True),
     "soft cap": Case([1], [100], num_kv_heads=1, soft_cap=5.0),
     "sinks": Case([1, 1], [30, 0], num_kv_heads=1, sinks=True),
     "all": Case([1], [90], sliding_window=40, soft_cap=5.0, sinks=True, head_dim=20),

@@ -53,5 +53,5 @@ def is_bidirectional(architecture: str, config: Mapping[str, Any]) -> bool:
     return (
         "Bidirectional" in architecture
         or config.get("is_causal") is False
-        or config.get("use_bidirectional_attention") is True
+        or config.get("use_bidirectional_attention") in (True, "all")
     )

@@ -36,6 +36,11 @@ def model_class(info: ModelInfo) -> type[Any]:
     Raises:
         UnsupportedModel: it cannot be made to pool.
     """
+    if info.source == "transformers":
+        from headrace_models.transformers_backend import model as backend
+
+        pools = info.pooling is not None
+        return backend.TransformersForPooling if pools else backend.TransformersForCausalLM
     known = plugins.installed("headrace.models")
     own: type[Any] = plugins.load(
         "headrace.models", served_by(info.architecture, known) or info.architecture

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from headrace_core.model import (
     ProgressCallback,
     SharesByRank,
     SupportsPooling,
+    TranslatesWeights,
     WeightFormat,
     WeightRule,
     ignore_progress,
@@ -39,7 +40,7 @@ from headrace_core.model import (
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, held_parts, stored_shape
+from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
 from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
@@ -98,9 +99,13 @@ def load_model(
             shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
-            fill(built, context, _tensors(info, context, load, built, chosen, seed, progress))
+            stored = _tensors(info, context, load, built, chosen, seed, progress)
+            model: object = built.model
+            if isinstance(model, TranslatesWeights) and chosen is not None:
+                stored = model.translate(stored)
+            fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
-    return cast(CausalLM, built.model)
+    return built.model
 
 
 class Built(NamedTuple):
@@ -299,7 +304,7 @@ class _Filling:
 
     def _take(self, place: Place, rule: WeightRule, name: str, tensor: Tensor, file: Path) -> None:
         slot = self.weights.slots[place.leaf][place.key]
-        parts = held_parts(slot, rule)
+        parts = parts_of(slot, rule)
         _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
@@ -330,8 +335,8 @@ class _Filling:
             if leaf not in self.loaded:
                 self._load(leaf)
 
-    def _has(self, place: Place, part: int | None) -> bool:
-        return (place, part or 0) in self.origin
+    def _has(self, place: Place, part: int) -> bool:
+        return (place, part) in self.origin
 
     def _may_get_more(self, leaf: str) -> bool:
         return any(not slot.required for slot in self.weights.slots[leaf].values())
@@ -419,9 +424,9 @@ def _unstacked(
 
 
 def _check_tensor(
-    slot: Slot, held: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
+    slot: Slot, parts: Sequence[int], rule: WeightRule, name: str, tensor: Tensor, file: Path
 ) -> None:
-    expected = stored_shape(slot, held, rule)
+    expected = stored_shape(slot, parts, rule)
     if tuple(tensor.shape) != expected:
         raise WeightsError(
             f"{file}: tensor {name!r} has shape {list(tensor.shape)}, the model needs {list(expected)}"
@@ -438,24 +443,21 @@ def _cut_part(slot: Slot, part: int, tensor: Tensor, rule: WeightRule) -> Tensor
     """One part of a checkpoint tensor that holds several."""
     if not slot.parts or slot.part_dim is None:
         return tensor
-    held = {index: slot.parts[index] for index in held_parts(slot, rule)}
+    stored = parts_of(slot, rule)
+    sizes = {p: slot.parts[p].size * slot.parts[p].shard.count for p in stored}
     groups = rule.groups
-    if groups == EACH_KV_HEAD:
-        groups = min(part.units for part in held.values())
-    sizes = {index: part.size * part.shard.count for index, part in held.items()}
-    stored = list(rule.order or held)
     if rule.interleaved:
-        turns = torch.unflatten(tensor, slot.part_dim, (-1, len(sizes)))
-        return turns.select(slot.part_dim + 1, stored.index(part))
+        groups = sizes[part]
+    elif groups == EACH_KV_HEAD:
+        groups = min(slot.parts[p].units for p in stored)
     if any(size % groups for size in sizes.values()):
         raise WeightsError(
             f"{rule.source}: parts of {list(sizes.values())} rows are not {groups} equal groups"
         )
-    sizes = {index: size // groups for index, size in sizes.items()}
-    start = sum(sizes[other] for other in stored[: stored.index(part)])
-    dim = slot.part_dim
-    own = tensor.unflatten(dim, (groups, -1)).narrow(dim + 1, start, sizes[part])
-    return own.flatten(dim, dim + 1)
+    start = sum(sizes[other] for other in stored[: stored.index(part)]) // groups
+    dim, shape = slot.part_dim, tensor.shape
+    groupwise = tensor.reshape(*shape[:dim], groups, -1, *shape[dim + 1 :])
+    return groupwise.narrow(dim + 1, start, sizes[part] // groups).flatten(dim, dim + 1)
 
 
 def _cut_shard(slot: Slot, part: int, tensor: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from headrace_core.model import WeightRule
 from headrace_models.layers.base import Slot, WeightLayer
 
 ALL_PARTS: tuple[int, ...] = ()
-"""``WeightRule.split`` of a checkpoint tensor that holds all parts of its target, in order; their
-sizes are the target's own."""
+"""``WeightRule.split`` of a checkpoint tensor that holds several parts of its target (all in order, or
+those of ``WeightRule.order``); their sizes are the target's own."""
 
 
 class Place(NamedTuple):
@@ -29,8 +29,8 @@ class Wanted(NamedTuple):
 
     source: str
     place: Place
-    part: int | None
-    """Its first; None: it holds all parts."""
+    part: int
+    """The first that it holds."""
     shape: tuple[int, ...]
     """As stored."""
     dtype: str | None
@@ -60,9 +60,16 @@ class WeightMap:
         """Where a checkpoint's tensor goes, or (with ``{}`` in the key) its rows; None if nowhere."""
         for rule in self.rules:
             target = _translate(rule.source, rule.target, name)
-            if target is not None and (place := self._place(target)) is not None:
+            place = None if target is None else self._place(target)
+            if place is not None and self._has_part(place, rule):
                 return Match(place, rule)
         return None
+
+    def _has_part(self, place: Place, rule: WeightRule) -> bool:
+        """A layer that makes queries only has no place for keys, which its family's rules know."""
+        if rule.split is not None or rule.stacked:
+            return True
+        return rule.part < self.slots[place.leaf][place.key].num_parts
 
     def stack(self, match: Match) -> list[Place]:
         """The places of a stacked tensor's rows; of any other tensor, its own."""
@@ -77,10 +84,10 @@ class WeightMap:
 
     def sources(self, place: Place, part: int) -> list[tuple[str, WeightRule]]:
         """Names under which the checkpoint may hold one part of a slot, the usual one first."""
-        target = f"{place.leaf}.{place.key}"
+        target, slot = f"{place.leaf}.{place.key}", self.slots[place.leaf][place.key]
         found = []
         for rule in self.rules:
-            if part not in held_parts(self.slots[place.leaf][place.key], rule):
+            if part not in parts_of(slot, rule):
                 continue
             name = _translate(rule.target, rule.source, target)
             if name is not None:
@@ -95,17 +102,17 @@ class WeightMap:
                     yield from self._wanted(Place(leaf, key), slot)
 
     def _wanted(self, place: Place, slot: Slot) -> Iterator[Wanted]:
-        named: set[int] = set()
+        covered: set[int] = set()
         for part in range(slot.num_parts):
-            if part in named:
+            if part in covered:
                 continue
             candidates = self.sources(place, part)
             if not candidates:
                 raise LookupError(f"no weight rule leads to {place.leaf}.{place.key}, part {part}")
             source, rule = candidates[0]
-            held = held_parts(slot, rule)
-            named.update(held)
-            shape = stored_shape(slot, held, rule)
+            parts = parts_of(slot, rule)
+            covered.update(parts)
+            shape = stored_shape(slot, parts, rule)
             if rule.stacked:
                 template = self.find(source)
                 assert template is not None, source
@@ -113,8 +120,7 @@ class WeightMap:
                 if place != rows[0]:
                     continue
                 shape = (len(rows), *shape)
-            whole = rule.split is not None and len(held) == slot.num_parts
-            yield Wanted(source, place, None if whole else part, shape, slot.dtype)
+            yield Wanted(source, place, part, shape, slot.dtype)
 
     def _place(self, target: str) -> Place | None:
         """Cut a full target name into leaf and slot; of a stack, its first row's must be there."""
@@ -127,19 +133,19 @@ class WeightMap:
         return None
 
 
-def held_parts(slot: Slot, rule: WeightRule) -> Sequence[int]:
-    """Which of a slot's parts a rule's tensor has, in the slot's order."""
+def parts_of(slot: Slot, rule: WeightRule) -> tuple[int, ...]:
+    """The slot's parts in a tensor that the rule leads there, in the tensor's order."""
     if rule.split is None:
         return (rule.part,)
-    return rule.holds or range(slot.num_parts)
+    return rule.order or tuple(range(slot.num_parts))
 
 
-def stored_shape(slot: Slot, held: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
-    """Shape in the checkpoint of a tensor with these parts of a slot."""
-    shape = list(slot.source_shape(held[0]))
+def stored_shape(slot: Slot, parts: Sequence[int], rule: WeightRule) -> tuple[int, ...]:
+    """Shape in the checkpoint of a tensor that holds these parts."""
+    shape = list(slot.source_shape(parts[0]))
     if slot.parts and slot.part_dim is not None:
-        parts = [slot.parts[part] for part in held]
-        shape[slot.part_dim] = sum(part.size * part.shard.count for part in parts)
+        stored = (slot.parts[part] for part in parts)
+        shape[slot.part_dim] = sum(part.size * part.shard.count for part in stored)
     if rule.transposed and len(shape) == 2:
         shape.reverse()
     return tuple(shape)

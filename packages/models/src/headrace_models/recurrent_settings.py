@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.mamba2 import Mamba2Sizes
-from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
+from headrace_models.settings import MAX_HEAD_DIM, Settings
 
 MAX_TAPS = 64
 """Largest convolution; published ones have 2 to 5 taps."""
@@ -41,22 +41,6 @@ def _number(value: Any) -> float | None:
     return float(value) if (usable and -1e30 < value < 1e300) or value == math.inf else None
 
 
-def layer_indices(settings: Settings, name: str) -> frozenset[int]:
-    """A list of layers, by index; empty if it is absent.
-
-    Raises:
-        UnsupportedModel: not a list of indices.
-    """
-    value = settings.config.get(name)
-    if value is None:
-        return frozenset()
-    if not isinstance(value, list) or not all(
-        isinstance(index, int) and 0 <= index < MAX_LAYERS for index in value
-    ):
-        raise UnsupportedModel(f"config.json: {name} = {value!r:.200}: must be a list of layers")
-    return frozenset(value)
-
-
 def layer_kinds(
     settings: Settings, *names: str, known: tuple[str, ...], count: int
 ) -> list[str] | None:
@@ -73,6 +57,26 @@ def layer_kinds(
         raise UnsupportedModel(
             f"config.json: {name} = {value!r:.200}: must be {count} entries out of "
             + ", ".join(known)
+        )
+    return value
+
+
+def repeated_kinds(settings: Settings, name: str, default: tuple[str, ...]) -> list[str]:
+    """A pattern of kinds that layers repeat.
+
+    Args:
+        default: if the key is absent; its entries are the known kinds.
+
+    Raises:
+        UnsupportedModel: not a list of known kinds.
+    """
+    value = settings.config.get(name)
+    if value is None:
+        return list(default)
+    if not isinstance(value, list) or not value or any(kind not in default for kind in value):
+        raise UnsupportedModel(
+            f"config.json: {name} = {value!r:.200}: must be a list out of "
+            + ", ".join(dict.fromkeys(default))
         )
     return value
 

@@ -1,8 +1,8 @@
-"""From what a user typed to the facts of a checkpoint. Reads no weight and imports no torch."""
+"""From what a user typed to the facts of a checkpoint. Reads no weight, and imports
+no torch for what headrace has a class of its own for."""
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections import Counter
@@ -16,14 +16,20 @@ from headrace_core.errors import ConfigError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
-from headrace_models.architectures import served_by, without_head
+from headrace_models.architectures import without_head
 from headrace_models.formats.contents import (
     stated_config,
     stated_generation_config,
     stored_tensors,
 )
 from headrace_models.formats.header import TensorEntry
-from headrace_models.generating import generating_traits, processor_of
+from headrace_models.generating import GeneratingTraits, generating_traits, processor_of
+from headrace_models.implementation import (
+    TRANSFORMERS,
+    choose_implementation,
+    transformers_facts,
+    transformers_traits,
+)
 from headrace_models.json_object import read_object
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
@@ -33,7 +39,7 @@ from headrace_models.pooling.traits import configured, pooling_traits, said_by_f
 from headrace_models.positions import first_position
 from headrace_models.rope import scaled_context
 from headrace_models.runner import Run, choose_run
-from headrace_models.settings import Settings
+from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
 
 logger = logging.getLogger(__name__)
@@ -41,8 +47,12 @@ logger = logging.getLogger(__name__)
 LENGTH_KEYS = (
     "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length",
     "max_seq_length", "max_trained_positions", "max_target_positions",
+    "model_max_length",
 )  # fmt: skip
 """Names that configs give to the trained context."""
+LAST_LENGTH_KEY = "model_max_length"
+"""Asked if a config has none of these (Baichuan 13B); beside them it is the tokenizer's."""
+VOCABULARY_KEYS: Spelling = {"vocab_size": ("padded_vocab_size",)}
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DEFAULT_LENGTH = 2048
@@ -60,12 +70,17 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     assert config.model is not None
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
     whole = merged(stated, config.hf_overrides)
-    text = text_part(whole)
-    architecture = choose_architecture(whole.get("architectures"), config.model)
+    architecture, source = choose_implementation(config, whole, config.model)
+    by_transformers = source == TRANSFORMERS
+    text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)
     entries = list(stored_tensors(path, load))
     sentence = _sentence_modules(config, path, architecture, entries)
-    architecture = _read_as(architecture, sentence)
-    run, traits = _run(config, architecture, text, sentence)
+    if by_transformers:
+        own = transformers_traits(config, architecture, whole, path)
+    else:
+        architecture = _read_as(architecture, sentence)
+        own = pooling_traits(architecture)
+    run, traits = _run(config, architecture, text, sentence, own)
     stored_generation = stated_generation_config(path)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
@@ -76,7 +91,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         pooling = pooling_info(
             text, config.pooler, sentence, traits, dtype=dtype, max_model_len=length, late=late
         )
-    generating = generating_traits(architecture)
+    generating = GeneratingTraits() if by_transformers else generating_traits(architecture)
     return ModelInfo(
         name=config.model,
         path=path,
@@ -86,16 +101,17 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         generation_config=generation,
         dtype=dtype,
         max_model_len=length,
-        vocab_size=Settings(text).integer("vocab_size"),
+        vocab_size=Settings(text, VOCABULARY_KEYS).integer("vocab_size"),
         eos_token_ids=_eos_token_ids(generation, stored_generation, text),
         tasks=generating.tasks(generation, text) if pooling is None else pooling.tasks,
         weight_bytes=sum(entry.num_bytes for entry in entries),
-        source=_source(architecture),
+        source=source,
         runner=run.runner,
         convert=run.convert,
         pooling=pooling,
         is_encoder_decoder=generating.is_encoder_decoder,
-        processor=processor_of(architecture),
+        processor="" if by_transformers else processor_of(architecture),
+        trust_remote_code=config.trust_remote_code,
     )
 
 
@@ -115,6 +131,7 @@ def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
         token=config.hf_token,
         download_dir=load.download_dir,
         load_format=load.load_format,
+        code=config.trust_remote_code,
     )
 
 
@@ -141,39 +158,22 @@ def _read_as(architecture: str, sentence: SentenceModules) -> str:
 
 
 def _run(
-    config: ModelConfig, architecture: str, text: Mapping[str, Any], sentence: SentenceModules
+    config: ModelConfig,
+    architecture: str,
+    text: Mapping[str, Any],
+    sentence: SentenceModules,
+    own: PoolingTraits | None,
 ) -> tuple[Run, PoolingTraits | None]:
-    """What the checkpoint is run for, and how it pools if it is for that."""
-    own = pooling_traits(architecture)
+    """What the checkpoint is run for, and how it pools if it is for that.
+
+    Args:
+        own: of a class that pools by itself.
+    """
     run = choose_run(config, architecture, own, sentence_transformer=sentence.says_pooling)
     if run.runner != "pooling":
         return run, None
     traits = own or converted_traits(architecture, text, run.convert, config.pooler)
     return run, said_by_files(architecture, configured(traits, text), sentence)
-
-
-def choose_architecture(architectures: object, name: str) -> str:
-    """The first entry that an installed family serves, under its name or made to pool.
-
-    Raises:
-        UnsupportedModel: none; lists what was found and the nearest registered names.
-    """
-    known = plugins.installed("headrace.models")
-    found = architectures if isinstance(architectures, list) else []
-    for architecture in found:
-        if isinstance(architecture, str) and served_by(architecture, known) is not None:
-            return architecture
-    near: list[str] = []
-    for architecture in found:
-        near += difflib.get_close_matches(str(architecture), known, n=5, cutoff=0.5)
-    nearest = ", ".join(dict.fromkeys(near[:5])) or ", ".join(known) or "none is installed"
-    packages = sorted({plugin.distribution for plugin in known.values()})
-    raise UnsupportedModel(
-        f"model {name!r}: config.json's architectures {architectures!r} are not supported. If the "
-        "model has the shape of a supported one, say so with hf_overrides (--hf-overrides "
-        f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}. '
-        f"Packages with models here: {', '.join(packages) or 'none'}"
-    )
 
 
 def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,10 +248,11 @@ def _max_model_len(
 def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
     """Longest context that the model has positions for."""
     settings = Settings(text)
-    stated = [settings.integer(key) for key in LENGTH_KEYS if text.get(key) is not None]
+    keys = [key for key in LENGTH_KEYS if text.get(key) is not None] or [LAST_LENGTH_KEY]
+    stated = [settings.integer(key) for key in keys if text.get(key) is not None]
     if not stated:
         logger.warning("config.json names no context length; assuming %d", _DEFAULT_LENGTH)
-    rows = min(stated, default=_DEFAULT_LENGTH)
+    rows = _served_length(settings) or min(stated, default=_DEFAULT_LENGTH)
     if traits is None or not traits.positions_follow_padding:
         return scaled_context(text, rows)
     first = first_position(text)
@@ -260,6 +261,13 @@ def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:
             f"config.json: max_position_embeddings = {rows}: must be above pad_token_id + 1 = {first}"
         )
     return rows - first
+
+
+def _served_length(settings: Settings) -> int | None:
+    """Command R's, whose ``max_position_embeddings`` is that of the first stage of its training."""
+    if not str(settings.config.get("model_type", "")).startswith("cohere"):
+        return None
+    return settings.optional_integer("model_max_length")
 
 
 def generation_config(config: ModelConfig, path: Path) -> dict[str, Any]:
@@ -295,10 +303,3 @@ def _eos_token_ids(*sources: Mapping[str, Any]) -> tuple[int, ...]:
             raise UnsupportedModel(f"eos_token_id = {value!r}: must be token ids (integers from 0)")
         return tuple(dict.fromkeys(ids))
     return ()
-
-
-def _source(architecture: str) -> str:
-    known = plugins.installed("headrace.models")
-    distribution = known[served_by(architecture, known) or architecture].distribution
-    own = distribution.split(" ")[0] == "headrace-models"
-    return "native" if own else f"plugin:{distribution}"

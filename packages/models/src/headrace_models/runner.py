@@ -8,6 +8,7 @@ from typing import NamedTuple
 from headrace_core.config import ModelConfig
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolingTraits
+from headrace_models.catalogue import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,9 @@ def choose_run(
 
 
 def _by_name(architecture: str) -> Run:
+    row = ARCHITECTURES.get(architecture)
+    if row is not None and row.task == "generate":  # ChatGLMModel, in spite of its name
+        return Run("generate", "none")
     for suffix, run in _SUFFIXES.items():
         if architecture.endswith(suffix):
             return run

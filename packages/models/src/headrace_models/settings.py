@@ -13,8 +13,11 @@ ACTIVATIONS: Mapping[str, str] = {
 }  # fmt: skip
 """The checkpoint's name of an activation -> the op's."""
 
+Spelling = Mapping[str, tuple[str, ...]]
+"""Our name of a config's key -> what a family's configs may call it."""
+
+_USUAL: Spelling = {}
 _ABSENT = object()
-_USUAL: Mapping[str, tuple[str, ...]] = {}
 _LARGEST = 1e30
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
@@ -26,13 +29,10 @@ class Settings:
 
     Args:
         config: ``config.json``'s text part.
-        spelling: our name of a key -> what a family's config may call it. Found under either; messages
-            have the config's own name.
+        spelling: keys are found under either name; messages have the config's own.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], spelling: Mapping[str, tuple[str, ...]] = _USUAL
-    ) -> None:
+    def __init__(self, config: Mapping[str, Any], spelling: Spelling = _USUAL) -> None:
         self.config = dict(config)
         self.spelled: dict[str, str] = {}
         for name, others in spelling.items():
@@ -72,12 +72,16 @@ class Settings:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def integers(self, name: str) -> Sequence[int]:
-        """Empty if the key is absent or null. Raises: UnsupportedModel."""
-        value = self._value(name, [])
-        if not isinstance(value, list) or any(type(entry) is not int for entry in value):
-            raise self._wrong(name, value, "a list of integers")
-        return value
+    def integers(self, name: str, count: int | None = None) -> Sequence[int]:
+        """A list of integers from 0, empty if the key is absent or null; with ``count`` one of so many
+        from 1, which must be there. Raises: UnsupportedModel."""
+        value = self._value(name, [] if count is None else _ABSENT)
+        least = 0 if count is None else 1
+        good = isinstance(value, list) and count in (None, len(value))
+        if not good or not all(type(x) is int and least <= x < 2**31 for x in value):
+            many = "" if count is None else f"{count} "
+            raise self._wrong(name, value, f"a list of {many}integers from {least}")
+        return list(value)
 
     def optional_integer(self, name: str) -> int | None:
         """None if the key is absent or null."""
@@ -91,8 +95,8 @@ class Settings:
         """A key that must be absent, null or one of the accepted. Raises: UnsupportedModel."""
         value = self.config.get(name)
         if value is not None and value not in accepted:
-            said = " or ".join(repr(one) for one in accepted)
-            raise self._wrong(name, value, f"{said} (nothing else is supported)")
+            said = " or ".join([*map(repr, accepted), "absent"])
+            raise self._wrong(name, value, f"{said}; nothing else is supported")
 
     def numbers(self, name: str, count: int) -> list[float] | None:
         """A list of ``count`` numbers; None if the key is absent or null. Raises: UnsupportedModel."""
@@ -115,6 +119,13 @@ class Settings:
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self._wrong(name, value, "one of " + ", ".join(sorted(ACTIVATIONS)))
         return ACTIVATIONS[value]
+
+    def choice(self, name: str, accepted: Sequence[str], default: str) -> str:
+        """One of a few words. Raises: UnsupportedModel."""
+        value = self._value(name, default)
+        if value not in accepted:
+            raise self._wrong(name, value, "one of " + ", ".join(accepted))
+        return str(value)
 
     def head_dim(self, default: int | None = None) -> int:
         """``head_dim``, else the default, else hidden size over heads."""

@@ -26,7 +26,7 @@ def fill_slots(
 ) -> None:
     """Give every leaf the tensors that are named after its slots (``layers.0.attention.qkv.weight``).
 
-    A leaf's tensors come together. Strict as :func:`headrace_models.loader.load_model`.
+    A leaf is loaded when its last tensor comes. Strict as :func:`headrace_models.loader.load_model`.
 
     Args:
         path: of the checkpoint; for messages.
@@ -35,32 +35,22 @@ def fill_slots(
         WeightsError: a tensor is missing, left over, or of the wrong shape or dtype.
     """
     places = {f"{leaf}.{key}": (leaf, key) for leaf in slots for key in slots[leaf]}
-    held: dict[str, Tensor] = {}
-    current: str | None = None
-    loaded: set[str] = set()
-
-    def complete(leaf: str) -> None:
-        missing = [key for key, slot in slots[leaf].items() if slot.required and key not in held]
-        if missing:
-            raise WeightsError(f"{path}: tensor {f'{leaf}.{missing[0]}'!r} is missing")
-        leaves[leaf].load(dict(held))
-        loaded.add(leaf)
-        held.clear()
-
+    waiting: dict[str, dict[str, Tensor]] = {leaf: {} for leaf in leaves}
     for name, tensor, file in tensors:
-        leaf, key = places.get(name, (None, ""))
-        if leaf is None or leaf in loaded:
-            why = "belongs to no layer of the model" if leaf is None else "comes too late, or twice"
+        leaf, key = places.get(name, ("", ""))
+        if leaf not in waiting or key in waiting[leaf]:
+            why = "comes twice" if leaf else "belongs to no layer of the model"
             raise WeightsError(f"{file}: tensor {name!r} {list(tensor.shape)} {why}")
-        if current is not None and leaf != current:
-            complete(current)
-        current = leaf
+        held = waiting[leaf]
         held[key] = _own(slots[leaf][key], leaves[leaf], context, name, tensor, file)
-    if current is not None:
-        complete(current)
-    for leaf in sorted(leaves, key=lambda each: not slots[each]):  # tied ones last
-        if leaf not in loaded:
-            complete(leaf)
+        if len(held) == len(slots[leaf]):
+            leaves[leaf].load(waiting.pop(leaf))
+    # What is left waits for optional tensors only, or for another leaf's.
+    for leaf in sorted(waiting, key=lambda each: not slots[each]):
+        for key, slot in slots[leaf].items():
+            if slot.required and key not in waiting[leaf]:
+                raise WeightsError(f"{path}: tensor {f'{leaf}.{key}'!r} is missing")
+        leaves[leaf].load(waiting[leaf])
 
 
 def _own(

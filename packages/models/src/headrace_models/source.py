@@ -39,6 +39,7 @@ def fetch(
     token: str | None = None,
     download_dir: str | None = None,
     load_format: str = "auto",
+    code: bool = False,
 ) -> Path:
     """The folder that holds the checkpoint ``name``, or a GGUF file; downloads what is not there yet.
 
@@ -46,6 +47,9 @@ def fetch(
 
     ``HF_HOME`` moves the cache, ``HF_HUB_OFFLINE=1`` forbids the network; both are the hub
     library's.
+
+    Args:
+        code: Python files are wanted, too.
 
     Raises:
         ConfigError: no such folder, and the hub does not have it; names the id and the cache
@@ -68,9 +72,10 @@ def fetch(
             "download the model with ModelScope's own tool and pass its folder"
         )
     repository, file = _file_of(name)
-    weights = [(file,)] if file else [(kind,) for kind in _weights_of(load_format)] or [()]
-    for patterns in weights:
-        found = _download(repository, patterns, revision, token, download_dir)
+    preferred: list[tuple[str, ...]] = [(kind,) for kind in _weights_of(load_format)]
+    others = (*WANTED_FILES, "*.py") if code else WANTED_FILES
+    for patterns in [(file,)] if file else preferred or [()]:
+        found = _download(repository, (*others, *patterns), revision, token, download_dir)
         if any(next(found.glob(pattern), None) for pattern in patterns):
             break
     return found / file if file else found
@@ -95,7 +100,7 @@ def _weights_of(load_format: str) -> tuple[str, ...]:
 
 def _download(
     name: str,
-    weights: Sequence[str],
+    wanted: Sequence[str],
     revision: str | None,
     token: str | None,
     download_dir: str | None,
@@ -110,9 +115,9 @@ def _download(
             revision=revision,
             token=token,
             cache_dir=cache,
-            allow_patterns=[*WANTED_FILES, *weights],
+            allow_patterns=list(wanted),
             ignore_patterns=[
-                kind for kind in UNWANTED_FILES if not any(fnmatch(w, kind) for w in weights)
+                kind for kind in UNWANTED_FILES if not any(fnmatch(w, kind) for w in wanted)
             ],
         )
     except Exception as error:  # the library's errors share no base with the network's

@@ -211,6 +211,7 @@ class LatentAttentionOp(Protocol):
     def __call__(
         self,
         query: Tensor,
+        rope_query: Tensor,
         cache: Tensor,
         block_table: Tensor,
         cu_seqlens_q: Tensor,
@@ -219,12 +220,12 @@ class LatentAttentionOp(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
-        value_dim: int,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
-        query [T, Hq, R + P] and cache [N, S, R + P]; the key is a whole vector, the value its first
-        ``value_dim`` entries. The rest as :class:`PagedAttentionOp`. Returns [T, Hq, value_dim].
+        query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
+        vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
+        :class:`PagedAttentionOp`. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
         """
         ...

@@ -62,6 +62,7 @@ def paged_attention(
 
 def latent_attention(
     query: Tensor,
+    rope_query: Tensor,
     cache: Tensor,
     block_table: Tensor,
     cu_seqlens_q: Tensor,
@@ -70,15 +71,15 @@ def latent_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
-    value_dim: int,
 ) -> Tensor:
     """See :class:`headrace_core.ops.LatentAttentionOp`."""
-    out = query.new_zeros((*query.shape[:2], value_dim))
+    out = query.new_zeros(query.shape)
+    whole, value_dim = torch.cat((query, rope_query), dim=-1), query.shape[-1]
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
         key = gather(cache[:, :, None], block_table[b], seq_len)
-        out[rows] = attend(query[rows], key, key[..., :value_dim], scale=scale)
+        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale)
     return out
 
 

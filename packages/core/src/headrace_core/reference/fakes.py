@@ -111,8 +111,8 @@ def latent_cache_write(*args: Any) -> None:
     return None
 
 
-def latent_attention(query: Tensor, *args: Any, value_dim: int, **options: Any) -> Tensor:
-    return _like(query, *query.shape[:2], value_dim)
+def latent_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(query, *query.shape)
 
 
 def causal_conv(x: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -54,6 +54,8 @@ def dense_attention(
     soft_cap: float = 0.0,
     sinks: Tensor | None = None,
     causal: bool = True,
+    attention_chunk_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> DenseResult:
     """ATTN-REF: the last q of L tokens attend, in float64, without paging.
 
@@ -63,6 +65,8 @@ def dense_attention(
         sliding_window: W; None or <= 0 = unlimited.
         soft_cap: t; 0 = none.
         sinks: [Hq], in the denominator only.
+        attention_chunk_size: C; a query sees keys of its own chunk.
+        alibi_slopes: [Hq]; the slope times key's position less query's is added to scores.
     """
     num_new, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -72,10 +76,15 @@ def dense_attention(
     score = torch.einsum("qhd,khd->qhk", query.double(), wide_key) * scale
     if soft_cap > 0:
         score = soft_cap * torch.tanh(score / soft_cap)
-    distance = torch.arange(seq_len - num_new, seq_len)[:, None] - torch.arange(seq_len)[None]
+    position, at = torch.arange(seq_len - num_new, seq_len)[:, None], torch.arange(seq_len)[None]
+    distance = position - at
+    if alibi_slopes is not None:
+        score = score - alibi_slopes.double()[None, :, None] * distance[:, None]
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
+    if attention_chunk_size is not None:
+        visible &= position // attention_chunk_size == at // attention_chunk_size
     score = score.masked_fill(~visible[:, None, :], -torch.inf)
     extra = torch.full((num_new, num_heads, 1), -torch.inf, dtype=torch.float64)
     if sinks is not None:
@@ -100,6 +109,8 @@ class Case:
     sliding_window: int | None = None
     soft_cap: float = 0.0
     sinks: bool = False
+    chunk: int | None = None
+    alibi: bool = False
     magnitude: float = 1.0
     """Factor on query values; large ones drive scores into a soft cap."""
 
@@ -114,6 +125,8 @@ class Case:
             sliding_window=self.sliding_window is not None,
             soft_cap=self.soft_cap > 0,
             has_sink=self.sinks,
+            chunked=self.chunk is not None,
+            alibi=self.alibi,
         )
 
 
@@ -139,6 +152,13 @@ OPTION_CASES: dict[str, Case] = {
     f"window {w}": Case([1, 11, 1], [20, 10, 3], sliding_window=w) for w in (1, 7, 8, 9, 100)
 }
 OPTION_CASES |= {
+    f"chunks of {c}": Case([1, 11, 1, 9], [20, 10, 3, 0], chunk=c) for c in (1, 7, 8, 9, 100)
+}
+OPTION_CASES |= {
+    "alibi": Case([1, 9], [12, 3], alibi=True),
+    "alibi, chunks": Case([1, 9], [12, 3], alibi=True, chunk=5),
+    "alibi, window": Case([1, 9], [12, 3], alibi=True, sliding_window=5),
+    "chunks, sinks": Case([1, 9], [12, 3], chunk=5, sinks=True),
     "soft cap": Case([1, 9], [12, 3], soft_cap=5.0),
     "soft cap on huge scores": Case([1, 9], [12, 3], soft_cap=30.0, magnitude=5000.0),
     "sinks": Case([1, 9], [12, 3], sinks=True),
@@ -153,8 +173,8 @@ class World:
     """A filled cache, a batch and the new tokens' query, key and value for one :class:`Case`.
 
     Everything of the cache that holds no token is NaN: free blocks, the null block, the tail of a
-    last block. Blocks wholly before a sliding window stand in the table as the null block, as
-    the cache manager leaves them.
+    last block. Blocks wholly before a sliding window or a chunk stand in the table as the null block,
+    as the cache manager leaves them.
     """
 
     def __init__(self, backend: AttentionBackend, case: Case, dtype: str, seed: int = 0) -> None:
@@ -219,6 +239,8 @@ class World:
                 sliding_window=layer.sliding_window,
                 soft_cap=layer.soft_cap,
                 sinks=layer.sinks,
+                attention_chunk_size=layer.attention_chunk_size,
+                alibi_slopes=layer.alibi_slopes,
             )
             for q, k, v in zip(queries, self.keys, self.values, strict=True)
         ]
@@ -240,6 +262,8 @@ class World:
             sliding_window=case.sliding_window,
             soft_cap=case.soft_cap,
             sinks=sinks if case.sinks else None,
+            attention_chunk_size=case.chunk,
+            alibi_slopes=0.7 ** torch.arange(1.0, case.num_heads + 1) if case.alibi else None,
         )
 
     def _place(self) -> list[list[int]]:
@@ -247,12 +271,17 @@ class World:
         counts = [-(-n // self.case.block_size) for n in self.seq_lens]
         shuffled = torch.randperm(sum(counts) + 2, generator=self._random).add(1).tolist()
         rows = [[shuffled.pop() for _ in range(count)] for count in counts]
-        window = self.case.sliding_window
-        if window is not None and window > 0:
-            for row, computed in zip(rows, self.case.num_computed, strict=True):
-                passed = max(0, computed - window + 1) // self.case.block_size
-                row[:passed] = [NULL_BLOCK] * passed
+        for row, computed in zip(rows, self.case.num_computed, strict=True):
+            passed = self._first_seen(computed) // self.case.block_size
+            row[:passed] = [NULL_BLOCK] * passed
         return rows
+
+    def _first_seen(self, position: int) -> int:
+        """The first key that a query at a position sees."""
+        window, chunk = self.case.sliding_window, self.case.chunk
+        if chunk is not None:
+            return position // chunk * chunk
+        return max(0, position - window + 1) if window is not None and window > 0 else 0
 
     def slots(self, request: int, positions: range) -> Tensor:
         """[len(positions)] int64; :data:`PAD_SLOT` where the block is gone."""
@@ -503,6 +532,8 @@ class AttentionBackendConformance:
             ("has_sink", "supports_sink", "sink setting not supported"),
             ("sliding_window", "supports_sliding_window", "sliding window not supported"),
             ("soft_cap", "supports_soft_cap", "logits soft cap not supported"),
+            ("chunked", "supports_chunks", "attention within chunks not supported"),
+            ("alibi", "supports_alibi", "ALiBi not supported"),
         ],
     )
     def test_refuses_options_that_it_does_not_claim(
@@ -524,6 +555,8 @@ class AttentionBackendConformance:
             sliding_window=True,
             soft_cap=True,
             has_sink=True,
+            chunked=True,
+            alibi=True,
         )
         expected = [
             *([] if self._serves_head_dim(16) else ["head_size not supported"]),
@@ -535,6 +568,8 @@ class AttentionBackendConformance:
             "attention type sideways not supported",
             *([] if cls.supports_sliding_window else ["sliding window not supported"]),
             *([] if cls.supports_soft_cap else ["logits soft cap not supported"]),
+            *([] if cls.supports_chunks else ["attention within chunks not supported"]),
+            *([] if cls.supports_alibi else ["ALiBi not supported"]),
         ]
         assert cls.refuse(need) == expected
 

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_core.errors import EngineError
 from headrace_core.executor import Executor, MemoryProfile, WorkerFactory
-from headrace_core.kv import KVCacheConfig, KVCacheSpec
+from headrace_core.kv import CacheSpec, KVCacheConfig, KVCacheSpec
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult
 
 PATIENCE = 30.0
@@ -38,7 +38,7 @@ class EchoWorker:
     def load(self) -> None:
         self._note("load")
 
-    def kv_specs(self) -> dict[str, KVCacheSpec]:
+    def kv_specs(self) -> dict[str, CacheSpec]:
         self._note("kv_specs")
         return {"layer": KVCacheSpec(block_size=16, num_kv_heads=1, head_dim=8, dtype="float32")}
 
@@ -47,7 +47,7 @@ class EchoWorker:
         return MemoryProfile(weights=1, activations=2, available=3)
 
     def allocate_cache(self, config: KVCacheConfig) -> None:
-        self._note(f"allocate_cache {config.num_blocks}")
+        self._note(f"allocate_cache {config.pools}")
 
     def warm_up(self) -> None:
         raise LookupError("warm_up is what this worker cannot do")
@@ -75,6 +75,10 @@ class EchoWorker:
     def report(self) -> dict[str, Any]:
         self._note("report")
         return {"rank": 0}
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        self._note("apply_model")
+        return function(self)
 
     def start_profile(self) -> None:
         self._note("start_profile")
@@ -195,8 +199,8 @@ class ExecutorConformance:
         assert executor.call("load") == [None] * len(workers)
 
     def test_call_passes_arguments(self, executor: Executor, workers: list[EchoWorker]) -> None:
-        executor.call("allocate_cache", KVCacheConfig(num_blocks=5, groups=()))
-        assert all(worker.calls == ["allocate_cache 5"] for worker in workers)
+        executor.call("allocate_cache", KVCacheConfig(pools=(5,), groups=()))
+        assert all(worker.calls == ["allocate_cache (5,)"] for worker in workers)
 
     def test_call_raises_what_the_worker_raises(self, executor: Executor) -> None:
         with pytest.raises(LookupError, match="warm_up"):

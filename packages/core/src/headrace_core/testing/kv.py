@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,13 +23,18 @@ import pytest
 from headrace_core.kv import (
     NULL_BLOCK,
     BlockIds,
+    CacheSpec,
+    ChunkedLocalSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroup,
     KVCacheManager,
+    LatentAttentionSpec,
     PrefixMatch,
+    RecurrentSpec,
     SlidingWindowSpec,
+    StateShape,
 )
 from headrace_core.modality import MediaInput
 from headrace_core.request import PromptEmbeds
@@ -36,6 +42,8 @@ from headrace_core.request import PromptEmbeds
 BLOCK_SIZE = 4
 WINDOW = 6
 """Of the sliding-window group: a query sees itself and the five tokens before it."""
+CHUNK = 10
+"""Of the chunked group; no multiple of the block size."""
 MAX_ENCODER_LEN = 20
 """Most encoder states of a request, for groups of cross-attention layers."""
 MAX_MODEL_LEN = 64
@@ -58,21 +66,41 @@ class FakeSequence:
     """By group: what the manager said was gained, in order."""
 
 
-def cache_config(num_blocks: int, *groups: str, block_size: int = BLOCK_SIZE) -> KVCacheConfig:
-    """A cache of ``num_blocks`` blocks (the null block included); groups are full, sliding or cross."""
-    specs = {
+OWN_POOL = ("wide", "latent", "recurrent")
+"""Groups of :func:`cache_config` whose pages are unlike the others'."""
+
+
+def cache_config(
+    num_blocks: int | Mapping[str, int], *groups: str, block_size: int = BLOCK_SIZE
+) -> KVCacheConfig:
+    """A cache with one layer in each group.
+
+    Args:
+        num_blocks: of each pool, the null block included; or by the kind of the pool's first group.
+        groups: each full, sliding, chunked, cross, latent, recurrent or wide (full, of larger pages).
+            Those of :data:`OWN_POOL` have a pool for each kind, the others share one.
+    """
+    specs: dict[str, CacheSpec] = {
         "full": FullAttentionSpec(block_size, 1, 1, "float32"),
+        "wide": FullAttentionSpec(block_size, 1, 2, "float32"),
         "sliding": SlidingWindowSpec(block_size, 1, 1, "float32", sliding_window=WINDOW),
+        "chunked": ChunkedLocalSpec(block_size, 1, 1, "float32", attention_chunk_size=CHUNK),
+        "latent": LatentAttentionSpec(block_size, 1, 3, "float32"),
+        "recurrent": RecurrentSpec(block_size, (StateShape((3,), "float32"),)),
         "cross": CrossAttentionSpec(
             block_size, 1, 1, "float32", max_encoder_tokens=MAX_ENCODER_LEN
         ),
     }
-    return KVCacheConfig(
-        num_blocks,
-        tuple(
-            KVCacheGroup((f"layer{i}",), specs[kind]) for i, kind in enumerate(groups or ("full",))
-        ),
-    )
+    pools: dict[str, str] = {}
+    """Kind of the first group, by what the groups of a pool have in common."""
+    made = []
+    for index, kind in enumerate(groups or ("full",)):
+        common = kind if kind in OWN_POOL else ""
+        pools.setdefault(common, kind)
+        pool = list(pools).index(common)
+        made.append(KVCacheGroup((f"layer{index}",), specs[kind], pool))
+    counts = [num_blocks if isinstance(num_blocks, int) else num_blocks[k] for k in pools.values()]
+    return KVCacheConfig(tuple(counts), tuple(made))
 
 
 def advance(
@@ -406,11 +434,166 @@ class KVCacheManagerConformance(ABC):
             tables.append(manager.block_ids(name))
         assert not {*tables[0][0], *tables[0][1]} & {*tables[1][0], *tables[1][1]}
 
+    # -- chunks --------------------------------------------------------------------------------
+
+    def test_blocks_before_the_chunk_become_null(self) -> None:
+        manager = self.make(cache_config(9, "chunked"))
+        sequence = FakeSequence("a", list(range(40)))
+        for computed, num_null in [(7, 0), (9, 0), (10, 2), (19, 2), (20, 5), (29, 5), (30, 7)]:
+            advance(manager, sequence, computed - sequence.num_computed_tokens)
+            advance(manager, sequence, 1)
+            sequence.num_computed_tokens -= 1
+            table = manager.block_ids("a")[0]
+            assert [b == NULL_BLOCK for b in table] == [i < num_null for i in range(len(table))]
+            assert manager.num_free_blocks == 8 - (len(table) - num_null)
+
+    def test_a_chunked_hit_needs_the_next_tokens_chunk(self) -> None:
+        manager = self.make(cache_config(9, "chunked"))
+        sequence = FakeSequence("a", list(range(24)))
+        for _ in range(6):
+            advance(manager, sequence, 4)
+        manager.free("a")
+        # Tokens 20 to 29 are one chunk: the query at 24 sees keys from 20 on, which block 5 begins.
+        found = manager.match_prefix(FakeSequence("b", list(range(25))))
+        assert found == PrefixMatch(24, ([NULL_BLOCK] * 5 + sequence.table[0][5:],))
+        found = manager.match_prefix(FakeSequence("c", list(range(17))))
+        assert found == PrefixMatch(16, ([NULL_BLOCK] * 2 + sequence.table[0][2:4],))
+
+    # -- states --------------------------------------------------------------------------------
+
+    def test_a_state_moves_along_in_its_block(self) -> None:
+        manager = self.make(cache_config(4, "recurrent"), enable_prefix_caching=False)
+        sequence = FakeSequence("a", list(range(40)))
+        gained = [advance(manager, sequence, count) for count in (6, 2, 1, 11, 1)]
+        block_id = next(b for b in sequence.table[0] if b != NULL_BLOCK)
+        null, own = [NULL_BLOCK], [block_id]
+        assert gained == [(null + own,), ([],), (own,), (null + own,), (own,)]
+        assert manager.block_ids("a") == (null * 5 + own,)
+        assert manager.num_free_blocks == 2
+        manager.free("a")
+        assert manager.num_free_blocks == 3
+
+    def test_a_step_that_holds_more_of_a_request_writes_one_state(self) -> None:
+        manager = self.make(cache_config(4, "recurrent"))
+        sequence = FakeSequence("a", list(range(40)))
+        advance(manager, sequence, 6)
+        for num_tokens in (2, 6, 11):  # of the same step
+            assert manager.allocate(sequence, num_tokens) is not None
+        (table,) = manager.block_ids("a")
+        assert [b == NULL_BLOCK for b in table] == [True] * 4 + [False]
+        assert manager.num_free_blocks == 2
+
+    def test_a_state_at_a_boundary_is_found_after_its_step(self) -> None:
+        manager = self.make(cache_config({"full": 20, "recurrent": 9}, "full", "recurrent"))
+        tokens = list(range(12))
+        sequence = FakeSequence("a", tokens)
+        advance(manager, sequence, 8)
+        # The blocks of keys are there, but what reads a state reads it as others write.
+        assert self.hit(manager, [*tokens[:8], 99]) == 0
+        advance(manager, sequence, 1)
+        match = manager.match_prefix(FakeSequence("b", [*tokens[:8], 99]))
+        assert match.num_tokens == 8
+        assert match.block_ids[1] == [NULL_BLOCK, sequence.table[1][1]]
+        assert sequence.table[1][1] != sequence.table[1][2], "the snapshot is written no more"
+
+    def test_a_hit_ends_where_a_state_is(self) -> None:
+        manager = self.make(cache_config({"full": 30, "recurrent": 9}, "full", "recurrent"))
+        tokens = list(range(21))
+        sequence = FakeSequence("a", tokens)
+        for count in (8, 6, 7):  # states after 8, 14 and 21 tokens
+            advance(manager, sequence, count)
+        manager.free("a")
+        assert self.hit(manager, [*tokens, 1]) == 8
+        assert self.hit(manager, [*tokens[:7], 99, 98]) == 0
+
+    def test_who_begins_from_a_snapshot_writes_to_another_block(self) -> None:
+        manager = self.make(cache_config({"full": 30, "recurrent": 4}, "full", "recurrent"))
+        first = run_whole(manager, "a", list(range(8)))
+        snapshot = first.table[1][1]
+        others = [FakeSequence(name, [*range(8), 50 + i, 1]) for i, name in enumerate("bc")]
+        for sequence in others:
+            assert advance(manager, sequence, 1, match=True) is not None
+            assert sequence.table[1][:2] == [NULL_BLOCK, snapshot]
+        assert others[0].table[1][2] != others[1].table[1][2]
+        assert manager.allocate(others[0], 1) is not None
+        assert manager.allocate(others[1], 1) is not None
+        assert self.hit(manager, [*range(8), 9]) == 8, "it stays, for others"
+
+    def test_of_generated_tokens_only_the_latest_snapshot_stays(self) -> None:
+        manager = self.make(cache_config({"full": 30, "recurrent": 9}, "full", "recurrent"))
+        sequence = FakeSequence("a", [0, 1, 2, 3, 4])
+        advance(manager, sequence, 4, match=True)
+        for token in range(5, 20):
+            advance(manager, sequence, 1)
+            sequence.all_token_ids.append(token)
+        tokens = [*range(17), 99, 99, 99, 99]
+        assert [self.hit(manager, tokens[:n]) for n in (5, 9, 13, 17)] == [4, 4, 4, 16]
+        assert self.hit(manager, [0, 1, 2, 3, 99]) == 4, "and that of the prompt"
+        manager.free("a")
+        assert self.hit(manager, tokens) == 16
+
+    def test_snapshots_starve_nobody(self) -> None:
+        manager = self.make(cache_config({"full": 40, "recurrent": 3}, "full", "recurrent"))
+        running = [FakeSequence(name, [ord(name)] * 20) for name in "ab"]
+        for sequence in running:
+            assert advance(manager, sequence, 4, match=True) is not None
+        for _ in range(16):
+            for sequence in running:
+                assert advance(manager, sequence, 1) is not None
+        assert [len({*s.table[1]} - {NULL_BLOCK}) for s in running] == [1, 1]
+
+    def test_where_a_prompt_is_worth_ending_a_step(self) -> None:
+        manager = self.make(cache_config({"full": 40, "recurrent": 9}, "full", "recurrent"))
+        sequence = FakeSequence("a", list(range(19)))
+        assert [manager.snapshot_at(sequence, n) for n in (0, 15, 16, 18)] == [16, 16, 0, 0]
+        whole = FakeSequence("b", list(range(16)))
+        assert manager.snapshot_at(whole, 0) == 12, "one token at least is computed"
+        assert self.make(cache_config(9)).snapshot_at(sequence, 0) == 0
+        uncached = self.make(cache_config(9, "recurrent"), enable_prefix_caching=False)
+        assert uncached.snapshot_at(sequence, 0) == 0
+
+    def test_a_prompt_that_parts_from_another_leaves_a_state_there(self) -> None:
+        manager = self.make(cache_config({"full": 40, "recurrent": 9}, "full", "recurrent"))
+        run_whole(manager, "a", list(range(20)))
+        sequence = FakeSequence("b", [*range(9), *range(50, 60)])
+        match = manager.match_prefix(sequence)
+        assert match.num_tokens == 0, "no state is there, but eight tokens' keys are"
+        assert [manager.snapshot_at(sequence, n) for n in (0, 8, 16)] == [8, 16, 0]
+
+    # -- several pools -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("narrow", ["full", "wide"])
+    def test_every_pool_must_have_room(self, narrow: str) -> None:
+        sizes = {"full": 9, "wide": 9} | {narrow: 4}
+        manager = self.make(cache_config(sizes, "full", "wide"))
+        assert manager.num_blocks == manager.num_free_blocks == 8 + 3
+        assert manager.fits(12)
+        assert not manager.fits(13)
+        sequence = FakeSequence("a", list(range(20)))
+        assert advance(manager, sequence, 8) is not None
+        table, free = manager.block_ids("a"), manager.num_free_blocks
+        assert advance(manager, sequence, 5) is None
+        assert advance(manager, FakeSequence("b", list(range(50, 60))), 5, match=True) is None
+        assert (manager.block_ids("a"), manager.num_free_blocks) == (table, free)
+        assert manager.usage == pytest.approx(2 / 3)
+        assert advance(manager, sequence, 4) is not None
+
+    def test_fits_counts_a_state_and_the_one_it_began_from(self) -> None:
+        config = cache_config({"full": 9, "recurrent": 2}, "full", "recurrent")
+        assert self.make(config, enable_prefix_caching=False).fits(32)
+        assert not self.make(config).fits(1)
+        assert self.make(cache_config({"full": 9, "recurrent": 3}, "full", "recurrent")).fits(32)
+
     # -- everything at once --------------------------------------------------------------------
 
     @pytest.mark.parametrize(
-        "groups", [("full",), ("sliding",), ("full", "sliding", "sliding"), ("full", "cross")]
-    )
+        "groups",
+        [
+            ("full",), ("sliding",), ("full", "sliding", "sliding"), ("full", "cross"), ("chunked",),
+            ("recurrent",), ("full", "chunked", "latent"), ("wide", "sliding", "recurrent"),
+            ("recurrent", "full", "recurrent"),
+        ],
+    )  # fmt: skip
     @pytest.mark.parametrize("seed", range(5))
     def test_random_use_keeps_the_count(self, groups: tuple[str, ...], seed: int) -> None:
         """Every block is referenced or free, and shared only by equal prefixes."""
@@ -440,20 +623,27 @@ class KVCacheManagerConformance(ABC):
 
 
 def _check_tables(
-    manager: KVCacheManager, running: dict[str, FakeSequence], groups: tuple[str, ...]
+    manager: KVCacheManager, running: dict[str, FakeSequence], groups: Sequence[str]
 ) -> None:
-    held: Counter[tuple[int, int, str, tuple[int, ...]]] = Counter()
+    held: Counter[tuple[int, str, int, str, tuple[int, ...]]] = Counter()
     for sequence in running.values():
         for group, table in enumerate(manager.block_ids(sequence.request_id)):
             cross = groups[group] == "cross"
             held_for = sequence.num_encoder_tokens if cross else sequence.num_computed_tokens
             assert len(table) == -(-held_for // BLOCK_SIZE)
+            pool = groups[group] if groups[group] in OWN_POOL else ""
             for index, block_id in enumerate(table):
                 if block_id != NULL_BLOCK:
                     assert block_id == sequence.table[group][index]
-                    prefix = tuple(sequence.all_token_ids[: (index + 1) * BLOCK_SIZE])
-                    owner = sequence.request_id if "cross" in groups else ""
-                    held[block_id, group, owner, prefix] += 1
-    blocks = [block_id for block_id, *_ in held]
+                    end = (index + 1) * BLOCK_SIZE
+                    is_state = groups[group] == "recurrent"
+                    if is_state:
+                        end = min(end, held_for)
+                    # A state that is written next is nobody else's, and so is an encoder's.
+                    alone = "cross" in groups or (is_state and index == len(table) - 1)
+                    owner = sequence.request_id if alone else ""
+                    prefix = tuple(sequence.all_token_ids[:end])
+                    held[block_id, pool, group, owner, prefix] += 1
+    blocks = [(block_id, pool) for block_id, pool, *_ in held]
     assert len(blocks) == len(set(blocks)), "a block belongs to two groups or to two contents"
     assert manager.num_free_blocks == manager.num_blocks - len(blocks)

@@ -9,6 +9,7 @@ quantization method, a driver of the paged cache, and a group of ranks in thread
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from headrace_core.attention import (
     AttentionLayerSpec,
     AttentionNeed,
     EncoderBackend,
+    LatentBackend,
 )
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.errors import WeightsError
@@ -99,6 +101,42 @@ class ReferenceAttention(AttentionBackend):
         )
 
 
+class ReferenceLatentAttention(LatentBackend):
+    """Core's ops and nothing else; metadata is the batch itself."""
+
+    name = "reference-latent"
+
+    def prepare(self, batch: ForwardBatch, group: int) -> Any:
+        return batch, batch.groups[group]
+
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        rope_query: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Any,
+    ) -> Tensor:
+        if kv_cache is None:
+            return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        batch, group = metadata
+        if latent is not None and rope_key is not None:
+            self.ops.latent_cache_write(latent, rope_key, kv_cache, group.slot_mapping)
+        return self.ops.latent_attention(
+            query,
+            rope_query,
+            kv_cache,
+            group.block_table,
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            scale=layer.scale,
+        )
+
+
 class ReferenceEncoderAttention(EncoderBackend):
     """Core's op and nothing else."""
 
@@ -160,6 +198,18 @@ class PlainQuant(QuantMethod, LinearMethod):
 
     def apply(self, state: PackedLinear, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.ops.linear(x, state, bias)
+
+
+class RecordingQuant(PlainQuant):
+    """Weights as they are; remembers which layers asked."""
+
+    def __init__(self, ops: OpTable) -> None:
+        super().__init__(ops)
+        self.specs: list[LinearSpec] = []
+
+    def for_layer(self, spec: LinearSpec) -> LinearMethod:
+        self.specs.append(spec)
+        return self
 
 
 class ThreadRank(Communicator):
@@ -228,9 +278,10 @@ def build_context(
     chosen: dict[AttentionNeed, AttentionBackend] = {}
 
     def attention(need: AttentionNeed) -> AttentionBackend:
-        reasons = backend.refuse(need)
+        made = ReferenceLatentAttention if need.latent else backend
+        reasons = made.refuse(need)
         assert not reasons, reasons
-        return chosen.setdefault(need, backend(ops))
+        return chosen.setdefault(need, made(ops))
 
     return BuildContext(
         config=info.config,
@@ -248,6 +299,7 @@ def build_context(
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
 
 
@@ -636,6 +688,14 @@ class ModelConformance(ABC):
         expected = checkpoint.logprobs(prompt)
         for logits in run_ranks(self.tensor_parallel, work):
             self.assert_close(logits, expected)
+
+    def test_linear_layers_are_stored_as_quantization_says(self, checkpoint: Checkpoint) -> None:
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
+        context = build_context(info)
+        asked = RecordingQuant(context.ops)
+        self.load(info, dataclasses.replace(context, quant=asked))
+        layers = int(getattr(self.hf_config(), "num_hidden_layers", 1))
+        assert len(asked.specs) > layers, "linear layers must get their method from context.quant"
 
     # ---- loading
 

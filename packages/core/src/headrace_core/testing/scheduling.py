@@ -3,7 +3,8 @@
 Its "keys and values" are fingerprints of the prefix that ends at a token, and the token that it
 samples is a function of that fingerprint. So whatever a scheduler does (chunks, prefix hits,
 preemptions, reordering), a request must yield :func:`expected_tokens`, and a slot that was not
-written, or was overwritten by somebody else, is seen at the first read.
+written, or was overwritten by somebody else, is seen at the first read. So is a state of recurrent
+layers that is not the one after the token before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace_core.kv import NULL_BLOCK, CrossAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from headrace_core.kv import (
+    NULL_BLOCK,
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
+    KVCacheConfig,
+    RecurrentSpec,
+    SlidingWindowSpec,
+)
 from headrace_core.modality import MediaInput
 from headrace_core.step import (
     NewRequest,
@@ -90,16 +98,17 @@ class CheckingWorker:
         self.num_computed = 0
         """Tokens over all steps."""
         self._block_size = config.block_size
-        self._num_blocks = config.num_blocks
-        self._windows = [
-            group.spec.sliding_window if isinstance(group.spec, SlidingWindowSpec) else None
-            for group in config.groups
-        ]
-        self._is_cross = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
+        self._specs = [group.spec for group in config.groups]
+        self._pools = [group.pool for group in config.groups]
+        self._num_blocks = [config.pools[pool] for pool in self._pools]
+        self._is_cross = [isinstance(spec, CrossAttentionSpec) for spec in self._specs]
+        self._is_state = [isinstance(spec, RecurrentSpec) for spec in self._specs]
         self._num_encoded = 0
         self._held: dict[str, _Held] = {}
-        self._slots: dict[int, tuple[int, int]] = {}
-        """Slot -> (group, fingerprint)."""
+        self._slots: dict[tuple[int, int], tuple[int, int]] = {}
+        """(Pool, slot) -> (group, fingerprint)."""
+        self._states: dict[tuple[int, int], tuple[int, int]] = {}
+        """(Pool, block) -> (group, fingerprint of all tokens that the state has seen)."""
         self._next_step_id = 0
         self._unsure: set[str] = set()
         """Who a failed step said is gone: it may be said again."""
@@ -108,6 +117,7 @@ class CheckingWorker:
         assert step.step_id == self._next_step_id, "steps must be executed in order"
         self._next_step_id += 1
         self._apply(step)
+        self._read_states(step)
         self._write_all(step)
         results = {
             request_id: self._read_and_sample(self._held[request_id], count)
@@ -141,6 +151,29 @@ class CheckingWorker:
             for table, block_ids in zip(self._held[request_id].tables, gained, strict=True):
                 table.extend(block_ids)
 
+    def _read_states(self, step: ScheduledStep) -> None:
+        """States are read and written in any order within a step: before it they must hold what the
+        step reads, and nobody else may read or write what one request writes."""
+        for group in (g for g, is_state in enumerate(self._is_state) if is_state):
+            pool, readers, writers = self._pools[group], set[tuple[int, str]](), dict[int, str]()
+            for request_id, count in step.num_scheduled_tokens.items():
+                held = self._held[request_id]
+                start, table = held.num_computed_tokens, held.tables[group]
+                if start:
+                    before = table[(start - 1) // self._block_size]
+                    found, wanted = self._states.get((pool, before)), held.fingerprints[start - 1]
+                    assert found == (group, wanted), (
+                        f"{request_id!r} begins from the state in block {before}, which is {found} "
+                        f"instead of {wanted}"
+                    )
+                    readers.add((before, request_id))
+                after = table[(start + count - 1) // self._block_size]
+                assert NULL_BLOCK < after < self._num_blocks[group]
+                assert after not in writers, f"{writers[after]!r} and {request_id!r} write {after}"
+                writers[after] = request_id
+            mixed = [b for b, reader in readers if writers.get(b, reader) != reader]
+            assert not mixed, f"states {mixed} are read and written by different requests"
+
     def _write_all(self, step: ScheduledStep) -> None:
         writers = self._possible_writers()
         for request_id, count in step.num_scheduled_tokens.items():
@@ -157,14 +190,20 @@ class CheckingWorker:
                 self._num_encoded += 1
                 held.encoding = self._num_encoded
             for group, table in enumerate(held.tables):
+                pool = self._pools[group]
+                if self._is_state[group]:
+                    block_id = table[(end - 1) // self._block_size]
+                    self._states[pool, block_id] = (group, held.fingerprints[end - 1])
+                    continue
                 for position in self._written(held, group, end):
                     block_id = table[position // self._block_size]
-                    assert NULL_BLOCK < block_id < self._num_blocks
-                    assert writers[block_id] == {(request_id, group)}, (
-                        f"block {block_id} can be written by {sorted(writers[block_id])}"
+                    assert NULL_BLOCK < block_id < self._num_blocks[group]
+                    able = writers[pool, block_id]
+                    assert able == {(request_id, group)}, (
+                        f"block {block_id} can be written by {sorted(able)}"
                     )
                     slot = block_id * self._block_size + position % self._block_size
-                    self._slots[slot] = (group, self._value(held, group, position))
+                    self._slots[pool, slot] = (group, self._value(held, group, position))
 
     def _written(self, held: _Held, group: int, end: int) -> range:
         """Positions that a step up to ``end`` writes: encoder states all with the first tokens."""
@@ -178,20 +217,21 @@ class CheckingWorker:
             return held.fingerprints[position]
         return fingerprint((held.encoding, position))
 
-    def _possible_writers(self) -> dict[int, set[tuple[str, int]]]:
-        """By block: the (request, group) pairs that hold it and have not filled it.
+    def _possible_writers(self) -> dict[tuple[int, int], set[tuple[str, int]]]:
+        """By pool and block: the (request, group) pairs that hold it and have not filled it.
 
         Others may hold it to read, even in the step that fills it: all keys and values of a step
         are written before any are read.
         """
-        writers: dict[int, set[tuple[str, int]]] = {}
+        writers: dict[tuple[int, int], set[tuple[str, int]]] = {}
         for request_id, held in self._held.items():
             first = held.num_computed_tokens // self._block_size
             for group, table in enumerate(held.tables):
                 if self._is_cross[group] and held.num_computed_tokens:
                     continue
                 for block_id in table[first:]:
-                    writers.setdefault(block_id, set()).add((request_id, group))
+                    place = (self._pools[group], block_id)
+                    writers.setdefault(place, set()).add((request_id, group))
         return writers
 
     def _read_and_sample(self, held: _Held, count: int) -> RequestStepResult:
@@ -200,7 +240,8 @@ class CheckingWorker:
             for position in self._visible(held, group, start, end):
                 block_id = table[position // self._block_size]
                 slot = block_id * self._block_size + position % self._block_size
-                found, wanted = self._slots.get(slot), (group, self._value(held, group, position))
+                found = self._slots.get((self._pools[group], slot))
+                wanted = (group, self._value(held, group, position))
                 assert found == wanted, (
                     f"{held.new.request_id!r} reads position {position} in block {block_id}: "
                     f"{found} instead of {wanted}"
@@ -218,8 +259,14 @@ class CheckingWorker:
         return result
 
     def _visible(self, held: _Held, group: int, start: int, end: int) -> range:
-        """Positions that queries from ``start`` to ``end`` read."""
-        if self._is_cross[group]:
+        """Positions whose keys and values queries from ``start`` to ``end`` read."""
+        spec = self._specs[group]
+        if isinstance(spec, CrossAttentionSpec):
             return range(held.new.num_encoder_tokens)
-        window = self._windows[group]
-        return range(0 if window is None else max(0, start - window + 1), end)
+        if isinstance(spec, RecurrentSpec):
+            return range(0)
+        if isinstance(spec, SlidingWindowSpec):
+            return range(max(0, start - spec.sliding_window + 1), end)
+        if isinstance(spec, ChunkedLocalSpec):
+            return range(start - start % spec.attention_chunk_size, end)
+        return range(end)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from headrace_core.engine import EngineStats
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.request import CoreRequest
 from headrace_engine.loop import OutputSink
 from headrace_engine.startup import StartupTimeline
@@ -67,6 +68,17 @@ class CoreClient(ABC):
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
         """Run a method of :data:`~headrace_engine.core.WORKER_CALLS` on every worker; results are
         plain data, by rank."""
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        """Run a function on every worker's model; results by rank.
+
+        Raises:
+            UnsupportedFeature: the workers are in another process, and nothing that runs is sent there.
+        """
+        raise UnsupportedFeature(
+            "apply_model: the engine runs in a process of its own, and functions are not sent there: "
+            "start it in this process (engine_process=False)"
+        )
 
     @property
     @abstractmethod

@@ -62,6 +62,9 @@ class InprocClient(CoreClient):
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
         return self._running().call_workers(method, args)
 
+    def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        return self._running().apply_model(function)
+
     @property
     def heartbeat_age(self) -> float:
         return self._running().heartbeat_age

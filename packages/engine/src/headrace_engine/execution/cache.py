@@ -1,7 +1,8 @@
-"""Allocating the paged cache and handing it to the layers."""
+"""Allocating the cache and handing it to the layers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,8 +11,16 @@ from torch import Tensor
 
 from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError
-from headrace_core.kv import CrossAttentionSpec, KVCacheConfig
-from headrace_core.model import AttentionLayer
+from headrace_core.kv import (
+    STATE_ALIGNMENT,
+    CrossAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
+)
+from headrace_core.model import AttentionLayer, StateLayer
+from headrace_engine.execution.sharing import cache_owners
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -22,56 +31,83 @@ _TORCH_DTYPES = {
     "int8": torch.int8,
 }
 
+Buffers = list[list[Tensor]]
+"""By pool: tensors of bytes, each with all blocks of the pool in ascending order."""
+
 
 def bind_cache(
-    layers: Mapping[str, AttentionLayer], config: KVCacheConfig, device: torch.device
-) -> list[Tensor]:
-    """Allocate one zeroed tensor per layer of a group and bind the j-th to each group's j-th layer.
+    layers: Mapping[str, AttentionLayer],
+    states: Mapping[str, StateLayer],
+    config: KVCacheConfig,
+    device: torch.device,
+) -> Buffers:
+    """Allocate each pool's zeroed tensors and bind the j-th to its groups' j-th layers.
 
     The tensors are bytes, seen by each layer in its own logical shape over its backend's physical
-    order. On a CPU zeroed memory is taken from the system when it is first written, so a large
-    cache costs what is used of it.
-
-    Returns:
-        the tensors, uint8, each with all blocks in ascending order.
+    order, or as its states. Layers that share another's cache get that layer's tensor and group. On
+    a CPU zeroed memory is taken from the system when it is first written, so a large cache costs what
+    is used of it.
 
     Raises:
-        ConfigError: layers that share a tensor lay it out differently.
+        ConfigError: layers that share a tensor lay it out differently; a layer shares the cache of
+            one that it cannot.
     """
-    buffers = []
-    page_bytes = max((group.spec.page_bytes for group in config.groups), default=0)
-    for j in range(config.num_layers_per_group):
-        buffer = _zeroed_bytes(config.num_blocks * page_bytes, device)
-        buffers.append(buffer)
-        sharing = [
-            (index, layers[group.layer_names[j]])
-            for index, group in enumerate(config.groups)
-            if j < len(group.layer_names)
-        ]
-        _check_same_layout([layer for _, layer in sharing])
-        for index, layer in sharing:
-            layer.bind_cache(_view(buffer, layer, config.num_blocks), index)
+    owners = cache_owners(layers)
+    buffers: Buffers = []
+    bound: dict[str, tuple[Tensor, int]] = {}
+    for pool, num_blocks in enumerate(config.pools):
+        size = num_blocks * config.page_bytes(pool)
+        buffers.append([_zeroed_bytes(size, device) for _ in range(config.num_tensors(pool))])
+        _check_same_layout(layers, config, pool)
+        for group in config.groups_of(pool):
+            for name, buffer in zip(config.groups[group].layer_names, buffers[pool]):
+                if name in states:
+                    layer = states[name]
+                    layer.bind_states(_states(buffer, layer.kv_spec, num_blocks), group)
+                else:
+                    bound[name] = (_view(buffer, layers[name], num_blocks), group)
+    for name, owner in owners.items():
+        layers[name].bind_cache(*bound[owner])
     return buffers
 
 
+def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer]) -> None:
+    """Take what :func:`bind_cache` gave away from the layers, which compute without it then."""
+    for name in cache_owners(layers):
+        layers[name].bind_cache(None, 0)
+    for layer in states.values():
+        layer.bind_states(None, 0)
+
+
 def clear_blocks(
-    buffers: Sequence[Tensor],
+    buffers: Buffers,
     layers: Mapping[str, AttentionLayer],
     config: KVCacheConfig,
-    blocks: slice,
+    blocks: Sequence[slice],
 ) -> None:
-    """Zero these blocks in all of the tensors that :func:`bind_cache` returned."""
-    for j, buffer in enumerate(buffers):
-        name = next(g.layer_names[j] for g in config.groups if j < len(g.layer_names))
-        # Where a block lies is the same for all layers that share a tensor.
-        _view(buffer, layers[name], config.num_blocks)[:, blocks].zero_()
+    """Zero these blocks of each pool in all tensors of attention layers."""
+    for pool, tensors in enumerate(buffers):
+        groups = [config.groups[g] for g in config.groups_of(pool)]
+        spec, num_blocks = groups[0].spec, config.pools[pool]
+        if isinstance(spec, RecurrentSpec):
+            continue  # who begins does not read what is there
+        for j, buffer in enumerate(tensors):
+            if isinstance(spec, LatentAttentionSpec):
+                buffer.view(num_blocks, -1)[blocks[pool]].zero_()
+                continue
+            name = next(g.layer_names[j] for g in groups if j < len(g.layer_names))
+            # Where a block lies is the same for all layers that share a tensor.
+            _view(buffer, layers[name], num_blocks)[:, blocks[pool]].zero_()
 
 
 def _zeroed_bytes(size: int, device: torch.device) -> Tensor:
-    """[size] uint8. On a CPU through numpy, which asks the system for zeroed pages; torch would
-    write the zeros itself, which takes a second per gigabyte and makes all of it resident."""
+    """[size] uint8, aligned for states. On a CPU through numpy, which asks the system for zeroed
+    pages; torch would write the zeros itself, which takes a second per gigabyte and makes all of it
+    resident."""
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(size, np.uint8))
+        memory = np.zeros(size + STATE_ALIGNMENT, np.uint8)
+        skip = -memory.ctypes.data % STATE_ALIGNMENT
+        return torch.from_numpy(memory[skip : skip + size])
     return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
@@ -81,25 +117,36 @@ def cross_groups(config: KVCacheConfig) -> list[int]:
     return [g for g, group in groups if isinstance(group.spec, CrossAttentionSpec)]
 
 
+def state_groups(config: KVCacheConfig) -> list[int]:
+    """Groups of recurrent layers, whose blocks hold a state each."""
+    groups = enumerate(config.groups)
+    return [g for g, group in groups if isinstance(group.spec, RecurrentSpec)]
+
+
 def group_backends(
     layers: Mapping[str, AttentionLayer], config: KVCacheConfig
-) -> list[AttentionBackend]:
-    """The backend of each group's layers.
+) -> list[AttentionBackend | None]:
+    """The backend of each group's layers, those that share their caches included; None of recurrent
+    ones.
 
     Raises:
         ConfigError: layers of one group have different ones; they could not share metadata.
     """
-    backends = []
+    owners = cache_owners(layers)
+    backends: list[AttentionBackend | None] = []
     for group in config.groups:
-        found = {id(layers[name].backend): layers[name].backend for name in group.layer_names}
-        if len({type(backend) for backend in found.values()}) != 1:
-            names = sorted(type(backend).name for backend in found.values())
+        if isinstance(group.spec, RecurrentSpec):
+            backends.append(None)
+            continue
+        names = [name for name, owner in owners.items() if owner in group.layer_names]
+        found = [layers[name].backend for name in names]
+        if len({type(backend) for backend in found}) != 1:
             raise ConfigError(
-                f"layers {list(group.layer_names)} share a cache group but have different "
-                f"attention backends: {names}",
+                f"layers {names} share a cache group but have different attention backends: "
+                f"{sorted({type(backend).name for backend in found})}",
                 field="attention.backend",
             )
-        backends.append(next(iter(found.values())))
+        backends.append(found[0])
     return backends
 
 
@@ -114,14 +161,31 @@ def _view(buffer: Tensor, layer: AttentionLayer, num_blocks: int) -> Tensor:
     return typed.view(physical).permute([order.index(i) for i in range(len(order))])
 
 
-def _check_same_layout(layers: list[AttentionLayer]) -> None:
+def _states(buffer: Tensor, spec: RecurrentSpec, num_blocks: int) -> list[Tensor]:
+    """Each tensor of the states as [N, *shape]: within a page one after the other, aligned."""
+    found, start = [], 0
+    for state in spec.states:
+        typed = buffer.view(_TORCH_DTYPES[state.dtype])
+        size = typed.element_size()
+        pages = typed.view(num_blocks, spec.page_bytes // size)
+        first, count = start // size, math.prod(state.shape)
+        found.append(pages[:, first : first + count].view(num_blocks, *state.shape))
+        start += -(-state.num_bytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    return found
+
+
+def _check_same_layout(
+    layers: Mapping[str, AttentionLayer], config: KVCacheConfig, pool: int
+) -> None:
     """Blocks of one tensor belong to several groups: they must lie at the same bytes in each."""
-    orders = {tuple(layer.backend.cache_stride_order()) for layer in layers}
-    pages = {layer.kv_spec.page_bytes for layer in layers if layer.kv_spec is not None}
+    groups = [config.groups[g] for g in config.groups_of(pool)]
+    pages = {group.spec.page_bytes for group in groups}
+    attending = [group for group in groups if isinstance(group.spec, KVCacheSpec)]
+    names = [name for group in attending for name in group.layer_names]
+    orders = {tuple(layers[name].backend.cache_stride_order()) for name in names}
     if len(orders) > 1 or len(pages) > 1:
-        names = [layer.spec.name for layer in layers]
         raise ConfigError(
-            f"layers {names} share a cache tensor but lay it out differently: orders "
+            f"layers {names} share a pool of blocks but lay it out differently: orders "
             f"{sorted(orders)}, page sizes {sorted(pages)} bytes",
             field="attention.backend",
         )

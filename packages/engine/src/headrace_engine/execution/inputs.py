@@ -180,7 +180,7 @@ class InputBuilder:
             seq_lens=_tensor(seq_lens.astype(np.int32), device),
             max_seqlen_q=cast.most_tokens,
             max_seqlen_k=longest,
-            groups=self._groups(cast, positions, longest, encodes),
+            groups=self._groups(cast, positions, computed, seq_lens, encodes),
             logits_rows=_logits_rows(cast.cu_seqlens, sampled, prompt_rows, device),
             token_type_ids=(
                 self.token_types.inputs(rows, computed, cast.cu_seqlens)
@@ -248,18 +248,21 @@ class InputBuilder:
         )
 
     def _groups(
-        self, cast: _Cast, positions: Ints, longest: int, encodes: list[int]
+        self, cast: _Cast, positions: Ints, computed: Ints, seq_lens: Ints, encodes: list[int]
     ) -> tuple[GroupBatch, ...]:
         if not self._table.block_tables:
             return ()  # the model caches nothing
         size, device = self._block_size, self._device
-        num_blocks = -(-longest // size)
+        num_blocks = -(-int(seq_lens.max()) // size)
         columns = positions // size
         offsets = positions - columns * size
         groups = []
         for group, blocks in enumerate(self._table.block_tables):
             if group in self._table.cross_groups:
                 groups.append(self._cross_group(blocks, cast.rows, encodes))
+                continue
+            if group in self._table.state_groups:
+                groups.append(self._state_group(blocks, cast.rows, computed, seq_lens))
                 continue
             slots = blocks[cast.token_rows, columns].astype(np.int64)
             slots *= size
@@ -287,6 +290,22 @@ class InputBuilder:
             slot_mapping=_tensor(slots, device),
             seq_lens=_tensor(lengths.astype(np.int32), device),
             max_seqlen_k=longest,
+        )
+
+    def _state_group(
+        self, blocks: npt.NDArray[np.int32], rows: Ints, computed: Ints, seq_lens: Ints
+    ) -> GroupBatch:
+        """A group whose blocks hold a state each: the entry of the last token before the step is read,
+        that of the step's last token written."""
+        device, size = self._device, self._block_size
+        before = blocks[rows, np.maximum(computed - 1, 0) // size].astype(np.int64)
+        before[computed == 0] = -1
+        after = blocks[rows, (seq_lens - 1) // size].astype(np.int64)
+        return GroupBatch(
+            block_table=torch.zeros((len(rows), 0), dtype=torch.int32, device=device),
+            slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
+            state_in=_tensor(before, device),
+            state_out=_tensor(after, device),
         )
 
 

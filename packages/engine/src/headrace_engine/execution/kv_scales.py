@@ -24,6 +24,7 @@ from headrace_core.errors import ConfigError, ModelError
 from headrace_core.kv import NULL_BLOCK, KVCacheConfig
 from headrace_core.kv_scales import LARGEST, KVScaleMeasure, ScaleConstants
 from headrace_core.model import AttentionLayer, MeasuresKVScales
+from headrace_engine.execution.cache import state_groups
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class MeasuringBatch(NamedTuple):
 
     batch: ForwardBatch
     """Without attention metadata; the logits of its last row are wanted."""
-    blocks: slice
-    """The blocks that it writes to, of all cache groups."""
+    blocks: tuple[slice, ...]
+    """By pool: the blocks that it writes to, of all of its groups."""
 
 
 def measuring_batch(
@@ -49,18 +50,25 @@ def measuring_batch(
     Its length is not cut to ``max_num_batched_tokens``: that is a setting of speed, and outputs
     must not depend on it.
     """
-    num_groups, block_size = len(cache.groups), cache.block_size
-    room = (cache.num_blocks - 1) // num_groups * block_size
-    num_tokens = min(MEASURED_TOKENS, max_model_len, room)
+    block_size, pools = cache.block_size, range(len(cache.pools))
+    shares = [(cache.pools[pool] - 1) // len(cache.groups_of(pool)) for pool in pools]
+    states = state_groups(cache)
+    room = [shares[group.pool] for g, group in enumerate(cache.groups) if g not in states]
+    num_tokens = min(MEASURED_TOKENS, max_model_len, min(room) * block_size)
     num_blocks = -(-num_tokens // block_size)
     positions = torch.arange(num_tokens, device=device)
-    first = NULL_BLOCK + 1
-    tables = first + torch.arange(num_groups * num_blocks, dtype=torch.int32, device=device)
-    groups = tuple(
-        GroupBatch(table[None], table.long()[positions // block_size] * block_size
-                   + positions % block_size)
-        for table in tables.view(num_groups, num_blocks)
-    )  # fmt: skip
+    first = [NULL_BLOCK + 1 for _ in pools]
+    groups = []
+    for g, group in enumerate(cache.groups):
+        start = first[group.pool]
+        if g in states:
+            groups.append(_fresh_state(start, device))
+            first[group.pool] += 1
+            continue
+        table = start + torch.arange(num_blocks, dtype=torch.int32, device=device)
+        slots = table.long()[positions // block_size] * block_size + positions % block_size
+        groups.append(GroupBatch(table[None], slots))
+        first[group.pool] += num_blocks
     generator = torch.Generator().manual_seed(_SEED)
     batch = ForwardBatch(
         input_ids=torch.randint(vocab_size, (num_tokens,), generator=generator).to(device),
@@ -69,10 +77,20 @@ def measuring_batch(
         seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
         max_seqlen_q=num_tokens,
         max_seqlen_k=num_tokens,
-        groups=groups,
+        groups=tuple(groups),
         logits_rows=positions[-1:],
     )
-    return MeasuringBatch(batch, slice(first, first + num_groups * num_blocks))
+    return MeasuringBatch(batch, tuple(slice(NULL_BLOCK + 1, end) for end in first))
+
+
+def _fresh_state(block_id: int, device: torch.device) -> GroupBatch:
+    """Of a prompt that begins without a state and leaves one in this block."""
+    return GroupBatch(
+        torch.zeros((1, 0), dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+        state_in=torch.tensor([-1], device=device),
+        state_out=torch.tensor([block_id], device=device),
+    )
 
 
 def measure_kv_scales(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace_core.config import CacheConfig
 from headrace_core.errors import CapacityError
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, SlidingWindowSpec
+from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
+from headrace_engine.execution.division import (
+    Limits,
+    PoolNeed,
+    divide,
+    least_bytes,
+    pool_needs,
+    useful_bytes,
+)
 
 CPU_CACHE_BYTES = 4 << 30
 """On a CPU the cache is at most this large unless ``kv_cache_memory_bytes`` asks for another size,
@@ -30,24 +39,12 @@ class CachePlan:
     decided_by: str
     """What limited the size, in words."""
     max_model_len: int
-    blocks_per_request: int
-    """That one request of ``max_model_len`` tokens needs."""
     largest_batch: int
-    """How many such requests the cache holds at once."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
-        return self.config.num_blocks
+    """How many requests of ``max_model_len`` tokens the cache holds at once."""
 
     @property
     def cache(self) -> int:
-        return self.num_blocks * self.config.block_bytes
-
-    def _encoder_states(self) -> str:
-        specs = (group.spec for group in self.config.groups)
-        states = [s.max_encoder_tokens for s in specs if isinstance(s, CrossAttentionSpec)]
-        return f" and {max(states)} encoder states" if states else ""
+        return self.config.num_bytes
 
     @classmethod
     def without_cache(
@@ -63,13 +60,12 @@ class CachePlan:
         """
         _check_limit(profile, 0, limit)
         return cls(
-            config=KVCacheConfig(0, ()),
+            config=KVCacheConfig((), ()),
             weights=profile.weights,
             activations=profile.activations,
             available=profile.available,
-            decided_by="the model, which has no attention that reads one",
+            decided_by="the model, which has no layers that read one",
             max_model_len=max_model_len,
-            blocks_per_request=0,
             largest_batch=0,
         )
 
@@ -83,76 +79,84 @@ class CachePlan:
         return "\n".join((*head, *self._describe_cache()))
 
     def _describe_cache(self) -> tuple[str, ...]:
-        groups = len(self.config.groups)
-        if not groups:
+        pools = range(len(self.config.pools))
+        if not pools:
             return (f"  KV cache     {'none':>12}  by {self.decided_by}",)
-        blocks = (
-            f"{self.num_blocks - 1} blocks of {self.config.block_size} tokens in {groups} "
-            f"group{'s' if groups > 1 else ''}, by {self.decided_by}"
-        )
-        return (
-            f"  KV cache     {_size(self.cache):>12}  {blocks}",
+        room = (
             f"  room for     {self.largest_batch} requests of {self.max_model_len} tokens"
-            + self._encoder_states(),
+            + self._encoder_states()
         )
+        if len(pools) == 1:
+            content = f"{self._describe_pool(0)}, by {self.decided_by}"
+            return (f"  KV cache     {_size(self.cache):>12}  {content}", room)
+        parts = (
+            f"    pool {pool}     {_size(self._pool_bytes(pool)):>12}  {self._describe_pool(pool)}"
+            for pool in pools
+        )
+        head = f"  KV cache     {_size(self.cache):>12}  {len(pools)} pools, by {self.decided_by}"
+        return (head, *parts, room)
+
+    def _describe_pool(self, pool: int) -> str:
+        groups = self.config.groups_of(pool)
+        blocks = self.config.pools[pool] - 1
+        if isinstance(self.config.groups[groups[0]].spec, RecurrentSpec):
+            content = f"{blocks} states of recurrent layers"
+        else:
+            content = f"{blocks} blocks of {self.config.block_size} tokens"
+        return f"{content} in {len(groups)} group{'s' if len(groups) > 1 else ''}"
+
+    def _pool_bytes(self, pool: int) -> int:
+        return self.config.pools[pool] * self.config.block_bytes(pool)
+
+    def _encoder_states(self) -> str:
+        specs = (group.spec for group in self.config.groups)
+        states = [s.max_encoder_tokens for s in specs if isinstance(s, CrossAttentionSpec)]
+        return f" and {max(states)} encoder states" if states else ""
 
 
 def plan_cache(
     profile: MemoryProfile,
     groups: Sequence[KVCacheGroup],
     cache: CacheConfig,
+    limits: Limits,
     *,
-    max_model_len: int,
-    max_num_seqs: int,
     device: str,
-    max_num_batched_tokens: int | None = None,
 ) -> CachePlan:
     """Decide the number of blocks.
 
-    The size is, in this order: ``num_gpu_blocks_override`` blocks (the null block comes on top);
-    ``kv_cache_memory_bytes``; what weights and activations leave of ``max_memory_bytes``, or of
-    ``gpu_memory_utilization`` of the memory available at start, on a CPU capped by
-    :data:`CPU_CACHE_BYTES` and :data:`CPU_USEFUL_ROUNDS`.
+    The size is, in this order: ``num_gpu_blocks_override`` blocks (the null block comes on top; of
+    each pool that holds tokens); ``kv_cache_memory_bytes``; what weights and activations leave of
+    ``max_memory_bytes``, or of ``gpu_memory_utilization`` of the memory available at start, on a CPU
+    capped by :data:`CPU_CACHE_BYTES` and :data:`CPU_USEFUL_ROUNDS`.
 
     Args:
         profile: of the worker with the least memory.
         groups: see :mod:`headrace_core.kv`; at least one.
         cache: the user's settings.
-        max_model_len: longest context.
-        max_num_seqs: most requests in one step.
+        limits: the longest context, and how many requests and tokens a step has at most.
         device: torch's device type, with or without an index.
-        max_num_batched_tokens: most tokens of one step; known, it lets sliding-window groups
-            count what one request really holds. None counts every token.
 
     Raises:
         CapacityError: a request of ``max_model_len`` tokens would not fit; says how many bytes are
             missing and which length would fit.
     """
-    groups = tuple(groups)
-    block_bytes = KVCacheConfig(1, groups).block_bytes
-    needed = blocks_for(groups, max_model_len, max_num_batched_tokens)
-    num_blocks, decided_by = _num_blocks(
-        profile,
-        cache,
-        block_bytes,
-        on_cpu=device.split(":")[0] == "cpu",
-        needed=needed,
-        useful=CPU_USEFUL_ROUNDS * max_num_seqs * needed,
-    )
-    if num_blocks - 1 < needed:
-        fits = _longest_that_fits(num_blocks - 1, groups, max_model_len, max_num_batched_tokens)
-        raise CapacityError(_too_small(profile, block_bytes, num_blocks, needed, max_model_len,
-                                       fits, decided_by))  # fmt: skip
-    _check_limit(profile, num_blocks * block_bytes, cache.max_memory_bytes)
+    needs = pool_needs(groups, limits)
+    rounds = CPU_USEFUL_ROUNDS * limits.max_num_seqs
+    budget = _budget(profile, cache, needs, device=device, num_requests=rounds)
+    pools = budget.pools(needs)
+    if not _fits(pools, needs):
+        fits = _longest_that_fits(budget, groups, limits)
+        raise CapacityError(_too_small(profile, needs, pools, budget, limits.max_model_len, fits))
+    config = KVCacheConfig(pools, tuple(groups))
+    _check_limit(profile, config.num_bytes, cache.max_memory_bytes)
     return CachePlan(
-        config=KVCacheConfig(num_blocks, groups),
+        config=config,
         weights=profile.weights,
         activations=profile.activations,
         available=profile.available,
-        decided_by=decided_by,
-        max_model_len=max_model_len,
-        blocks_per_request=needed,
-        largest_batch=(num_blocks - 1) // needed,
+        decided_by=budget.decided_by,
+        max_model_len=limits.max_model_len,
+        largest_batch=min((count - 1) // need.held for count, need in zip(pools, needs)),
     )
 
 
@@ -160,78 +164,73 @@ def fit_max_model_len(
     profile: MemoryProfile,
     groups: Sequence[KVCacheGroup],
     cache: CacheConfig,
+    limits: Limits,
     *,
-    limit: int,
     device: str,
-    max_num_batched_tokens: int | None = None,
 ) -> int:
-    """The longest context, up to ``limit``, of which one request fits (``max_model_len = -1``).
+    """The longest context, up to ``max_model_len``, of which one request fits (``max_model_len = -1``).
 
     Raises:
         CapacityError: not even one token fits.
     """
-    groups = tuple(groups)
-    block_bytes = KVCacheConfig(1, groups).block_bytes
-    needed = blocks_for(groups, limit, max_num_batched_tokens)
-    num_blocks, decided_by = _num_blocks(
-        profile, cache, block_bytes, on_cpu=device.split(":")[0] == "cpu", needed=needed,
-        useful=needed,
-    )  # fmt: skip
-    fits = _longest_that_fits(num_blocks - 1, groups, limit, max_num_batched_tokens)
+    needs = pool_needs(groups, limits)
+    budget = _budget(profile, cache, needs, device=device, num_requests=1)
+    fits = _longest_that_fits(budget, groups, limits)
     if fits < 1:
-        raise CapacityError(
-            _too_small(profile, block_bytes, num_blocks, blocks_for(groups, 1), 1, 0, decided_by)
-        )
+        needs = pool_needs(groups, dataclasses.replace(limits, max_model_len=1))
+        raise CapacityError(_too_small(profile, needs, budget.pools(needs), budget, 1, 0))
     return fits
 
 
-def blocks_for(
-    groups: Sequence[KVCacheGroup], num_tokens: int, max_num_batched_tokens: int | None = None
-) -> int:
-    """Blocks, over all groups, that a request of that length holds at most at once.
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """How large the cache may be."""
 
-    Encoder states count in full: how many a request has, its text does not say.
-    """
-    total = 0
-    for group in groups:
-        size = group.spec.block_size
-        length = num_tokens
-        if isinstance(group.spec, CrossAttentionSpec):
-            length = group.spec.max_encoder_tokens
-        blocks = -(-length // size)
-        if isinstance(group.spec, SlidingWindowSpec) and max_num_batched_tokens is not None:
-            # The window before a step and the step's own tokens, at the worst alignment.
-            at_once = group.spec.sliding_window - 1 + max_num_batched_tokens
-            blocks = min(blocks, -(-at_once // size) + 1)
-        total += blocks
-    return total
+    decided_by: str
+    pools: Callable[[Sequence[PoolNeed]], tuple[int, ...]]
+    """Blocks of each pool, the null block included."""
 
 
-def _num_blocks(
+def _budget(
     profile: MemoryProfile,
     cache: CacheConfig,
-    block_bytes: int,
+    needs: Sequence[PoolNeed],
     *,
-    on_cpu: bool,
-    needed: int,
-    useful: int,
+    device: str,
+    num_requests: int,
+) -> _Budget:
+    """See :func:`plan_cache`; ``num_requests`` of the longest ones are enough on a CPU."""
+    blocks = cache.num_gpu_blocks_override
+    if blocks is not None:
+        return _Budget(
+            "num_gpu_blocks_override",
+            lambda needs: tuple(1 + (blocks if n.most is None else n.most) for n in needs),
+        )
+    size, decided_by = cache.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if size is None:
+        on_cpu = device.split(":")[0] == "cpu"
+        size, decided_by = _share(profile, cache, needs, num_requests if on_cpu else None)
+    return _Budget(decided_by, lambda needs: divide(needs, size))
+
+
+def _share(
+    profile: MemoryProfile,
+    cache: CacheConfig,
+    needs: Sequence[PoolNeed],
+    num_requests: int | None,
 ) -> tuple[int, str]:
-    """Blocks with the null block, and what decided."""
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override + 1, "num_gpu_blocks_override"
-    if cache.kv_cache_memory_bytes is not None:
-        return cache.kv_cache_memory_bytes // block_bytes, "kv_cache_memory_bytes"
+    """Bytes that the cache may take, and what decided."""
     if cache.max_memory_bytes is not None:
         share, by = cache.max_memory_bytes, "max_memory_bytes"
     else:
         share = int(profile.available * cache.gpu_memory_utilization)
         by = f"gpu_memory_utilization {cache.gpu_memory_utilization:g}"
-    left = share - profile.weights - profile.activations
-    choices = [(left // block_bytes, by)]
-    if on_cpu:
-        capped = max(CPU_CACHE_BYTES // block_bytes, needed + 1)
+    choices = [(share - profile.weights - profile.activations, by)]
+    if num_requests is not None:
+        capped = max(CPU_CACHE_BYTES, least_bytes(needs))
         choices.append((capped, f"the {_size(CPU_CACHE_BYTES)} default on a CPU"))
-        choices.append((useful + 1, f"need ({CPU_USEFUL_ROUNDS} full batches)"))
+        useful = useful_bytes(needs, num_requests)
+        choices.append((useful, f"need ({CPU_USEFUL_ROUNDS} full batches)"))
     return min(choices, key=lambda choice: choice[0])
 
 
@@ -245,17 +244,17 @@ def _check_limit(profile: MemoryProfile, cache: int, limit: int | None) -> None:
         )
 
 
-def _longest_that_fits(
-    usable: int,
-    groups: Sequence[KVCacheGroup],
-    limit: int,
-    max_num_batched_tokens: int | None,
-) -> int:
+def _fits(pools: Sequence[int], needs: Sequence[PoolNeed]) -> bool:
+    return all(count > need.needed for count, need in zip(pools, needs))
+
+
+def _longest_that_fits(budget: _Budget, groups: Sequence[KVCacheGroup], limits: Limits) -> int:
     """Bisection over the length; 0 if not even one token fits."""
-    low, high = 0, limit
+    low, high = 0, limits.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for(groups, middle, max_num_batched_tokens) <= usable:
+        needs = pool_needs(groups, dataclasses.replace(limits, max_model_len=middle))
+        if _fits(budget.pools(needs), needs):
             low = middle
         else:
             high = middle - 1
@@ -264,14 +263,16 @@ def _longest_that_fits(
 
 def _too_small(
     profile: MemoryProfile,
-    block_bytes: int,
-    num_blocks: int,
-    needed: int,
+    needs: Sequence[PoolNeed],
+    pools: Sequence[int],
+    budget: _Budget,
     max_model_len: int,
     fits: int,
-    decided_by: str,
 ) -> str:
-    missing = (needed + 1 - num_blocks) * block_bytes
+    least = least_bytes(needs)
+    missing = least - sum(count * need.block_bytes for count, need in zip(pools, needs))
+    states = sum(need.least_bytes for need in needs if need.most is not None)
+    of_states = f" ({_size(states)} of it for the states of recurrent layers)" if states else ""
     advice = (
         f"max_model_len of at most {fits} would fit; or raise kv_cache_memory_bytes, "
         f"max_memory_bytes or gpu_memory_utilization"
@@ -281,8 +282,8 @@ def _too_small(
     )
     return (
         f"the KV cache is too small for one request of max_model_len = {max_model_len}: it needs "
-        f"{_size((needed + 1) * block_bytes)}, {missing} bytes more than there are (size by "
-        f"{decided_by}; {_size(profile.available)} free at start, weights "
+        f"{_size(least)}{of_states}, {missing} bytes more than there are (size by "
+        f"{budget.decided_by}; {_size(profile.available)} free at start, weights "
         f"{_size(profile.weights)}, activations {_size(profile.activations)}). {advice}"
     )
 

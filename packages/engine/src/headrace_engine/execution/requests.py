@@ -32,8 +32,9 @@ class RequestTable:
     Letters: C rows, W longest token list so far, M longest block table so far (both powers of two).
 
     Args:
-        num_groups: number of cache groups.
+        pools: by cache group: the pool that its blocks are from.
         cross_groups: those of cross-attention layers, whose blocks hold encoder states.
+        state_groups: those of recurrent layers, whose blocks hold a state each.
         vocab_size: for checking token ids.
         seed: of requests that bring none.
         constraints: makes those on the form of outputs; None: there are none.
@@ -41,14 +42,16 @@ class RequestTable:
 
     def __init__(
         self,
-        num_groups: int,
+        pools: Sequence[int],
         *,
         vocab_size: int,
         seed: int,
         constraints: ConstraintMaker | None = None,
         cross_groups: Sequence[int] = (),
+        state_groups: Sequence[int] = (),
     ) -> None:
         self.cross_groups = frozenset(cross_groups)
+        self.state_groups = frozenset(state_groups)
         self.vocab_size = vocab_size
         self.row_of: dict[str, int] = {}
         self.failures: dict[int, str] = {}
@@ -63,16 +66,15 @@ class RequestTable:
         self.num_computed_tokens = np.zeros(_FIRST_ROWS, np.int64)
         self.num_encoder_tokens = np.zeros(_FIRST_ROWS, np.int64)
         """[C]; encoder states."""
-        self.block_tables = [
-            np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in range(num_groups)
-        ]
+        self.block_tables = [np.zeros((_FIRST_ROWS, _FIRST_BLOCKS), np.int32) for _ in pools]
         """By group, [C, M]; zero past a request's blocks."""
-        self.num_blocks = np.zeros((num_groups, _FIRST_ROWS), np.int64)
-        self.highest_block = 0
-        """Largest block id ever held."""
+        self.num_blocks = np.zeros((len(pools), _FIRST_ROWS), np.int64)
+        self.highest_blocks = [0] * (1 + max(pools, default=-1))
+        """By pool: largest block id ever held."""
         self.sampling = SamplingTable(_FIRST_ROWS, vocab_size=vocab_size, seed=seed)
         self._free_rows = list(range(_FIRST_ROWS - 1, -1, -1))
         self._constraints = constraints
+        self._pools = tuple(pools)
 
     def __len__(self) -> int:
         return len(self.row_of)
@@ -183,7 +185,8 @@ class RequestTable:
         if end > self.block_tables[group].shape[1]:
             self.block_tables[group] = _widened(self.block_tables[group], end)
         self.block_tables[group][row, start:end] = ids
-        self.highest_block = max(self.highest_block, *ids)
+        pool = self._pools[group]
+        self.highest_blocks[pool] = max(self.highest_blocks[pool], *ids)
         self.num_blocks[group, row] = end
 
     def _add_rows(self) -> None:

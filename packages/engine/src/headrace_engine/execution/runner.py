@@ -21,7 +21,7 @@ from headrace_core.kv import KVCacheConfig
 from headrace_core.model import CausalLM, SupportsEncoderDecoder, SupportsMultiModal
 from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, TokenLogprobs
 from headrace_engine.execution.alignment import Alignments
-from headrace_engine.execution.cache import cross_groups
+from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.populate import CachePopulator
@@ -41,13 +41,14 @@ class ModelRunner:
 
     Args:
         model: loaded, caches bound.
-        backends: by cache group; whose ``prepare`` makes the group's attention metadata.
+        backends: by cache group; whose ``prepare`` makes the group's attention metadata. None of a
+            group of recurrent layers, which needs none.
         cache: the allocated cache.
         device: where the model is.
         vocab_size: width of the logits.
         sampler: chooses tokens.
         seed: of requests that bring none.
-        populator: is told which blocks come into use.
+        populators: by pool; are told which blocks come into use.
         constraints: makes requests' constraints on the form of their outputs; None: a request that
             brings one fails.
         processors: users' logits processors; None: there are none.
@@ -57,14 +58,14 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        backends: Sequence[AttentionBackend],
+        backends: Sequence[AttentionBackend | None],
         cache: KVCacheConfig,
         *,
         device: torch.device,
         vocab_size: int,
         sampler: Sampler,
         seed: int,
-        populator: CachePopulator | None = None,
+        populators: Sequence[CachePopulator] = (),
         constraints: ConstraintMaker | None = None,
         processors: ProcessorStage | None = None,
         token_types: bool = False,
@@ -75,18 +76,19 @@ class ModelRunner:
         self.device = device
         self.vocab_size = vocab_size
         self.sampler = sampler
-        self.populator = populator
+        self.populators = tuple(populators)
         self.processors = processors
         self.graph: StepGraph | None = None
         """Runs the steps that fit it; None: all run eagerly."""
         self.launching: Callable[[], None] = lambda: None
         """Called before the model runs; see :meth:`headrace_core.executor.Worker.when_launching`."""
         self.requests = RequestTable(
-            len(cache.groups),
+            [group.pool for group in cache.groups],
             vocab_size=vocab_size,
             seed=seed,
             constraints=constraints,
             cross_groups=cross_groups(cache),
+            state_groups=state_groups(cache),
         )
         self.inputs = InputBuilder(
             self.requests, block_size=cache.block_size, device=device, token_types=token_types
@@ -150,13 +152,14 @@ class ModelRunner:
                 self.processors.take(new)
         for request_id, block_ids in step.new_block_ids.items():
             self.requests.append_blocks(request_id, block_ids)
-        if self.populator is not None:
-            self.populator.used(self.requests.highest_block)
+        for populator, block_id in zip(self.populators, self.requests.highest_blocks):
+            populator.used(block_id)
 
     def with_metadata(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with each cache group's attention metadata."""
         metadata = tuple(
-            backend.prepare(batch, group) for group, backend in enumerate(self.backends)
+            None if backend is None else backend.prepare(batch, group)
+            for group, backend in enumerate(self.backends)
         )
         return dataclasses.replace(batch, attention=metadata)
 

@@ -6,45 +6,50 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.config import ProfilerConfig
-from headrace_core.errors import ConfigError, ModelError
+from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import PAD_SLOT, KVCacheConfig, KVCacheSpec
+from headrace_core.kv import NULL_BLOCK, PAD_SLOT, CacheSpec, KVCacheConfig
 from headrace_core.kv_scales import ScaleConstants
 from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.modality import MediaInput
 from headrace_core.model import (
     AttentionLayer,
     CausalLM,
+    StateLayer,
     SupportsEncoderDecoder,
     SupportsMultiModal,
     SupportsPooling,
     SupportsPromptEmbeds,
+    SupportsRecurrence,
 )
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
+    Buffers,
     bind_cache,
     clear_blocks,
     cross_groups,
     group_backends,
+    state_groups,
+    unbind,
 )
 from headrace_engine.execution.capture import Capture, capture_steps
 from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
-from headrace_engine.execution.populate import CachePopulator
+from headrace_engine.execution.populate import WHOLE, CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
+from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
@@ -88,6 +93,8 @@ class ModelWorker:
         largest_media: makes an item of each kind that takes as much as any; None: requests bring
             none.
         pooling: what the model pools, which it must support then; None: it generates.
+        rebuild_model: as ``build_model``, given changes of the load configuration; None: weights are
+            read once.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class ModelWorker:
         profiler: ProfilerConfig | None = None,
         largest_media: Callable[[], Sequence[MediaInput]] | None = None,
         pooling: PoolingInfo | None = None,
+        rebuild_model: Callable[[Mapping[str, str]], CausalLM] | None = None,
     ) -> None:
         self._build_model = build_model
         self._device = torch.device(device)
@@ -134,6 +142,8 @@ class ModelWorker:
         self._prompt_embeds = prompt_embeds
         self._largest_media = largest_media
         self._pooling = pooling
+        self._rebuild_model = rebuild_model
+        self._load_changes: Mapping[str, str] = {}
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
         self._meter: MemoryMeter = memory_meter(self._device)
@@ -143,9 +153,10 @@ class ModelWorker:
         self._model: CausalLM | None = None
         self._runner: ModelRunner | None = None
         self._layers: Mapping[str, AttentionLayer] = {}
+        self._states: Mapping[str, StateLayer] = {}
         self._cache: KVCacheConfig | None = None
-        self._buffers: list[Tensor] = []
-        self._populator: CachePopulator | None = None
+        self._buffers: Buffers = []
+        self._populators: list[CachePopulator] = []
 
     def load(self) -> None:
         """Build the model, noting the memory that was free before and what the model took."""
@@ -154,17 +165,17 @@ class ModelWorker:
         self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
-        self._model = self._build_model()
-        self._layers = self._model.attention_layers()
-        if self._prompt_embeds and not isinstance(self._model, SupportsPromptEmbeds):
+        model = self._build_model()
+        self._hold(model)
+        if self._prompt_embeds and not isinstance(model, SupportsPromptEmbeds):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
-                f"({type(self._model).__name__}), which takes tokens only",
+                f"({type(model).__name__}), which takes tokens only",
                 field="model.enable_prompt_embeds",
             )
-        if self._pooling is not None and not isinstance(self._model, SupportsPooling):
+        if self._pooling is not None and not isinstance(model, SupportsPooling):
             raise ModelError(
-                f"{type(self._model).__name__} has no pooler: it cannot run with --runner pooling"
+                f"{type(model).__name__} has no pooler: it cannot run with --runner pooling"
             )
         if self._prompt_embeds:
             logger.info("prompt embeddings: steps that hold some run eagerly")
@@ -172,17 +183,27 @@ class ModelWorker:
             made = self._make_processors(self._device)
             self._processors = ProcessorStage(made) if made else None
         self._meter.trim()
-        self._weights = max(self._meter.used() - before, _parameter_bytes(self._model))
+        self._weights = max(self._meter.used() - before, _parameter_bytes(model))
         logger.info(
             "model loaded on %s in %s: %.1f MiB", self._device, self._dtype, self._weights / 2**20
         )
 
-    def kv_specs(self) -> dict[str, KVCacheSpec]:
-        """By attention layer's name, in execution order; layers that cache nothing are left out."""
+    def _hold(self, model: CausalLM) -> None:
+        """Take a model, whose layers have no cache yet."""
+        self._model = model
+        self._layers = model.attention_layers()
+        self._states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+        for layer in self._states.values():
+            layer.bind_states(None, 0)
+
+    def kv_specs(self) -> dict[str, CacheSpec]:
+        """By layer's name: those of attention, in execution order, then recurrent ones; layers that
+        cache nothing, or in another's place, are left out."""
         self._loaded()
-        return {
+        specs: dict[str, CacheSpec] = {
             name: layer.kv_spec for name, layer in self._layers.items() if layer.kv_spec is not None
         }
+        return specs | {name: layer.kv_spec for name, layer in self._states.items()}
 
     @torch.inference_mode()
     def profile(self) -> MemoryProfile:
@@ -274,25 +295,21 @@ class ModelWorker:
     def allocate_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
         model = self._loaded()
-        self._buffers = bind_cache(self._layers, config, self._device)
+        backends = group_backends(self._layers, config)
+        self._buffers = bind_cache(self._layers, self._states, config, self._device)
         self._cache = config
-        if self._device.type == "cpu" and self._buffers:
-            self._populator = CachePopulator(
-                self._buffers,
-                config.num_blocks,
-                self._cache_ahead_bytes,
-                torch.get_num_threads(),
-            )
+        if self._device.type == "cpu":
+            self._populators = list(self._make_populators(config))
         make_runner = ModelRunner if self._pooling is None else PoolingRunner
         self._runner = make_runner(
             model,
-            group_backends(self._layers, config),
+            backends,
             config,
             device=self._device,
             vocab_size=self._vocab_size,
             sampler=self._sampler,
             seed=self._seed,
-            populator=self._populator,
+            populators=self._populators,
             constraints=ConstraintMaker(self._grammars) if self._grammars is not None else None,
             processors=self._processors,
             token_types=self._takes_token_types,
@@ -327,9 +344,10 @@ class ModelWorker:
                 all_rows=all_rows,
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
+                state_groups=tuple(state_groups(cache)),
             )
-        if self._populator is not None:
-            self._populator.start()
+        for populator in self._populators:
+            populator.start()
         self._binding.narrow()
 
     def execute(self, step: ScheduledStep) -> StepResult:
@@ -353,9 +371,13 @@ class ModelWorker:
             "num_threads": torch.get_num_threads(),
             "weights_bytes": self._weights,
             "activations_bytes": self._activations,
-            "cache_bytes": sum(b.numel() * b.element_size() for b in self._buffers),
+            "cache_bytes": sum(tensor.nbytes for pool in self._buffers for tensor in pool),
             "torch": str(torch.__version__),
         }
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """See :meth:`headrace_core.executor.Worker.apply_model`."""
+        return function(self._loaded())
 
     def start_profile(self) -> None:
         """Record the coming steps; see :meth:`StepProfiler.start`."""
@@ -365,22 +387,58 @@ class ModelWorker:
         """Write what was recorded; see :meth:`StepProfiler.stop`."""
         self._profiler.stop()
 
+    def update_config(self, changes: object) -> None:
+        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
+
+        Raises:
+            RequestError: something else is to change.
+        """
+        self._load_changes = load_changes(changes)
+
+    def reload_weights(self) -> None:
+        """Build the model again under the same cache plan, and capture its steps again.
+
+        The old model goes first, so that memory for one is enough: where the new weights cannot be
+        read there is none. No request may run, and what is cached is lost.
+
+        Raises:
+            UnsupportedFeature: this worker cannot. WeightsError: see the loader.
+        """
+        cache = self._cache
+        if self._rebuild_model is None or cache is None:
+            raise UnsupportedFeature("reload_weights: this worker reads its weights once")
+        self._free()
+        self._hold(self._rebuild_model(self._load_changes))
+        self.allocate_cache(cache)
+        self.warm_up()
+
     def close(self) -> None:
         """Free model, cache and requests. Idempotent."""
-        if self._populator is not None:
-            self._populator.close()
-            self._populator = None
-        if self._runner is not None and self._runner.graph is not None:
-            self._runner.graph.close()
-        for layer in self._layers.values():
-            if layer.kv_spec is not None:
-                layer.bind_cache(None, 0)
-        self._layers = {}
-        self._model = self._runner = self._cache = self._processors = None
-        self._buffers = []
+        self._free()
+        self._processors = None
         self._binding.leave()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _free(self) -> None:
+        """Let go of the model, its recordings, its cache and its requests."""
+        for populator in self._populators:
+            populator.close()
+        self._populators = []
+        if self._runner is not None and self._runner.graph is not None:
+            self._runner.graph.close()
+        unbind(self._layers, self._states)
+        self._layers, self._states = {}, {}
+        self._model = self._runner = self._cache = None
+        self._buffers = []
+
+    def _make_populators(self, config: KVCacheConfig) -> Iterator[CachePopulator]:
+        """One for each pool, with its share of what is to be resident ahead of use."""
+        for pool, (buffers, num_blocks) in enumerate(zip(self._buffers, config.pools)):
+            ahead = self._cache_ahead_bytes
+            if ahead != WHOLE:
+                ahead = ahead * num_blocks * config.block_bytes(pool) // config.num_bytes
+            yield CachePopulator(buffers, num_blocks, ahead, torch.get_num_threads())
 
     def _measure_kv_scales(self, constants: ScaleConstants) -> None:
         model, runner, cache = self._loaded(), self._ready(), self._cache
@@ -438,7 +496,7 @@ def _dummy_batch(
     num_tokens: int, num_seqs: int, cache: KVCacheConfig | None, device: torch.device
 ) -> ForwardBatch:
     """Tokens 0 over requests of nearly equal length, each with one encoder state if there are any; all
-    block tables point at the null block."""
+    block tables, and the states that are left, point at the null block."""
     base, longer = divmod(num_tokens, num_seqs)
     lengths = torch.full((num_seqs,), base, dtype=torch.int32)
     lengths[:longer] += 1
@@ -458,8 +516,16 @@ def _dummy_batch(
             seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
             max_seqlen_k=1,
         )
-        crossing = cross_groups(cache)
-        groups = tuple(cross if g in crossing else group for g in range(len(cache.groups)))
+        states = torch.zeros(num_seqs, dtype=torch.int64, device=device)
+        recurrent = GroupBatch(
+            block_table=torch.zeros(num_seqs, 0, dtype=torch.int32, device=device),
+            slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
+            state_in=states - 1,
+            state_out=states + NULL_BLOCK,
+        )
+        special = dict.fromkeys(cross_groups(cache), cross)
+        special |= dict.fromkeys(state_groups(cache), recurrent)
+        groups = tuple(special.get(g, group) for g in range(len(cache.groups)))
     return ForwardBatch(
         input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=(torch.arange(num_tokens) - starts).to(device),

@@ -1,4 +1,4 @@
-"""All blocks of the cache, who references them, and which may be handed out next.
+"""All blocks of one pool, who references them, and which may be handed out next.
 
 A block is in exactly one of three states: *referenced* (count above zero, maybe cached as well);
 *free and cached* (its content can still be found by digest); *free and empty*. Free blocks form one
@@ -22,8 +22,8 @@ class BlockPool:
     """Reference counts, the free list and the digest map of ``num_blocks`` blocks.
 
     Args:
-        num_blocks: blocks in the cache, the null block (id 0, never handed out) included.
-        num_groups: cache groups; digests are looked up per group.
+        num_blocks: blocks in the pool, the null block (id 0, never handed out) included.
+        num_groups: cache groups of the model; digests are looked up per group.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
@@ -91,6 +91,14 @@ class BlockPool:
                 self._link(block_id, 0, self._next[0])
             else:
                 self._link(block_id, self._prev[0], 0)
+
+    def discard(self, block_id: int, digest: bytes) -> None:
+        """Forget the content of a free block, which is taken next then. Nothing happens if it holds
+        something else by now, or is referenced."""
+        if self.ref_counts[block_id] == 0 and self._digests[block_id] == digest:
+            self._unlink(block_id)
+            self._forget(block_id)
+            self._link(block_id, 0, self._next[0])
 
     def clear_cached(self) -> None:
         """Forget every digest."""

@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import CrossAttentionSpec, KVCacheGroup, KVCacheSpec
+from headrace_core.kv import (
+    CacheSpec,
+    CrossAttentionSpec,
+    KVCacheGroup,
+    LatentAttentionSpec,
+    RecurrentSpec,
+)
 
 
-def plan_groups(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Cut layers into groups of equal spec and, as far as possible, equal layer count.
+def plan_groups(specs: Mapping[str, CacheSpec]) -> tuple[KVCacheGroup, ...]:
+    """Cut layers into groups of equal spec and, within a pool, as equal layer counts as possible.
 
-    A block takes one page in each of ``num_layers_per_group`` tensors, so a group with fewer layers
-    than the largest wastes the rest of its blocks. The group size is the one, between the smallest
-    and the largest number of layers of a kind, that wastes the fewest pages; of equals the largest,
-    which needs the fewest block tables.
+    Kinds whose pages have the same size, and are laid out in the same way, share a pool. A block takes
+    one page in each of a pool's tensors, so a group with fewer layers than the pool's largest wastes
+    the rest of its blocks. The group size is the one, between the smallest and the largest number of
+    layers of a kind, that wastes the fewest pages; of equals the largest, which needs the fewest block
+    tables.
 
     Args:
         specs: by layer name, in execution order.
 
     Returns:
-        One group if all layers are alike; otherwise the groups of each kind, kinds in the order of
-        their first layer (cross-attention last), layers in execution order.
+        One group for each kind if none is cut; otherwise the groups of each kind, kinds in the order
+        of their first layer (cross-attention last), layers in execution order. Pools are numbered by
+        their first group.
 
     Raises:
-        ConfigError: no layers; pages or block sizes differ in size.
+        ConfigError: no layers; block sizes differ.
     """
-    kinds: dict[KVCacheSpec, list[str]] = {}
+    kinds: dict[CacheSpec, list[str]] = {}
     for name, spec in specs.items():
         kinds.setdefault(spec, []).append(name)
-    _check_pages(kinds)
+    _check_block_sizes(kinds)
     ordered = sorted(kinds, key=lambda spec: isinstance(spec, CrossAttentionSpec))
-    size = _group_size([len(names) for names in kinds.values()])
-    return tuple(
-        KVCacheGroup(tuple(part), spec)
-        for spec in ordered
-        for part in _even_parts(kinds[spec], -(-len(kinds[spec]) // size))
+    pages = list(dict.fromkeys(map(_page, ordered)))
+    sizes = [
+        _group_size([len(names) for spec, names in kinds.items() if _page(spec) == page])
+        for page in pages
+    ]
+    groups = []
+    for spec in ordered:
+        pool, names = pages.index(_page(spec)), kinds[spec]
+        parts = _even_parts(names, -(-len(names) // sizes[pool]))
+        groups += [KVCacheGroup(tuple(part), spec, pool) for part in parts]
+    return tuple(groups)
+
+
+def _page(spec: CacheSpec) -> Hashable:
+    """What must be equal for blocks to be handed from one group to another: how many bytes, and where
+    they lie in the tensor. Keys and values may be apart; a state, and a latent, is in one piece."""
+    layout = next(
+        (kind for kind in (RecurrentSpec, LatentAttentionSpec) if isinstance(spec, kind)), None
     )
+    return layout, spec.page_bytes
 
 
-def _check_pages(kinds: Mapping[KVCacheSpec, list[str]]) -> None:
+def _check_block_sizes(kinds: Mapping[CacheSpec, list[str]]) -> None:
     if not kinds:
-        raise ConfigError("KV cache: the model has no attention layers that use one")
+        raise ConfigError("KV cache: the model has no layers that use one")
     first, *others = kinds
     for spec in others:
-        for what in ("block_size", "page_bytes"):
-            ours, theirs = getattr(first, what), getattr(spec, what)
-            if ours != theirs:
-                raise ConfigError(
-                    f"KV cache: {what} of layer {kinds[first][0]!r} is {ours}, of layer "
-                    f"{kinds[spec][0]!r} {theirs}: all layers draw from one pool and must agree"
-                )
+        if spec.block_size != first.block_size:
+            raise ConfigError(
+                f"KV cache: block_size of layer {kinds[first][0]!r} is {first.block_size}, of layer "
+                f"{kinds[spec][0]!r} {spec.block_size}: they must agree"
+            )
 
 
 def _group_size(counts: list[int]) -> int:

@@ -1,9 +1,10 @@
-"""Paged KV cache for groups of full, sliding-window and cross-attention layers, from one pool.
+"""Paged cache for layers of every kind, from one pool of blocks for each size of page.
 
-The tables that grow with a request have the same length, ``ceil(tokens / block_size)``; in a
-sliding-window group the entries that no later query can see are :data:`NULL_BLOCK`. A table of
-cross-attention layers has ``ceil(encoder states / block_size)`` entries from the request's first
-tokens to its end; its blocks are never hashed, so nobody shares them.
+All tables that grow with a request have the same length, ``ceil(tokens / block_size)``; entries that
+no later token reads are :data:`NULL_BLOCK`. Which those are, each group's kind says
+(:mod:`headrace_engine.kv.kinds`); what states need besides is in :mod:`headrace_engine.kv.states`. A
+table of cross-attention layers has ``ceil(encoder states / block_size)`` entries from the request's
+first tokens to its end; its blocks are never hashed, so nobody shares them.
 
 Only *known* tokens are hashed. A step may be scheduled before the previous one's tokens are known;
 blocks filled by such placeholders are registered by a later :meth:`PagedKVCacheManager.allocate`
@@ -23,33 +24,32 @@ from headrace_core.kv import (
     NULL_BLOCK,
     BlockIds,
     CachedSequence,
-    CrossAttentionSpec,
-    FullAttentionSpec,
     KVCacheConfig,
     KVCacheManager,
-    KVCacheSpec,
     KVCacheStats,
     PrefixMatch,
-    SlidingWindowSpec,
 )
 from headrace_engine.kv.block_pool import BlockPool
+from headrace_engine.kv.entry import Entry
 from headrace_engine.kv.hashing import BlockHashes
+from headrace_engine.kv.kinds import Cross, Kind, Passing, Recurrent, Request, Whole, kind_of
+from headrace_engine.kv.states import StateTables
 
 
 class PagedKVCacheManager(KVCacheManager):
     """See :class:`~headrace_core.kv.KVCacheManager`.
 
     Args:
-        config: pool size and layer groups.
+        config: sizes of the pools, and layer groups.
         enable_prefix_caching: False matches nothing and hashes nothing. Must be False with groups
             of cross-attention layers: equal tokens mean nothing where encoder states differ.
         max_model_len: longest sequence, in tokens.
-        max_num_batched_tokens: most tokens of one step. Known, it lets :meth:`fits` count for a
-            sliding-window group only what one step can hold at a time; None counts every token.
+        max_num_batched_tokens: most tokens of one step. Known, it lets :meth:`fits` count for groups
+            with windows or chunks only what one step can hold at a time; None counts every token.
 
     Raises:
-        ConfigError: no groups, no usable block, unequal block sizes, or a kind of layer that this
-            manager does not serve.
+        ConfigError: no groups, a pool without a usable block, unequal block sizes, or a kind of layer
+            that this manager does not serve.
     """
 
     def __init__(
@@ -59,37 +59,45 @@ class PagedKVCacheManager(KVCacheManager):
         max_model_len: int,
         max_num_batched_tokens: int | None = None,
     ) -> None:
-        _check_config(config, enable_prefix_caching)
+        self._kinds = [kind_of(group) for group in config.groups]
+        _check_config(config, self._kinds, enable_prefix_caching)
         self.block_size = config.block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.max_model_len = max_model_len
-        self._max_step_tokens = max_num_batched_tokens or max_model_len
-        self._windows = [_window(group.spec) for group in config.groups]
-        self._sliding = [(g, w) for g, w in enumerate(self._windows) if w]
-        self._is_cross = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
-        self._num_cross = sum(self._is_cross)
-        self._growing = self._is_cross.index(False)
+        self._max_step_tokens = max_num_batched_tokens
+        self._pools = [BlockPool(count, len(config.groups)) for count in config.pools]
+        self._pool_indices = [group.pool for group in config.groups]
+        self._pool_of = [self._pools[index] for index in self._pool_indices]
+        kinds = list(enumerate(self._kinds))
+        self._passing = [(g, k) for g, k in kinds if isinstance(k, (Passing, Recurrent))]
+        self._has_windows = any(isinstance(kind, Passing) for kind in self._kinds)
+        self._cross = [g for g, kind in kinds if isinstance(kind, Cross)]
+        self._token_groups = [g for g, k in kinds if not isinstance(k, (Cross, Recurrent))]
+        recurrent = {g: self._pool_of[g] for g, k in kinds if isinstance(k, Recurrent)}
+        self._states = StateTables(recurrent, self.block_size)
+        self._growing = next(g for g, kind in kinds if not isinstance(kind, Cross))
         """A group whose table grows with its request."""
-        self._pool = BlockPool(config.num_blocks, len(config.groups))
-        self._nothing: BlockIds = tuple([] for _ in self._windows)
-        self._entries: dict[str, _Entry] = {}
+        self._nothing: BlockIds = tuple([] for _ in kinds)
+        self._entries: dict[str, Entry] = {}
         self._hashes: dict[str, BlockHashes] = {}
+        self._branches: dict[str, int] = {}
+        """By request: tokens of its prompt that others have computed, where no state of them is."""
         self._queries = self._hits = 0
 
     def match_prefix(self, sequence: CachedSequence) -> PrefixMatch:
         if not self.enable_prefix_caching or sequence.skip_reading_prefix_cache:
-            return PrefixMatch(0, tuple([] for _ in self._windows))
+            return PrefixMatch(0, tuple([] for _ in self._kinds))
         digests = self._digests(sequence)
-        length, previous = (len(sequence.all_token_ids) - 1) // self.block_size, -1
-        # A group may shorten the hit to a length at which another's window is not cached.
-        while length != previous:
-            previous = length
-            for group in range(len(self._windows)):
-                length = self._hit(group, digests, length)
+        length = (len(sequence.all_token_ids) - 1) // self.block_size
+        if self._states.groups and self._token_groups:
+            length = self._common_hit(self._token_groups, digests, length)
+            self._branches[sequence.request_id] = length * self.block_size
+        length = self._common_hit(range(len(self._kinds)), digests, length)
         tables = []
-        for group, window in enumerate(self._windows):
-            start = self._first_visible(window, length * self.block_size)
-            found = [self._pool.found(group, digest) for digest in digests[start:length]]
+        for group, kind in enumerate(self._kinds):
+            start = kind.first_visible(length * self.block_size)
+            pool = self._pool_of[group]
+            found = [pool.found(group, digest) for digest in digests[start:length]]
             tables.append([NULL_BLOCK] * start + found)
         return PrefixMatch(length * self.block_size, tuple(tables))
 
@@ -106,7 +114,7 @@ class PagedKVCacheManager(KVCacheManager):
             if match is not None:
                 raise ValueError(f"{sequence.request_id!r} already has blocks: match must be None")
             return self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
-        entry = _Entry(sequence, len(self._windows))
+        entry = Entry(sequence, len(self._kinds))
         if match is None:
             gained = self._grow(entry, sequence.num_computed_tokens, num_new_tokens)
         else:
@@ -118,106 +126,197 @@ class PagedKVCacheManager(KVCacheManager):
                 self._count(sequence, match)
         return gained
 
+    def snapshot_at(self, sequence: CachedSequence, num_computed_tokens: int) -> int:
+        if not self.enable_prefix_caching or not self._states.groups:
+            return 0
+        # Where the prompt parts from one that came before, others may part as well; and the whole of
+        # it may be asked for again. Pan et al. 2024, arXiv:2411.19379.
+        branch = self._branches.get(sequence.request_id, 0)
+        last = (len(sequence.all_token_ids) - 1) // self.block_size * self.block_size
+        return next((end for end in (branch, last) if end > num_computed_tokens), 0)
+
     def block_ids(self, request_id: str) -> BlockIds:
         return tuple(list(table) for table in self._entries[request_id].tables)
 
     def free(self, request_id: str) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
-            for group, table in enumerate(entry.tables):
-                self._offer(entry, group, range(len(table)), entry.sequence.num_computed_tokens)
-            release = self._pool.release
+            computed = entry.sequence.num_computed_tokens
+            for group in self._token_groups:
+                self._offer(entry, group, range(len(entry.tables[group])), computed)
+            if self._keeps_state(entry, computed):
+                self._keep_state(entry, computed)
+            releases = [pool.release for pool in self._pool_of]
             tables = (reversed(table) for table in entry.tables)
             for block_ids in zip_longest(*tables, fillvalue=NULL_BLOCK):
-                for block_id in block_ids:
+                for release, block_id in zip(releases, block_ids):
                     release(block_id)
         self._hashes.pop(request_id, None)
+        self._branches.pop(request_id, None)
 
     def fits(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
         if num_tokens > self.max_model_len:
             return False
-        grown = zip(self._is_cross, self._windows)
-        needed = sum(self._most_blocks(w, num_tokens) for cross, w in grown if not cross)
-        return needed + self._num_cross * self._num_blocks(num_encoder_tokens) <= self.num_blocks
+        request = Request(
+            num_tokens, num_encoder_tokens, self._max_step_tokens, self.enable_prefix_caching
+        )
+        room = [pool.num_blocks - 1 for pool in self._pools]
+        for index, kind in zip(self._pool_indices, self._kinds):
+            room[index] -= kind.most_blocks(request)
+        return min(room) >= 0
 
     def reset_prefix_cache(self) -> bool:
         if self.num_free_blocks != self.num_blocks:
             return False
-        self._pool.clear_cached()
+        for pool in self._pools:
+            pool.clear_cached()
         return True
 
     @property
     def num_blocks(self) -> int:
-        return self._pool.num_blocks - 1
+        return sum(pool.num_blocks - 1 for pool in self._pools)
 
     @property
     def num_free_blocks(self) -> int:
-        return self._pool.num_free
+        return sum(pool.num_free for pool in self._pools)
+
+    @property
+    def usage(self) -> float:
+        sizes = ((pool.num_blocks - 1, pool.num_free) for pool in self._pools)
+        return max((size - free) / size for size, free in sizes)
 
     def take_stats(self) -> KVCacheStats:
         stats = KVCacheStats(self._queries, self._hits)
         self._queries = self._hits = 0
         return stats
 
+    # -- growing -------------------------------------------------------------------------------
+
     def _grow(
-        self, entry: _Entry, computed: int, num_new: int, matched: BlockIds | None = None
+        self, entry: Entry, computed: int, num_new: int, matched: BlockIds | None = None
     ) -> BlockIds | None:
         """Take blocks for tokens ``computed`` .. ``computed + num_new``; None if too few."""
         total = computed + num_new
-        pool, tables = self._pool, entry.tables
         num_matched = len(matched[self._growing]) if matched else 0
-        missing = self._num_blocks(total) - len(tables[self._growing]) - num_matched
-        counts = self._missing_by_group(entry, missing) if missing > 0 or matched else []
-        if counts:
-            needed = sum(counts) + self._num_claimed(matched)
-            if needed > pool.num_free + self._num_releasable(entry, computed):
+        missing = -(-total // self.block_size) - len(entry.tables[self._growing]) - num_matched
+        counts: list[int] | None = None
+        if missing > 0 or matched:
+            counts = self._wanted(entry, computed, missing, matched)
+            if counts is None:
                 return None
-        if self._sliding:
+        if self._passing:
             self._release_passed(entry, computed)
-        gained: BlockIds
-        if counts:
-            if matched:
-                for block_ids in matched:
-                    pool.acquire(block_ids)
-                gained = tuple([*ids, *pool.take(count)] for ids, count in zip(matched, counts))
-                entry.num_registered = num_matched
-            else:
-                gained = tuple([pool.take(count) for count in counts])
-            for table, new in zip(tables, gained):
-                table.extend(new)
-        else:
-            gained = tuple([[] for _ in tables])
+        gained: BlockIds = tuple([] for _ in entry.tables)
+        if counts is not None:
+            gained = self._take(entry, computed, missing, counts, matched)
         self._register(entry, total)
-        if not self._sliding:
+        if not self._has_windows:
             entry.quiet_until = self._quiet_until(entry)
         return gained
 
-    def _missing_by_group(self, entry: _Entry, growing: int) -> list[int]:
-        """Blocks that each group's table lacks, if those that grow lack so many."""
-        if not self._num_cross:
-            return [growing] * len(entry.tables)
-        states = self._num_blocks(entry.sequence.num_encoder_tokens)
-        pairs = zip(entry.tables, self._is_cross)
-        return [states - len(table) if cross else growing for table, cross in pairs]
+    def _wanted(
+        self, entry: Entry, computed: int, missing: int, matched: BlockIds | None
+    ) -> list[int] | None:
+        """New blocks by group, if tables that grow lack ``missing`` entries; None if a pool has too
+        few. A state gets another block only where what it is now is to stay."""
+        counts = [missing] * len(entry.tables)
+        for group in self._cross:
+            states = self._kinds[group].blocks(entry.sequence.num_encoder_tokens)
+            counts[group] = states - len(entry.tables[group])
+        for group in self._states.groups:
+            counts[group] = not entry.tables[group]
+        room = self._room(entry, computed, matched)
+        for index, count in zip(self._pool_indices, counts):
+            room[index] -= count
+        if min(room) < 0:
+            return None
+        if self._keeps_state(entry, computed):
+            for group in self._states.groups:
+                room[self._pool_indices[group]] -= 1
+            if min(room) >= 0:
+                for group in self._states.groups:
+                    counts[group] = 1
+        return counts
 
-    def _quiet_until(self, entry: _Entry) -> int:
-        """Length up to which no block is gained, and none is filled that is not findable yet."""
+    def _room(self, entry: Entry, computed: int, matched: BlockIds | None) -> list[int]:
+        """By pool: blocks that are free once the matched ones are taken, and those that the request
+        has passed are not."""
+        room = [pool.num_free for pool in self._pools]
+        for group, block_ids in enumerate(matched or ()):
+            counts = self._pool_of[group].ref_counts
+            claimed = sum(b != NULL_BLOCK and counts[b] == 0 for b in block_ids)
+            room[self._pool_indices[group]] -= claimed
+        for group, kind in self._passing:
+            counts = self._pool_of[group].ref_counts
+            end = kind.first_visible(computed)
+            passed = entry.tables[group][entry.first_held[group] : end]
+            released = sum(counts[b] == 1 for b in passed if b != NULL_BLOCK)
+            room[self._pool_indices[group]] += released
+        return room
+
+    def _take(
+        self,
+        entry: Entry,
+        computed: int,
+        missing: int,
+        counts: list[int],
+        matched: BlockIds | None,
+    ) -> BlockIds:
+        """What every table gains; :meth:`_wanted` has counted it."""
+        gained: BlockIds = tuple([] for _ in counts)
+        if matched:  # all of them first: nothing that is taken may be one of them
+            for pool, ids, block_ids in zip(self._pool_of, gained, matched):
+                pool.acquire(block_ids)
+                ids += block_ids
+            entry.num_registered = len(matched[self._growing])
+        elif any(entry.tables[group] and counts[group] for group in self._states.groups):
+            self._keep_state(entry, computed)
+        for group, (ids, count) in enumerate(zip(gained, counts)):
+            new = self._pool_of[group].take(count)
+            if group in self._states.groups:
+                new = new or [self._states.move(entry, group, missing)]
+                new = [NULL_BLOCK] * (missing - 1) + new
+            ids += new
+            entry.tables[group] += ids
+        return gained
+
+    def _quiet_until(self, entry: Entry) -> int:
+        """Length up to which no block is gained or given up, and none is filled that is not findable
+        yet."""
+        if not self._states.is_settled(entry):
+            return 0
         held = len(entry.tables[self._growing])
         if self.enable_prefix_caching:
             return min(held, entry.num_registered + 1) * self.block_size - 1
         return held * self.block_size
 
-    def _register(self, entry: _Entry, num_written: int) -> None:
+    def _release_passed(self, entry: Entry, computed: int) -> None:
+        """Replace by the null block what nobody will read from this request's table."""
+        for group, kind in self._passing:
+            table, pool = entry.tables[group], self._pool_of[group]
+            start, end = entry.first_held[group], min(kind.first_visible(computed), len(table))
+            if start >= end:
+                continue
+            if group in self._token_groups:
+                self._offer(entry, group, range(start, end), computed)
+            for index in range(end - 1, start - 1, -1):
+                pool.release(table[index])
+                table[index] = NULL_BLOCK
+            entry.first_held[group] = end
+
+    # -- prefix cache --------------------------------------------------------------------------
+
+    def _register(self, entry: Entry, num_written: int) -> None:
         """Make full blocks of known tokens below ``num_written`` findable."""
         if not self.enable_prefix_caching:
             return
         end = min(num_written, len(entry.sequence.all_token_ids)) // self.block_size
         if end > entry.num_registered:
-            for group in range(len(entry.tables)):
+            for group in self._token_groups:
                 self._offer(entry, group, range(entry.num_registered, end), num_written)
             entry.num_registered = end
 
-    def _offer(self, entry: _Entry, group: int, indices: range, num_written: int) -> None:
+    def _offer(self, entry: Entry, group: int, indices: range, num_written: int) -> None:
         """Register blocks of one group, as far as they hold known tokens that are written.
 
         Also called as blocks are released: what was a duplicate when it was filled may be the only
@@ -229,71 +328,47 @@ class PagedKVCacheManager(KVCacheManager):
         digests, table = self._digests(entry.sequence), entry.tables[group]
         for index in range(indices.start, min(indices.stop, known)):
             if table[index] != NULL_BLOCK:
-                self._pool.register(table[index], group, digests[index])
+                self._pool_of[group].register(table[index], group, digests[index])
 
-    def _release_passed(self, entry: _Entry, computed: int) -> None:
-        """Replace by the null block what a sliding window has left behind."""
-        for group, window in self._sliding:
-            table = entry.tables[group]
-            start, end = entry.first_held[group], self._first_visible(window, computed)
-            end = min(end, len(table))
-            if start >= end:
-                continue
-            self._offer(entry, group, range(start, end), computed)
-            for index in range(end - 1, start - 1, -1):
-                self._pool.release(table[index])
-                table[index] = NULL_BLOCK
-            entry.first_held[group] = end
-
-    def _num_releasable(self, entry: _Entry, computed: int) -> int:
-        """Blocks that :meth:`_release_passed` would make free."""
-        count = 0
-        for group, window in self._sliding:
-            passed = entry.tables[group][
-                entry.first_held[group] : self._first_visible(window, computed)
-            ]
-            count += sum(self._pool.ref_counts[b] == 1 for b in passed if b != NULL_BLOCK)
-        return count
-
-    def _num_claimed(self, matched: BlockIds | None) -> int:
-        """Matched blocks that are free now and so leave the free list."""
-        counts = self._pool.ref_counts
-        return sum(
-            b != NULL_BLOCK and counts[b] == 0 for block_ids in matched or () for b in block_ids
+    def _keeps_state(self, entry: Entry, computed: int) -> bool:
+        """Whether the state after ``computed`` tokens is there, and worth being found again."""
+        states = self._states
+        if not self.enable_prefix_caching or not states.groups:
+            return False
+        return states.at_boundary(entry, computed) and states.is_new(
+            self._digests(entry.sequence)[computed // self.block_size - 1]
         )
+
+    def _keep_state(self, entry: Entry, computed: int) -> None:
+        digest = self._digests(entry.sequence)[computed // self.block_size - 1]
+        for group in self._states.groups:
+            self._states.keep(entry, group, computed, digest)
+
+    def _common_hit(self, groups: Sequence[int], digests: Sequence[bytes], length: int) -> int:
+        """Longest hit of all of these groups, in blocks, of at most ``length`` blocks."""
+        previous = -1
+        # A group may shorten the hit to a length at which another's window is not cached.
+        while length != previous:
+            previous = length
+            for group in groups:
+                length = self._hit(group, digests, length)
+        return length
 
     def _hit(self, group: int, digests: Sequence[bytes], limit: int) -> int:
         """Longest usable hit of one group, in blocks, of at most ``limit`` blocks."""
-        window, lookup = self._windows[group], self._pool.lookup
-        if window is None:
+        kind, lookup = self._kinds[group], self._pool_of[group].lookup
+        if isinstance(kind, Whole):
             for index in range(limit):
                 if lookup(group, digests[index]) is None:
                     return index
             return limit
-        # Blocks that a query right after the hit can still see.
-        needed = -(-(window - 1) // self.block_size)
-        run = 0
-        for index in range(limit - 1, -1, -1):
-            if run == needed:
-                return index + 1 + run
-            run = run + 1 if lookup(group, digests[index]) is not None else 0
-        return run
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
-
-    def _first_visible(self, window: int | None, position: int) -> int:
-        """Index of the first block that a query at ``position``, or later, can see."""
-        return 0 if window is None else max(0, position - window + 1) // self.block_size
-
-    def _most_blocks(self, window: int | None, num_tokens: int) -> int:
-        """Blocks of one group that a lone request of that length holds at its peak."""
-        all_blocks = self._num_blocks(num_tokens)
-        if window is None:
-            return all_blocks
-        # window - 1 tokens before the step and the step's own, at the worst alignment.
-        at_once = window - 1 + self._max_step_tokens
-        return min(all_blocks, -(-at_once // self.block_size) + 1)
+        # From the end: a hole shortens the hit to where it is, until the last token's view has none.
+        length, index = limit, limit - 1
+        while index >= kind.first_visible(length * self.block_size):
+            if lookup(group, digests[index]) is None:
+                length = index
+            index -= 1
+        return length
 
     def _digests(self, sequence: CachedSequence) -> list[bytes]:
         hashes = self._hashes.get(sequence.request_id)
@@ -311,57 +386,27 @@ class PagedKVCacheManager(KVCacheManager):
             self._hits += match.num_tokens
 
 
-class _Entry:
-    """What one request holds."""
-
-    __slots__ = ("first_held", "num_registered", "quiet_until", "sequence", "tables")
-
-    def __init__(self, sequence: CachedSequence, num_groups: int) -> None:
-        self.sequence = sequence
-        self.tables: list[list[int]] = [[] for _ in range(num_groups)]
-        self.num_registered = 0
-        """Blocks, from the first, that were offered to the digest map."""
-        self.quiet_until = 0
-        """Growing to this many tokens changes nothing; 0 where sliding windows may pass."""
-        self.first_held = [0] * num_groups
-        """By group: entries before this one are null."""
-
-
-def _window(spec: KVCacheSpec) -> int | None:
-    return spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-
-
-def _check_config(config: KVCacheConfig, enable_prefix_caching: bool) -> None:
+def _check_config(config: KVCacheConfig, kinds: list[Kind], enable_prefix_caching: bool) -> None:
     if not config.groups:
         raise ConfigError("KV cache: no layer groups; a model without attention needs no cache")
-    if config.num_blocks < 2:
-        raise ConfigError(
-            f"KV cache: num_blocks = {config.num_blocks}: must be at least 2, "
-            "because block 0 is never handed out"
-        )
+    for pool, num_blocks in enumerate(config.pools):
+        if num_blocks < 2:
+            raise ConfigError(
+                f"KV cache: pools[{pool}] = {num_blocks} blocks: must be at least 2, "
+                "because block 0 is never handed out"
+            )
     for group in config.groups:
-        spec = group.spec
-        if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec, CrossAttentionSpec)):
+        if not 0 <= group.pool < len(config.pools):
             raise ConfigError(
-                f"KV cache: {type(spec).__name__} of layer {group.layer_names[0]!r} is not served; "
-                "FullAttentionSpec, SlidingWindowSpec and CrossAttentionSpec are"
+                f"KV cache: pool = {group.pool} of layer {group.layer_names[0]!r}: there are "
+                f"{len(config.pools)}"
             )
-        if isinstance(spec, SlidingWindowSpec) and spec.sliding_window < 1:
+        if group.spec.block_size != config.block_size:
             raise ConfigError(
-                f"KV cache: sliding_window = {spec.sliding_window} of layer "
-                f"{group.layer_names[0]!r}: must be at least 1"
-            )
-        if isinstance(spec, CrossAttentionSpec) and spec.max_encoder_tokens < 1:
-            raise ConfigError(
-                f"KV cache: max_encoder_tokens = {spec.max_encoder_tokens} of layer "
-                f"{group.layer_names[0]!r}: must be at least 1"
-            )
-        if spec.block_size != config.block_size:
-            raise ConfigError(
-                f"KV cache: block sizes {config.block_size} and {spec.block_size} differ; "
+                f"KV cache: block sizes {config.block_size} and {group.spec.block_size} differ; "
                 "all groups must use the same"
             )
-    crossing = [isinstance(group.spec, CrossAttentionSpec) for group in config.groups]
+    crossing = [isinstance(kind, Cross) for kind in kinds]
     if all(crossing):
         raise ConfigError("KV cache: layers of cross-attention only; a decoder has others too")
     if any(crossing) and enable_prefix_caching:

@@ -78,9 +78,10 @@ class StepFiller:
             if num_tokens >= state.max_num_tokens:
                 continue  # the steps in flight bring it to its end
             num_tokens -= state.num_computed_tokens
-            decodes = num_tokens == 1
+            decodes, most = num_tokens == 1, num_tokens
             if not decodes:
-                num_tokens = min(self._limits.share(num_tokens, plan), plan.budget)
+                most = min(self._limits.share(num_tokens, plan), plan.budget)
+                num_tokens = self._to_snapshot(state, state.num_computed_tokens, most)
             try:
                 gained = allocate(state, num_tokens)
                 if gained is None:
@@ -94,9 +95,19 @@ class StepFiller:
             if decodes:
                 plan.add_decode(state)
             else:
-                plan.add(state, num_tokens, self._limits.long_threshold)
+                plan.add(
+                    state, num_tokens, self._limits.long_threshold, held_back=num_tokens < most
+                )
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
+
+    def _to_snapshot(self, state: RequestState, computed: int, num_tokens: int) -> int:
+        """So many of ``num_tokens`` further tokens that a state which other requests may begin from is
+        not passed by."""
+        if not self._limits.cuts_prompts:
+            return num_tokens
+        end = self._kv.snapshot_at(state, computed)
+        return min(num_tokens, end - computed) if end else num_tokens
 
     def _preempt_for(self, state: RequestState, num_tokens: int, plan: StepPlan) -> BlockIds | None:
         """Blocks for a running request, taken from others; None if it was preempted itself.
@@ -132,7 +143,8 @@ class StepFiller:
                 break
             try:
                 match = self._match_prefix(state)
-                num_tokens = self._limits.admissible(state.num_tokens - match.num_tokens, plan)
+                most = self._limits.admissible(state.num_tokens - match.num_tokens, plan)
+                num_tokens = most and self._to_snapshot(state, match.num_tokens, most)
                 gained = self._allocate(state, num_tokens, match) if num_tokens else None
             except Exception as error:
                 self._refuse(state, error)
@@ -145,7 +157,8 @@ class StepFiller:
             waiting.pop()
             self._roster.admit(state, match.num_tokens)
             plan.begin(state, gained, match.num_tokens)
-            plan.add(state, num_tokens, self._limits.long_threshold)
+            held_back = num_tokens < (most or 0)
+            plan.add(state, num_tokens, self._limits.long_threshold, held_back=held_back)
         for state in reversed(passed_over):
             waiting.push_back_first(state)
 
@@ -155,10 +168,14 @@ class StepFiller:
             num_tokens = min(state.num_tokens - state.num_computed_tokens, plan.budget)
             if samples or num_tokens == 0:
                 continue
+            scheduled = plan.num_scheduled_tokens[state.request_id]
+            before = state.num_computed_tokens - scheduled
+            num_tokens = self._to_snapshot(state, before, scheduled + num_tokens) - scheduled
+            if num_tokens == 0:
+                continue
             # Asked for together with what the step holds already: by itself the second part would
             # release what a sliding window leaves behind, and the first part still reads that.
-            scheduled = plan.num_scheduled_tokens[state.request_id]
-            state.num_computed_tokens -= scheduled
+            state.num_computed_tokens = before
             try:
                 gained = self._kv.allocate(state, scheduled + num_tokens)
             except Exception:

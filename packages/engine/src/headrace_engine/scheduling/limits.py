@@ -23,6 +23,8 @@ class StepLimits:
         self.max_seqs: int = config.max_num_seqs or 0
         """Most requests in a step."""
         self.long_threshold = config.long_prefill_token_threshold
+        self.cuts_prompts = config.enable_chunked_prefill
+        """Whether a prompt may take several steps."""
         self._config = config
         self._max_tokens: int = config.max_num_batched_tokens or 0
         shared = max(config.max_num_shared_tokens or self._max_tokens, self.max_seqs)

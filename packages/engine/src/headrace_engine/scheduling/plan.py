@@ -38,8 +38,14 @@ class StepPlan:
         self.new_requests.append(new_request(state, block_ids, num_computed_tokens))
         self.num_encoder_tokens += state.num_encoder_tokens
 
-    def add(self, state: RequestState, num_tokens: int, long_threshold: int) -> None:
-        """Count ``num_tokens`` of a request as computed by this step."""
+    def add(
+        self, state: RequestState, num_tokens: int, long_threshold: int, *, held_back: bool = False
+    ) -> None:
+        """Count ``num_tokens`` of a request as computed by this step.
+
+        Args:
+            held_back: the step could hold more of it, but is to end there.
+        """
         self.budget -= num_tokens
         self.num_prompt_tokens += num_tokens
         self.num_scheduled_tokens[state.request_id] = num_tokens
@@ -49,7 +55,7 @@ class StepPlan:
         if remaining == 0:
             state.num_placeholders += 1
         else:
-            self.num_partial += 1
+            self.num_partial += not held_back
             self.num_long_partial += 0 < long_threshold < remaining
         self.entries.append(InFlight(state, state.epoch, remaining == 0))
 

@@ -256,7 +256,7 @@ class Scheduler:
         stats = EngineStats(
             num_requests_running=len(self._roster.running),
             num_requests_waiting=len(self._roster.waiting),
-            kv_cache_usage=(kv.num_blocks - kv.num_free_blocks) / max(1, kv.num_blocks),
+            kv_cache_usage=kv.usage,
             num_blocks=kv.num_blocks,
             num_free_blocks=kv.num_free_blocks,
             prompt_tokens=counters.prompt_tokens,

@@ -10,7 +10,7 @@ from typing import Any
 from headrace_core import failpoints
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheSpec
+from headrace_core.kv import CacheSpec, FullAttentionSpec, KVCacheConfig
 from headrace_core.sampling import SamplingParams
 from headrace_core.step import (
     NewRequest,
@@ -84,7 +84,7 @@ class SimWorker:
     def load(self) -> None:
         """There is nothing to load."""
 
-    def kv_specs(self) -> dict[str, KVCacheSpec]:
+    def kv_specs(self) -> dict[str, CacheSpec]:
         """One layer of one byte: real blocks, next to no memory."""
         return {"sim": FullAttentionSpec(self._block_size, 1, 1, "int8")}
 
@@ -106,6 +106,10 @@ class SimWorker:
     def report(self) -> dict[str, Any]:
         """Facts about this worker."""
         return {"rank": 0, "pid": os.getpid(), "device": "sim", "num_requests": len(self._held)}
+
+    def apply_model(self, function: Callable[[Any], Any]) -> Any:
+        """Refused: there is no model."""
+        raise UnsupportedFeature("device 'sim' has no model to apply a function to")
 
     def start_profile(self) -> None:
         """Refused: there is nothing to record."""

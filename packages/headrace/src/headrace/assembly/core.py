@@ -103,5 +103,10 @@ def start_reading(resolved: Resolved) -> None:
     if isinstance(resolved.platform, BringsWorker):
         return
     if resolved.config.load.load_format != "dummy" and resolved.platform.device == "cpu":
-        available = resolved.platform.available_memory()
-        read_ahead(resolved.info.path, weight_bytes=resolved.info.weight_bytes, available=available)
+        info, available = resolved.info, resolved.platform.available_memory()
+        read_ahead(
+            info.path,
+            weight_bytes=info.weight_bytes,
+            available=available,
+            load=resolved.config.load,
+        )

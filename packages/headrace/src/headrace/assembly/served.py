@@ -87,6 +87,9 @@ def served_tasks(resolved: Resolved) -> tuple[str, ...]:
 
 def class_path(info: ModelInfo) -> str:
     """``module:Class`` of the implementation; "" where no package has one."""
+    if info.source == "transformers":
+        name = "TransformersForCausalLM" if info.pooling is None else "TransformersForPooling"
+        return f"headrace_models.transformers_backend.model:{name}"
     found = registered(info.architecture)
     return found.target if found is not None else ""
 

@@ -63,6 +63,10 @@ def model_class(info: ModelInfo) -> type:
     Raises:
         PluginError: it cannot be imported.
     """
+    if info.source == "transformers":
+        from headrace_models.convert import model_class as of_library
+
+        return of_library(info)
     plugin = registered(info.architecture)
     found: type = plugins.load(MODELS, info.architecture if plugin is None else plugin.name)
     return found

@@ -5,16 +5,17 @@ The only part of the assembly that imports torch, and it does so when a worker i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.media import largest_media
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import Resolved
-from headrace_core import plugins
+from headrace.assembly.transcription import model_class
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
@@ -83,6 +84,12 @@ def worker_factory(
 
     def make_worker() -> ModelWorker:
         ops = choose_ops(resolved, timeline, threads)
+
+        def rebuild(changes: Mapping[str, Any]) -> CausalLM:
+            load = dataclasses.replace(config.load, **changes)
+            changed = dataclasses.replace(config, load=load)
+            return build_model(resolved._replace(config=changed), ops, timeline)
+
         return ModelWorker(
             lambda: build_model(resolved, ops, timeline),
             ops=ops,
@@ -104,6 +111,7 @@ def worker_factory(
             profiler=config.profiler,
             largest_media=largest_media(resolved),
             pooling=info.pooling,
+            rebuild_model=rebuild,
             capture=Capture(
                 lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
             ),
@@ -124,7 +132,7 @@ def processor_maker(
 
     def make(device: torch.device) -> Sequence[LogitsProcessor]:
         # The model is built by now, so its class is imported.
-        own = getattr(plugins.load("headrace.models", info.architecture), "logits_processors", ())
+        own = getattr(model_class(info), "logits_processors", ())
         classes = tuple(dict.fromkeys([*users, *named_processors(own)]))
         if not classes:
             return ()
@@ -193,14 +201,28 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
     """Choose quantization and attention, build the model and read its weights."""
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
-        from headrace_core.parallel import SingleProcess
         from headrace_models.loader import load_model
-        from headrace_models.quantization import quant_method
+
+        context = build_context(resolved, ops)
+    config, info = resolved.config, resolved.info
+    with (
+        progress_bars(config.load.use_tqdm_on_load) as progress,
+        timeline.phase("read and pack weights"),
+    ):
+        return load_model(
+            info, context, load=config.load, seed=config.model.seed, progress=progress
+        )
+
+
+def build_context(resolved: Resolved, ops: OpTable) -> BuildContext:
+    """What a model is built with, on one rank."""
+    from headrace_core.parallel import SingleProcess
+    from headrace_models.quantization import quant_method
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
     choose = attention_chooser(config, platform, ops)
-    context = BuildContext(
+    return BuildContext(
         config=info.config,
         dtype=info.dtype,
         device=platform.device,
@@ -216,14 +238,8 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         path=info.path,
         whole_config=info.whole_config,
         generation_config=info.generation_config,
+        trust_remote_code=info.trust_remote_code,
     )
-    with (
-        progress_bars(config.load.use_tqdm_on_load) as progress,
-        timeline.phase("read and pack weights"),
-    ):
-        return load_model(
-            info, context, load=config.load, seed=config.model.seed, progress=progress
-        )
 
 
 def attention_chooser(

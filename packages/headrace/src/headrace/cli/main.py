@@ -19,6 +19,7 @@ COMMANDS = {
     "generate": "Complete many prompts offline, from a file or the command line.",
     "run-batch": "Answer a file of requests (JSON lines), resumable after a crash.",
     "bench": "Measure latency, throughput, serving and start-up.",
+    "models": "List the architectures that are served, and what each can do.",
     "inspect": "Say what a model would be served as, and what is missing.",
     "collect-env": "Print a report of this machine for a bug ticket.",
     "schema": "Say which grammar backends can serve a JSON schema, regex or grammar.",

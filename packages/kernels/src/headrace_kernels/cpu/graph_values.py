@@ -1,7 +1,7 @@
 """What a captured step takes from its batch: sizes and addresses, in one order.
 
 A program knows a batch as a list of numbers, its *values*. Those of every batch come first, then the
-rows with logits, token types and four to six of each cache group, as far as the need has them.
+rows with logits, token types and two to five of each cache group, as far as the need has them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def entries(
         assert batch.token_type_ids is not None
         values.append(batch.token_type_ids)
     for index, group in enumerate(batch.groups):
+        if index in need.state_groups:
+            assert group.state_in is not None
+            assert group.state_out is not None
+            values += (group.state_in, group.state_out)
+            continue
         table = group.block_table
         values += (table, table.stride(0), table.shape[1])
         if index in need.cross_groups:
@@ -82,7 +87,9 @@ def is_as_needed(batch: ForwardBatch, need: GraphNeed) -> bool:
         and _is_flat(batch.cu_seqlens_q, torch.int32, (seqs + 1,))
         and _is_flat(batch.seq_lens, torch.int32, (seqs,))
         and all(
-            group.block_table.dtype is torch.int32
+            _is_states(group, seqs)
+            if index in need.state_groups
+            else group.block_table.dtype is torch.int32
             and group.block_table.shape[0] == seqs
             and group.block_table.stride(1) == 1
             and (_is_cross(group, seqs) if index in need.cross_groups else _is_own(group, tokens))
@@ -91,8 +98,14 @@ def is_as_needed(batch: ForwardBatch, need: GraphNeed) -> bool:
     )
 
 
+def _is_states(group: GroupBatch, seqs: int) -> bool:
+    places = (group.state_in, group.state_out)
+    return all(x is not None and _is_flat(x, torch.int64, (seqs,)) for x in places)
+
+
 def _is_own(group: GroupBatch, tokens: tuple[int, ...]) -> bool:
-    return group.seq_lens is None and _is_flat(group.slot_mapping, torch.int64, tokens)
+    alone = group.seq_lens is None and group.state_in is None
+    return alone and _is_flat(group.slot_mapping, torch.int64, tokens)
 
 
 def _is_cross(group: GroupBatch, seqs: int) -> bool:
@@ -129,6 +142,9 @@ def _probe_groups(size: int, need: GraphNeed, tokens: int, seqs: int) -> list[Gr
     states = _STATES_PROBE[size]
     groups = []
     for index in range(need.num_groups):
+        if index in need.state_groups:
+            groups.append(_probe_states(size, seqs))
+            continue
         table = torch.full((seqs, stride), size, dtype=torch.int32)[:, :width]
         if index in need.cross_groups:
             lengths = torch.full((seqs,), size, dtype=torch.int32)
@@ -139,6 +155,13 @@ def _probe_groups(size: int, need: GraphNeed, tokens: int, seqs: int) -> list[Gr
             groups.append(GroupBatch(table, torch.full((tokens,), -1 - size, dtype=torch.int64)))
         stride, width = _next(stride), _next(width)
     return groups
+
+
+def _probe_states(size: int, seqs: int) -> GroupBatch:
+    places = torch.full((seqs,), size, dtype=torch.int64)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    table = torch.zeros((seqs, 0), dtype=torch.int32)
+    return GroupBatch(table, nothing, state_in=places, state_out=places.clone())
 
 
 def _next(size: int) -> int:

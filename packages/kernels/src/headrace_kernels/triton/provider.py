@@ -50,7 +50,9 @@ class TritonProvider:
             activations,
             cache_write,
             moe,
+            latent_attention,
             norms,
+            recurrent,
             rotary,
             routing,
             varlen_attention,
@@ -73,7 +75,16 @@ class TritonProvider:
             "paged_attention": functools.partial(
                 attention.paged_attention, batch_invariant=invariant
             ),
+            "causal_conv": recurrent.causal_conv,
+            "selective_scan": recurrent.selective_scan,
+            "state_space_scan": recurrent.state_space_scan,
+            "delta_rule": recurrent.delta_rule,
+            "gated_rms_norm": recurrent.gated_rms_norm,
             "varlen_attention": varlen_attention.varlen_attention,
+            "latent_cache_write": latent_attention.latent_cache_write,
+            "latent_attention": functools.partial(
+                latent_attention.latent_attention, batch_invariant=invariant
+            ),
         }
 
     def row_invariant(self, need: KernelNeed) -> bool:

@@ -1,9 +1,11 @@
 """Attention over the paged cache, one kernel for prefill, decode and mixtures.
 
 For query row (position p of request b, head h) over keys j of the request, visible if ``j <= p``
-and, with a window W, ``p - j < W``; or all of them, if not causal:
+and, with a window W, ``p - j < W``, or, with chunks of C, ``j // C == p // C``; or all of them, if
+not causal:
 
     s_j = scale * q . k_j;  with a soft cap t: s_j = t * tanh(s_j / t)
+    with ALiBi: s_j += slope_h * (j - p)  (Press et al. 2021, arXiv:2108.12409)
     o   = sum_j exp(s_j - m) v_j / (sum_j exp(s_j - m) + exp(sink_h - m))
 
 computed tile by tile over the keys with a running maximum m (Milakov & Gimelshein 2018,
@@ -39,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_core.errors import ConfigError
+from headrace_core.ops import check_mask
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
 
@@ -75,13 +77,20 @@ def tanh(x):
 
 @triton.jit
 def _visible_range(
-    seq_len, first_position, last_position, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
+    seq_len,
+    first_position,
+    last_position,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
     """[begin, end) of the keys that any query between the two positions sees."""
     begin = first_position * 0
     end = seq_len
     if WINDOW > 0:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
+    if CHUNK > 0:
+        begin = tl.maximum(first_position, 0) // CHUNK * CHUNK
     if CAUSAL:
         end = tl.minimum(last_position + 1, seq_len)
     return begin, end
@@ -124,9 +133,19 @@ def _start_sums(sink_ptr, head, row_ok, HAS_SINK: tl.constexpr, BLOCK_M: tl.cons
 
 
 @triton.jit
+def load_slope(slope_ptr, head, row_ok, HAS_SLOPES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """[BLOCK_M] float32; of no use without slopes."""
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(slope_ptr + head, mask=row_ok, other=0.0)
+    return slope
+
+
+@triton.jit
 def _attend(
     query,
     position,
+    slope,
     top,
     total,
     first_tile,
@@ -143,8 +162,10 @@ def _attend(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -184,11 +205,16 @@ def _attend(
         score = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_CAP:
             score = soft_cap * tanh(score / soft_cap)
+        if HAS_SLOPES:
+            away = (key_at[None, :] - position[:, None]).to(tl.float32)
+            score += slope[:, None] * away
         visible = key_ok[None, :]
         if CAUSAL:
             visible = visible & (key_at[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (position[:, None] - key_at[None, :] < WINDOW)
+        if CHUNK > 0:
+            visible = visible & ((position // CHUNK)[:, None] == (key_at // CHUNK)[None, :])
         score = tl.where(visible, score, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(score, axis=1))
@@ -212,6 +238,7 @@ def _attention_kernel(
     cu_seqlens_ptr,
     seq_len_ptr,
     sink_ptr,
+    slope_ptr,
     out_ptr,
     query_strides,
     key_strides,
@@ -222,9 +249,11 @@ def _attention_kernel(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -251,18 +280,19 @@ def _attention_kernel(
     context_len = seq_len - query_len
     last_new = tl.minimum(first_new + BLOCK_Q, query_len) - 1
     begin, end = _visible_range(
-        seq_len, context_len + first_new, context_len + last_new, WINDOW, CAUSAL
+        seq_len, context_len + first_new, context_len + last_new, WINDOW, CHUNK, CAUSAL
     )
 
     query = load_query(
         query_ptr, query_strides, query_start + new, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN
     )
+    slope = load_slope(slope_ptr, head, row_ok, HAS_SLOPES, BLOCK_M)
     top, total = _start_sums(sink_ptr, head, row_ok, HAS_SINK, BLOCK_M)
     out, top, total = _attend(
-        query, context_len + new, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
+        query, context_len + new, slope, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
     # A row that saw nothing has total 0 and out 0: it stays 0.
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -284,6 +314,7 @@ def _split_kernel(
     cu_seqlens_ptr,
     seq_len_ptr,
     sink_ptr,
+    slope_ptr,
     part_ptr,
     top_ptr,
     total_ptr,
@@ -295,9 +326,11 @@ def _split_kernel(
     scale,
     soft_cap,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -315,7 +348,7 @@ def _split_kernel(
     if tl.load(cu_seqlens_ptr + seq + 1) == token:  # no new token: padding of a captured graph
         return
     position = tl.load(seq_len_ptr + seq) - 1
-    begin, end = _visible_range(position + 1, position, position, WINDOW, CAUSAL)
+    begin, end = _visible_range(position + 1, position, position, WINDOW, CHUNK, CAUSAL)
     first_tile = begin // TILE
     tiles_each = tl.cdiv(tl.cdiv(end, TILE) - first_tile, SEGMENTS)
     first = first_tile + segment * tiles_each
@@ -326,13 +359,14 @@ def _split_kernel(
     head = kv_head * GROUP + row
     tokens = token + row * 0
     query = load_query(query_ptr, query_strides, tokens, head, row_ok, HEAD_DIM, D_BLOCK, WIDEN)
+    slope = load_slope(slope_ptr, head, row_ok, HAS_SLOPES, BLOCK_M)
     # The sink enters once, at the end of the reduction; here a segment without keys is (0, -inf, 0).
     top, total = _start_sums(sink_ptr, head, row_ok, False, BLOCK_M)
     out, top, total = _attend(
-        query, position + row * 0, top, total, first, last, begin, end,
+        query, position + row * 0, slope, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CAUSAL, HAS_CAP, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
     at = (tokens.to(tl.int64) * NUM_HEADS + head) * SEGMENTS + segment
     dim = tl.arange(0, D_BLOCK)
@@ -460,6 +494,8 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     causal: bool = True,
+    attention_chunk: int | None = None,
+    alibi_slopes: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -471,8 +507,12 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
-    if not causal and sliding_window is not None and sliding_window > 0:
-        raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
+    check_mask(
+        causal=causal,
+        sliding_window=sliding_window,
+        attention_chunk=attention_chunk,
+        alibi=alibi_slopes is not None,
+    )
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     # Zeros, not empty: rows that belong to no request (padding of a captured graph) stay 0.
@@ -495,9 +535,11 @@ def paged_attention(
         )
     constants = {
         "WINDOW": sliding_window or 0,
+        "CHUNK": attention_chunk or 0,
         "CAUSAL": causal,
         "HAS_CAP": soft_cap > 0,
         "HAS_SINK": sinks is not None,
+        "HAS_SLOPES": alibi_slopes is not None,
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -506,7 +548,9 @@ def paged_attention(
         "BLOCK_M": plan.block_m,
         "WIDEN": widen(query),
     }
-    sources = (query, key_cache, value_cache, block_table, cu_seqlens_q, seq_lens, sinks)
+    sources = (
+        query, key_cache, value_cache, block_table, cu_seqlens_q, seq_lens, sinks, alibi_slopes,
+    )  # fmt: skip
     strides = (query.stride(), key_cache.stride(), value_cache.stride(), block_table.stride(0))
     numbers = (key_cache.shape[1], scale, soft_cap)
     if plan.split:
@@ -528,7 +572,7 @@ def _run_split(
 ) -> None:
     """The two launches of a split decode."""
     num_tokens, num_heads, head_dim = out.shape
-    cu_seqlens_q, seq_lens, sinks = sources[4:]
+    cu_seqlens_q, seq_lens, sinks = sources[4:7]
     assert seq_lens is not None
     num_seqs = seq_lens.shape[0]
     d_block = constants["D_BLOCK"]

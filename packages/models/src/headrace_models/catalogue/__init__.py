@@ -7,15 +7,21 @@ here holds the rows of one kind of model, by name.
 
 from collections.abc import Mapping
 
-from headrace_models.catalogue import decoders, mixtures, pooled, recurrent, speech
+from headrace_models.catalogue import (
+    decoders,
+    gpt,
+    latent,
+    mixtures,
+    pooled,
+    recurrent,
+    remote,
+    speech,
+)
 from headrace_models.catalogue.row import CACHES, Architecture
 
+_KINDS = (decoders, gpt, latent, mixtures, pooled, recurrent, remote, speech)
 ARCHITECTURES: Mapping[str, Architecture] = {
-    row.name: row
-    for row in sorted(
-        (*decoders.ROWS, *mixtures.ROWS, *recurrent.ROWS, *pooled.ROWS, *speech.ROWS),
-        key=lambda r: r.name,
-    )
+    row.name: row for row in sorted((r for kind in _KINDS for r in kind.ROWS), key=lambda r: r.name)
 }
 """By name."""
 

@@ -12,16 +12,24 @@ ROWS = (
     ),
     Architecture("CohereForCausalLM", "cohere:CohereForCausalLM", "Command R and R+, Aya 23"),
     Architecture("CwmForCausalLM", "cwm:CwmForCausalLM", "CWM", _MIXED),
+    Architecture(
+        "Ernie4_5_ForCausalLM",
+        "ernie4_5:Ernie4_5ForCausalLM",
+        "ERNIE 4.5, dense",
+        alias_of="Ernie4_5ForCausalLM",
+    ),
     Architecture("Ernie4_5ForCausalLM", "ernie4_5:Ernie4_5ForCausalLM", "ERNIE 4.5, dense"),
     Architecture("Exaone4ForCausalLM", "exaone4:Exaone4ForCausalLM", "EXAONE 4", _MIXED),
     Architecture("Gemma2ForCausalLM", "gemma2:Gemma2ForCausalLM", "Gemma 2", _MIXED),
     Architecture("Gemma3ForCausalLM", "gemma3:Gemma3ForCausalLM", "Gemma 3, text", _MIXED),
     Architecture("Gemma3nForCausalLM", "gemma3n:Gemma3nForCausalLM", "Gemma 3n, text", _MIXED),
     Architecture("Gemma4ForCausalLM", "gemma4:Gemma4ForCausalLM", "Gemma 4, text", _MIXED),
+    Architecture(
+        "Gemma4UnifiedForCausalLM", "gemma4:Gemma4UnifiedForCausalLM", "Gemma 4 12B, text", _MIXED
+    ),
     Architecture("GemmaForCausalLM", "gemma:GemmaForCausalLM", "Gemma 1"),
     Architecture("Glm4ForCausalLM", "glm4:Glm4ForCausalLM", "GLM-4-0414, GLM-Z1"),
     Architecture("GlmForCausalLM", "glm:GlmForCausalLM", "GLM-4 9B, GLM-Edge"),
-    Architecture("GPT2LMHeadModel", "gpt2:GPT2LMHeadModel", "GPT-2, Cerebras-GPT"),
     Architecture("GraniteForCausalLM", "granite:GraniteForCausalLM", "Granite 3, PowerLM"),
     Architecture(
         "GraniteSWAForCausalLM", "granite_swa:GraniteSWAForCausalLM", "Granite with windows", _MIXED
@@ -41,6 +49,7 @@ ROWS = (
     Architecture(
         "LlamaForCausalLM", "llama:LlamaForCausalLM", "Llama 1 to 3.3, Yi, SmolLM 1 and 2"
     ),
+    Architecture("MellumForCausalLM", "mellum:MellumForCausalLM", "Mellum 2", _MIXED),
     Architecture(
         "Ministral3ForCausalLM", "ministral3:Ministral3ForCausalLM", "Ministral 3, text", _MIXED
     ),

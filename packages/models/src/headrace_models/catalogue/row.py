@@ -21,6 +21,12 @@ class Architecture:
     """``generate``, ``pool`` or ``speech``."""
     alias_of: str = ""
     """Another row whose checkpoints may carry this name; tested there."""
+    lora: bool = False
+    """Whether it takes adapters (:class:`headrace_core.model.SupportsLoRA`)."""
+    pp: bool = False
+    """Whether it can be cut into stages (:class:`headrace_core.model.SupportsPP`)."""
+    quantization: bool = True
+    """Whether its linear layers are stored as a quantization method says."""
 
     @property
     def entry(self) -> str:

@@ -9,33 +9,29 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import LlamaForCausalLM
 from headrace_models.families.mamba2 import scan_rules
-from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.decoder import Block
-from headrace_models.layers.hybrid_block import HybridBlock
+from headrace_models.layers.hybrid_block import HybridBlock, Mixer
 from headrace_models.layers.mamba2 import Mamba2Mixer
-from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.rotary import rotary_table
-from headrace_models.layers.state_layer import TokenMixer
-from headrace_models.recurrent_settings import layer_indices, mamba2_sizes, step_limits
-from headrace_models.rope import rope_settings
+from headrace_models.layers.norm import NormLayer
+from headrace_models.recurrent_settings import mamba2_sizes, step_limits
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
-_LAYER = "model.layers.{}"
+LAYER = "model.layers.{}"
 
 ATTENTION_RULES = (
-    WeightRule(f"{_LAYER}.self_attn.q_proj", "layers.{}.mixer.qkv", part=0),
-    WeightRule(f"{_LAYER}.self_attn.k_proj", "layers.{}.mixer.qkv", part=1),
-    WeightRule(f"{_LAYER}.self_attn.v_proj", "layers.{}.mixer.qkv", part=2),
-    WeightRule(f"{_LAYER}.self_attn.o_proj", "layers.{}.mixer.out"),
+    WeightRule(f"{LAYER}.self_attn.q_proj", "layers.{}.mixer.qkv", part=0),
+    WeightRule(f"{LAYER}.self_attn.k_proj", "layers.{}.mixer.qkv", part=1),
+    WeightRule(f"{LAYER}.self_attn.v_proj", "layers.{}.mixer.qkv", part=2),
+    WeightRule(f"{LAYER}.self_attn.o_proj", "layers.{}.mixer.out"),
 )
 """Of attention that takes turns with recurrences."""
 
 FEED_FORWARD_RULES = (
-    WeightRule(f"{_LAYER}.feed_forward.gate_proj", "layers.{}.mlp.gate_up", part=0),
-    WeightRule(f"{_LAYER}.feed_forward.up_proj", "layers.{}.mlp.gate_up", part=1),
-    WeightRule(f"{_LAYER}.feed_forward.down_proj", "layers.{}.mlp.down"),
+    WeightRule(f"{LAYER}.feed_forward.gate_proj", "layers.{}.mlp.gate_up", part=0),
+    WeightRule(f"{LAYER}.feed_forward.up_proj", "layers.{}.mlp.gate_up", part=1),
+    WeightRule(f"{LAYER}.feed_forward.down_proj", "layers.{}.mlp.down"),
 )
 
 
@@ -44,29 +40,20 @@ class BambaForCausalLM(LlamaForCausalLM):
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         WeightRule("model.embed_tokens", "embed"),
-        WeightRule(f"{_LAYER}.input_layernorm", "layers.{}.input_norm"),
+        WeightRule(f"{LAYER}.input_layernorm", "layers.{}.input_norm"),
         *ATTENTION_RULES,
-        *scan_rules(f"{_LAYER}.mamba"),
-        WeightRule(f"{_LAYER}.pre_ff_layernorm", "layers.{}.mlp_norm"),
+        *scan_rules(f"{LAYER}.mamba"),
+        WeightRule(f"{LAYER}.pre_ff_layernorm", "layers.{}.mlp_norm"),
         *FEED_FORWARD_RULES,
         WeightRule("model.final_layernorm", "final_norm"),
         WeightRule("lm_head", "head"),
     )
 
-    def prepare(self, context: BuildContext, prefix: str) -> None:
-        config = {"partial_rotary_factor": 0.5, **context.config}
-        limit = self.settings.integer("max_position_embeddings", 262_144)
-        self.rotary = rotary_table(
-            context, rope_settings(config), self.head_dim(), max_positions=limit
-        )
+    default_partial_rotary: ClassVar[float] = 0.5
+    default_eps: ClassVar[float] = 1e-5
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> RMSNorm:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
         return self.make_norm(context, f"{prefix}model.final_layernorm")
-
-    def make_norm(self, context: BuildContext, name: str) -> RMSNorm:
-        return RMSNorm(
-            context, name, self.hidden_size(), self.settings.number("rms_norm_eps", 1e-5)
-        )
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return HybridBlock(
@@ -76,18 +63,16 @@ class BambaForCausalLM(LlamaForCausalLM):
             self.make_mlp(context, index, f"{name}.feed_forward"),
         )
 
-    def make_mixer(
-        self, context: BuildContext, index: int, name: str
-    ) -> TokenMixer | SelfAttention:
+    def make_mixer(self, context: BuildContext, index: int, name: str) -> Mixer:
         if self.attends(index):
             return self.make_attention(context, index, f"{name}.self_attn")
         return self.make_mamba(context, f"{name}.mamba")
 
     def attends(self, index: int) -> bool:
         """Whether the layer's mixer is attention."""
-        return index in layer_indices(self.settings, "attn_layer_indices")
+        return index in self.settings.integers("attn_layer_indices")
 
-    def make_mamba(self, context: BuildContext, name: str) -> Mamba2Mixer:
+    def make_mamba(self, context: BuildContext, name: str) -> Mixer:
         return Mamba2Mixer(
             context,
             name,
@@ -95,6 +80,6 @@ class BambaForCausalLM(LlamaForCausalLM):
             activation=self.settings.activation("hidden_act"),
             bias=self.settings.flag("mamba_proj_bias", False),
             conv_bias=self.settings.flag("mamba_conv_bias", True),
-            norm_eps=self.settings.number("rms_norm_eps", 1e-5),
+            norm_eps=self.norm_eps(),
             dt_limits=step_limits(self.settings),
         )

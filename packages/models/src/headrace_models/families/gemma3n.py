@@ -111,13 +111,14 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
         own = self.num_layers() - shared
         if index < own:
             return None
-        alike = [i for i in range(own) if self.is_sliding(i) == self.is_sliding(index)]
-        if not alike:
+        kind = self.is_sliding(index)
+        source = next((i for i in reversed(range(own)) if self.is_sliding(i) == kind), None)
+        if source is None:
             raise UnsupportedModel(
                 f"config.json: num_kv_shared_layers = {shared}: no layer below has a cache that layer "
                 f"{index} could read"
             )
-        return alike[-1]
+        return source
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         rotary = self.local_rotary if self.is_sliding(index) else self.rotary
@@ -197,8 +198,7 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
             self.make_per_layer_gate(context, name),
         )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x = self.embed_tokens(batch)
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         inputs = self.per_layer(batch.input_ids, x)
         streams = self.streams.expand(x)
         for index, layer in enumerate(self.layers):

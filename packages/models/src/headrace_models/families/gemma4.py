@@ -14,6 +14,7 @@ from headrace_core.model import WeightRule
 from headrace_models.families.gemma2 import GEMMA_RULES
 from headrace_models.families.gemma3 import GLOBAL_THETA, LOCAL_THETA
 from headrace_models.families.gemma3n import PER_LAYER_RULES, Gemma3nForCausalLM
+from headrace_models.families.gemma4_experts import EXPERT_RULES, ExpertsBeside
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.base import Slot, WeightLayer
@@ -22,7 +23,7 @@ from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.rope import rope_settings
-from headrace_models.settings import MAX_HEAD_DIM, Settings
+from headrace_models.settings import MAX_EXPERTS, MAX_HEAD_DIM, Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,21 +44,20 @@ _LOCAL_ROPE = {"rope_type": "default", "rope_theta": LOCAL_THETA}
 
 
 class Gemma4ForCausalLM(Gemma3nForCausalLM):
-    """Gemma 4 E2B, E4B and 31B, text."""
+    """Gemma 4 E2B, E4B, 26B-A4B and 31B, text."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *GEMMA_RULES,
         *HEAD_NORM_RULES,
         *PER_LAYER_RULES,
+        *EXPERT_RULES,
         WeightRule("model.layers.{}.layer_scalar", "layers.{}.scalar.value"),
     )
     default_shared_layers: ClassVar[int] = 0
+    default_inputs: ClassVar[int] = 256
+    """``hidden_size_per_layer_input`` of a config that does not name it."""
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
-        if self.settings.flag("enable_moe_block", False):
-            raise UnsupportedModel(
-                "config.json: enable_moe_block = true: must be left out or false"
-            )
         ropes = {"full_attention": _FULL_ROPE, "sliding_attention": _LOCAL_ROPE}
         config = {"rope_parameters": ropes, **_without_nulls(context.config)}
         limit = self.settings.integer("max_position_embeddings", 131_072)
@@ -69,7 +69,8 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
             )
         )
         self.rotary, self.local_rotary = tables
-        self.has_inputs = self.settings.integer("hidden_size_per_layer_input", 256, minimum=0) > 0
+        size = self.settings.integer("hidden_size_per_layer_input", self.default_inputs, minimum=0)
+        self.has_inputs = size > 0
         if self.has_inputs:
             self.prepare_per_layer(context, prefix)
 
@@ -81,6 +82,14 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
         if kinds is None:
             return (index + 1) % FULL_EVERY != 0
         return kinds[index] == "sliding_attention"
+
+    def window(self) -> int:
+        """In both directions the config's number is the whole width. Media see each other in both with
+        ``vision``; text does not."""
+        self.settings.refuse("use_bidirectional_attention", False, "all", "vision")
+        window = self.settings.integer("sliding_window", 512)
+        both = self.context.config.get("use_bidirectional_attention") == "all"
+        return window // 2 if both else window
 
     def full_head_dim(self) -> int:
         """Head size of layers without a window."""
@@ -157,18 +166,38 @@ class Gemma4ForCausalLM(Gemma3nForCausalLM):
                 self.make_mlp(context, index, f"{name}.mlp"),
                 self.make_norm(context, f"{name}.post_feedforward_layernorm"),
             ),
+            self.make_experts(context, name),
             self.make_per_layer_gate(context, name) if self.has_inputs else None,
             Scalar(f"{name}.layer_scalar"),
         )
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        x = self.embed_tokens(batch)
+    def make_experts(self, context: BuildContext, name: str) -> ExpertsBeside | None:
+        if not self.settings.flag("enable_moe_block", False):
+            return None
+        return ExpertsBeside(
+            context,
+            name,
+            hidden_size=self.hidden_size(),
+            intermediate_size=self.settings.integer("moe_intermediate_size"),
+            num_experts=self.settings.integer("num_experts", maximum=MAX_EXPERTS),
+            top_k=self.settings.integer("top_k_experts"),
+            activation=self.settings.activation("hidden_activation", "hidden_act"),
+            eps=self.norm_eps(),
+        )
+
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         inputs = self.per_layer(batch.input_ids, x) if self.has_inputs else None
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Gemma4Block)
             own = None if inputs is None else self.per_layer.of(index, inputs)
             x = layer.update(x, own, batch)
         return x, None
+
+
+class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
+    """Gemma 4 12B, text: no inputs but the stream."""
+
+    default_inputs: ClassVar[int] = 0
 
 
 class Scalar(WeightLayer):
@@ -185,22 +214,33 @@ class Scalar(WeightLayer):
 
 
 class Gemma4Block(SandwichBlock):
-    """A sandwich, then the layer's inputs if there are any, then the whole times a number.
+    """A sandwich, with experts beside the MLP if there are any, then the layer's inputs if there are
+    any, then the whole times a number.
 
     Args:
         block: whose pieces this one takes over.
     """
 
     def __init__(
-        self, ops: OpTable, block: SandwichBlock, per_layer: PerLayerGate | None, scalar: Scalar
+        self,
+        ops: OpTable,
+        block: SandwichBlock,
+        beside: ExpertsBeside | None,
+        per_layer: PerLayerGate | None,
+        scalar: Scalar,
     ) -> None:
         vars(self).update(vars(block))
-        self.ops, self.per_layer, self.scalar = ops, per_layer, scalar
+        self.ops, self.beside, self.per_layer, self.scalar = ops, beside, per_layer, scalar
 
     def update(self, x: Tensor, inputs: Tensor | None, batch: ForwardBatch) -> Tensor:
         """x [T, H], the layer's inputs [T, P] -> [T, H]."""
-        out, stream = self(x, None, batch)
-        stream = self.ops.add(out, stream)
+        x, stream = self.input_norm.add(x, None)
+        x = self.attention_out_norm(self.attention(x, batch))
+        x, stream = self.mlp_norm.add(x, stream)
+        x = self.mlp(x)
+        if self.beside is not None:
+            x = self.beside(x, stream)
+        stream = self.ops.add(self.mlp_out_norm(x), stream)
         if self.per_layer is not None and inputs is not None:
             stream = self.ops.add(self.per_layer(stream, inputs), stream)
         return self.ops.scale(stream, self.scalar.value)

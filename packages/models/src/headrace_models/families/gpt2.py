@@ -13,6 +13,7 @@ from headrace_core.model import WeightRule
 from headrace_models.families.gpt_shape import GPT2_KEYS, GPTDecoder, Names
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.positions import LearnedPositions
+from headrace_models.settings import Spelling
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -50,7 +51,7 @@ class GPT2LMHeadModel(GPTDecoder):
         *NAMES.rules(transposed=True),
         *without_prefix(NAMES.rules(transposed=True)),
     )
-    spelling = GPT2_KEYS
+    spelling: ClassVar[Spelling] = GPT2_KEYS
     ties_embeddings: ClassVar[bool] = True
 
     def make_positions(self, context: BuildContext, prefix: str) -> LearnedPositions | None:

@@ -13,7 +13,7 @@ from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.mlp import MLP, MLPLayer
-from headrace_models.layers.norm import LayerNorm, NormLayer
+from headrace_models.layers.norm import LayerNorm, NoNorm, NormLayer
 from headrace_models.layers.positions import FixedPositions, LearnedPositions
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.self_attention import self_attention
@@ -50,11 +50,12 @@ class Names:
     input_norm: str
     attention: str
     out: str
-    mlp_norm: str
     up: str
     down: str
     qkv: tuple[str, ...]
     """Of query, key and value, or of all three together."""
+    mlp_norm: str = ""
+    """Empty: both halves read one norm."""
     positions: str = ""
     """Of the table of learned positions."""
 
@@ -77,7 +78,11 @@ class Names:
             WeightRule(f"{block}.{self.input_norm}", "layers.{}.input_norm"),
             *qkv,
             WeightRule(f"{attention}.{self.out}", "layers.{}.attention.out", transposed=transposed),
-            WeightRule(f"{block}.{self.mlp_norm}", "layers.{}.mlp_norm"),
+            *(
+                [WeightRule(f"{block}.{self.mlp_norm}", "layers.{}.mlp_norm")]
+                if self.mlp_norm
+                else []
+            ),
             WeightRule(f"{block}.{self.up}", "layers.{}.mlp.up", transposed=transposed),
             WeightRule(f"{block}.{self.down}", "layers.{}.mlp.down", transposed=transposed),
             WeightRule(self.final_norm, "final_norm"),
@@ -157,7 +162,7 @@ class GPTDecoder(Decoder):
     def norm_eps(self) -> float:
         return self.settings.number("layer_norm_eps", self.default_eps)
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer | NoNorm:
         return self.make_norm(context, f"{prefix}{self.names.final_norm}")
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
-from headrace_models.layers.blocks import NoNorm, PreNormBlock
+from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.embedding import Embedding
 from headrace_models.layers.encoder import Embeddings, PreNormEncoder
 from headrace_models.layers.encoder_attention import EncoderAttention
 from headrace_models.layers.mlp import GatedMLP
-from headrace_models.layers.norm import LayerNorm
+from headrace_models.layers.norm import LayerNorm, NoNorm
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.pooling.activations import elementwise

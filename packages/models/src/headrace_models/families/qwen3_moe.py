@@ -36,6 +36,9 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         if is_dense(self.settings, index):
             return super().make_mlp(context, index, name)
+        return self.sparse_mlp(context, name)
+
+    def sparse_mlp(self, context: BuildContext, name: str) -> MLPLayer:
         return SparseMoE(
             context,
             name,

@@ -8,7 +8,7 @@ from typing import Any
 from headrace_core.config import LoadConfig
 from headrace_core.errors import UnsupportedModel
 from headrace_models.formats.gguf.config import gguf_config, gguf_generation_config
-from headrace_models.formats.gguf.files import gguf_file
+from headrace_models.formats.gguf.files import SUFFIX, gguf_file
 from headrace_models.formats.gguf.header import read_gguf, read_parts
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import (
@@ -40,7 +40,7 @@ def stated_config(
         return read_object(path / "config.json", required=True)
     file = gguf_file(path)
     if file is not None:
-        return gguf_config(read_gguf(file))
+        return gguf_config(read_parts(file))
     several = [found.name for found in sorted(path.glob("*.gguf"))] if path.is_dir() else []
     if several:
         raise UnsupportedModel(
@@ -70,29 +70,43 @@ def stored_tensors(path: Path, load: LoadConfig) -> tuple[TensorEntry, ...]:
     Raises:
         WeightsError: a header is damaged.
     """
-    wanted = load.load_format.lower()
-    file = gguf_file(path)
-    if path.is_file() or wanted == "gguf":
-        return () if file is None else _of_gguf(file)
-    if has_params(path, wanted):
+    files = weight_files(path, load)
+    if files and files[0].suffix.lower() == SUFFIX:
+        return tuple(
+            TensorEntry(each.name, each.type.name, each.shape, each.offset, each.num_bytes)
+            for each in read_parts(files[0]).tensors
+        )
+    if has_params(path, load.load_format):
         headers = checkpoint_headers(path, CONSOLIDATED)
         return tuple(entry for entries in headers.values() for entry in entries)
-    if wanted != "pt" and checkpoint_files(path):
+    if files and files[0].suffix == ".safetensors" and not files[0].name.startswith(SHARD):
         return tuple(entry for entries in checkpoint_headers(path).values() for entry in entries)
-    others = (
+    return tuple(TensorEntry("", "", (), 0, each.stat().st_size) for each in files)
+
+
+def weight_files(path: Path, load: LoadConfig) -> tuple[Path, ...]:
+    """The files that will be read, by what the user asks for and what there is; () if none is known.
+
+    Raises:
+        WeightsError: an index, or the header of a GGUF file, is damaged.
+    """
+    wanted, file = load.load_format.lower(), gguf_file(path)
+    if path.is_file() or wanted == "gguf":
+        return _parts(file)
+    if has_params(path, wanted):
+        return checkpoint_files(path, CONSOLIDATED)
+    if wanted != "pt" and (files := checkpoint_files(path)):
+        return files
+    return (
         checkpoint_files(path, PICKLES)
         or checkpoint_files(path, PT_FILES)
+        or _parts(file)
         or tuple(sorted(path.glob(f"{SHARD}*.safetensors")))
         or tuple(sorted(path.glob("*.tensors")))
     )
-    if others:
-        return tuple(TensorEntry("", "", (), 0, each.stat().st_size) for each in others)
-    return () if file is None else _of_gguf(file)
 
 
-def _of_gguf(file: Path) -> tuple[TensorEntry, ...]:
-    return tuple(
-        TensorEntry(tensor.name, tensor.type.name, tensor.shape, tensor.offset, tensor.num_bytes)
-        for part in read_parts(file)
-        for tensor in part.tensors
-    )
+def _parts(file: Path | None) -> tuple[Path, ...]:
+    if file is None:
+        return ()
+    return tuple(dict.fromkeys([file, *(tensor.file for tensor in read_parts(file).tensors)]))

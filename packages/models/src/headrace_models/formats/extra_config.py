@@ -29,6 +29,6 @@ def extra_config(load: LoadConfig, known: Mapping[str, type]) -> dict[str, Any]:
             raise ConfigError(
                 f"{_FIELD}: {key} = {value!r}: must be of type {wanted.__name__}", field=_FIELD
             )
-        if wanted is int and value < 1:
+        if isinstance(value, int) and wanted is int and value < 1:
             raise ConfigError(f"{_FIELD}: {key} = {value!r}: must be at least 1", field=_FIELD)
     return given

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from headrace_core.errors import WeightsError
 from headrace_models.formats.header import TensorEntry, read_header
 
 
-class Naming(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Naming:
     """How one format's files are called."""
 
     single: str
@@ -38,7 +39,7 @@ CONSOLIDATED = Naming(
     "consolidated*.safetensors",
     (),
 )
-PT_FILES = PICKLES._replace(pattern="*.pt")
+PT_FILES = replace(PICKLES, pattern="*.pt")
 
 
 def checkpoint_files(folder: Path, naming: Naming = SAFETENSORS) -> tuple[Path, ...]:

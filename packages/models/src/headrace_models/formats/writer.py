@@ -51,7 +51,7 @@ class SafetensorsWriter:
         # By storage: numpy has no bfloat16.
         raw = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
         start = plain.storage_offset() * plain.element_size()
-        self._file.write(memoryview(raw.numpy())[start : start + plain.nbytes])
+        self._file.write(raw[start : start + plain.nbytes].numpy().data)
         self.num_bytes = end
 
     def __enter__(self) -> SafetensorsWriter:

@@ -6,13 +6,18 @@ Letters: T tokens, Hq query heads, Hk key-value heads, D head size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace_core.attention import AttentionLayerSpec, AttentionNeed, KVViews
+from headrace_core.attention import (
+    AttentionBackend,
+    AttentionLayerSpec,
+    AttentionNeed,
+    KVViews,
+)
 from headrace_core.kv import (
     CACHE_DTYPES,
     ChunkedLocalSpec,
@@ -169,15 +174,27 @@ class ProjectedAttention(Layer):
         return query, key
 
 
-class SelfAttention(ProjectedAttention, ABC):
-    """Of a step's tokens, with a cache or without. Arguments: :class:`ProjectedAttention`."""
+class SelfAttention(Layer, ABC):
+    """Of a step's tokens, with a cache or without."""
 
     @abstractmethod
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
 
 
-class Attention(SelfAttention):
+class CachedAttention(SelfAttention):
+    """What a decoder counts among its attention layers: core's ``AttentionLayer``."""
+
+    spec: AttentionLayerSpec
+    kv_spec: KVCacheSpec | None
+    backend: AttentionBackend
+
+    @abstractmethod
+    def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
+        """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
+
+
+class Attention(ProjectedAttention, CachedAttention):
     """Projections, rotation, cache and attention of one layer: core's ``AttentionLayer``.
 
     Its cache's scales can be measured (``MeasuresKVScales``).
@@ -223,7 +240,7 @@ class Attention(SelfAttention):
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
         )
-        self.kv_spec: KVCacheSpec | None = None if shares else _cache_spec(context, self.spec)
+        self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
             AttentionNeed(
                 head_dim=self.head_dim,
@@ -243,6 +260,7 @@ class Attention(SelfAttention):
         self.views: KVViews | None = None
         self.head_norm: HeadNorm | None = None
         self.scale_measure: KVScaleMeasure | None = None
+        self.source_spec: Callable[[], AttentionLayerSpec] | None = None
 
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
@@ -251,6 +269,10 @@ class Attention(SelfAttention):
         self.head_norm = self._fused_norm()
         if self.sinks is not None:
             self.spec = replace(self.spec, sinks=self.sinks.weight)
+
+    def share(self, source: Attention) -> None:
+        """``source`` is the layer whose cache this one reads, and whose scales that is stored with."""
+        self.source_spec = lambda: source.spec
 
     def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
         """See :meth:`headrace_core.model.MeasuresKVScales.measure_kv_scales`."""
@@ -267,11 +289,18 @@ class Attention(SelfAttention):
         if self.scale_measure is not None and self.makes_keys:
             stored = self._to_be_stored(query, key, value, batch.positions)
             self.spec = self.scale_measure(self.spec, *stored)
+        if self.source_spec is not None:
+            self._take_scales(self.source_spec())
         slots = batch.groups[self.group].slot_mapping
         scales = {"k_scale": self.spec.k_scale, "v_scale": self.spec.v_scale}
         query = self._store(query, key, value, batch.positions, self.views, slots, scales)
         metadata = batch.attention[self.group]
         return self.backend.forward(self.spec, query, None, None, self.kv_cache, metadata)
+
+    def _take_scales(self, source: AttentionLayerSpec) -> None:
+        own = self.spec
+        if own.k_scale is not source.k_scale or own.v_scale is not source.v_scale:
+            self.spec = replace(own, k_scale=source.k_scale, v_scale=source.v_scale)
 
     def _fused_norm(self) -> HeadNorm | None:
         """The norms, if they are of the kind that goes with rotation and write in one pass."""

@@ -5,28 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace_models.layers.attention import SelfAttention
-from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
-from headrace_models.layers.norm import NormLayer
+from headrace_models.layers.norm import NoNorm, NormLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
     from headrace_core.ops import OpTable
-
-
-class NoNorm(Layer):
-    """Stands where a first block has no norm, as what comes before it ends in one."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x
-
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Only the first block has none: there is nothing to add yet."""
-        assert residual is None
-        return x, x
 
 
 class PreNormBlock(Block):
@@ -135,6 +122,30 @@ class PostNormBlock(Block):
         x = self.attention_out_norm(self.attention(stream, batch))
         stream = self.ops.add(x, stream)
         return self.mlp_out_norm(self.mlp(stream)), stream
+
+
+class NormedSumBlock(Block):
+    """``h = norm(x + attention(x)); norm(h + mlp(h))``: GPT, OPT 350M."""
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        attention_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_norm: NormLayer,
+    ) -> None:
+        self.attention = attention
+        self.attention_norm = attention_norm
+        self.mlp = mlp
+        self.mlp_norm = mlp_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, None]:
+        assert residual is None  # the block before ended in a norm of the sum
+        x, _ = self.attention_norm.add(self.attention(x, batch), x)
+        x, _ = self.mlp_norm.add(self.mlp(x), x)
+        return x, None
 
 
 class SandwichBlock(Block):

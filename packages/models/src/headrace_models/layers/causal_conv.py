@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 
@@ -22,6 +24,7 @@ class CausalConv(WeightLayer):
         parts: the channels that this rank keeps, in the order of the input.
         taps: K.
         activation: of :data:`headrace_core.ops.ACTIVATIONS`, or None.
+        multipliers: of the inputs, one for each part (Falcon-H1); empty: none.
     """
 
     weight: Tensor
@@ -36,11 +39,13 @@ class CausalConv(WeightLayer):
         *,
         bias: bool,
         activation: str | None,
+        multipliers: Sequence[float] = (),
     ) -> None:
         self.name = name
         self.ops = context.ops
         self.parts = tuple(parts)
         self.taps, self.has_bias, self.activation = taps, bias, activation
+        self.multipliers = tuple(multipliers)
         self.dtype = context.dtype
 
     @property
@@ -59,6 +64,10 @@ class CausalConv(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         weight = tensors["weight"].squeeze(1)
+        if self.multipliers:  # a product with an input is one with its taps
+            sizes = [part.size for part in self.parts]
+            parts = zip(torch.split(weight, sizes), self.multipliers)
+            weight = torch.cat([part * factor for part, factor in parts])
         self.weight = weight.T.contiguous().T  # [C, K], the channels side by side
         self.bias = tensors.get("bias")
 

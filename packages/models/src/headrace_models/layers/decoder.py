@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention
+from headrace_models.layers.attention import Attention, CachedAttention
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -20,9 +20,9 @@ from headrace_models.layers.linear import (
     TiedLinear,
     quantizes_floats,
 )
-from headrace_models.layers.norm import NormLayer, RMSNorm
+from headrace_models.layers.norm import NoNorm, NormLayer, RMSNorm
 from headrace_models.layers.state_layer import RecurrentLayer
-from headrace_models.settings import MAX_LAYERS, Settings
+from headrace_models.settings import MAX_LAYERS, Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class Decoder(Layer, ABC):
     blocks_name: ClassVar[str] = "model.layers"
     head_name: ClassVar[str] = "lm_head"
     head_bias: ClassVar[bool] = False
-    spelling: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    spelling: ClassVar[Spelling] = {}
     """See :class:`~headrace_models.settings.Settings`."""
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
@@ -91,10 +91,17 @@ class Decoder(Layer, ABC):
             self.make_block(context, index, f"{prefix}{self.blocks_name}.{index}")
             for index in range(self.num_layers())
         ]
-        self.final_norm: NormLayer = self.make_final_norm(context, prefix)
+        self.final_norm: NormLayer | NoNorm = self.make_final_norm(context, prefix)
         self.logits_scale = self.logits_multiplier()
-        self.logits_cap = self.settings.optional_positive("final_logit_softcapping")
+        self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
+        self._share_caches()
+
+    def _share_caches(self) -> None:
+        layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}
+        for layer in layers.values():
+            if layer.spec.kv_sharing_target is not None:
+                layer.share(layers[layer.spec.kv_sharing_target])
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding | PackedEmbedding:
         """The table of input vectors; packed for the head if that multiplies with it."""
@@ -104,7 +111,7 @@ class Decoder(Layer, ABC):
             context,
             f"{prefix}{self.embedding_name}",
             self.settings.integer("vocab_size"),
-            self.hidden_size(),
+            self.embedding_size(),
         )
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
@@ -124,18 +131,25 @@ class Decoder(Layer, ABC):
         vocab = self.settings.integer("vocab_size")
         return LinearSpec(
             f"{prefix}{self.head_name}",
-            self.hidden_size(),
+            self.embedding_size(),
             (vocab,),
             self.context.dtype,
-            bias=self.head_bias,
+            bias=self.has_head_bias(),
         )
 
     def is_tied(self) -> bool:
         """Whether the head is the table of input vectors."""
         return self.settings.flag("tie_word_embeddings", self.ties_embeddings)
 
+    def has_head_bias(self) -> bool:
+        return self.head_bias
+
     def hidden_size(self) -> int:
         return self.settings.integer("hidden_size")
+
+    def embedding_size(self) -> int:
+        """Of the table's rows, and what the head reads."""
+        return self.hidden_size()
 
     def num_layers(self) -> int:
         return self.settings.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -147,13 +161,17 @@ class Decoder(Layer, ABC):
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         """The stack's layer ``index``; ``name`` as the checkpoint spells it."""
 
-    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
+    def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer | NoNorm:
         eps = self.settings.number("rms_norm_eps", 1e-6)
         return RMSNorm(context, f"{prefix}model.norm", self.hidden_size(), eps)
 
     def logits_multiplier(self) -> float:
         """What the head's results are multiplied by."""
         return 1.0
+
+    def logits_soft_cap(self) -> float | None:
+        """What tanh keeps the logits within."""
+        return self.settings.optional_positive("final_logit_softcapping")
 
     def token_vectors(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, H]: the table's rows, scaled if the family does that."""
@@ -173,7 +191,7 @@ class Decoder(Layer, ABC):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
-        found = (layer for _, layer in walk(self) if isinstance(layer, Attention))
+        found = (layer for _, layer in walk(self) if isinstance(layer, CachedAttention))
         return {layer.spec.name: layer for layer in found}
 
     def state_layers(self) -> Mapping[str, StateLayer]:
@@ -183,16 +201,16 @@ class Decoder(Layer, ABC):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`."""
-        x, residual = self.run_layers(batch)
+        x, residual = self.run_blocks(self.embed_tokens(batch), batch)
         if batch.logits_rows is not None:  # norms work by row: the others need not be computed
             rows, select = batch.logits_rows, self.context.ops.embedding
             x, residual = select(rows, x), None if residual is None else select(rows, residual)
         hidden, _ = self.final_norm.add(x, residual)
         return hidden
 
-    def run_layers(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the last block, [T, H] in one term or two (:class:`Block`)."""
-        x, residual = self.embed_tokens(batch), None
+    def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The stack: [T, H] -> the stream in two terms, see :class:`Block`."""
+        residual: Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return x, residual

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.attention import AttentionNeed
-from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.attention import ProjectedAttention, SelfAttention
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headrace_models.layers.distance_bias import DistanceBias
 
 
-class EncoderAttention(SelfAttention):
+class EncoderAttention(ProjectedAttention, SelfAttention):
     """Projections, rotation and attention of one layer. A sequence's tokens see each other, in any
     order, and no other sequence's: all of a prompt must be in the step.
 

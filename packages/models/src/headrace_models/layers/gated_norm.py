@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class GatedRMSNorm(WeightLayer):
-    """See :class:`headrace_core.ops.GatedRMSNormOp`, with a weight for each channel.
+    """See :class:`headrace_core.ops.GatedRMSNormOp`.
 
     Args:
         own: the channels that this rank keeps.
         groups: equal parts of all channels, each with its own RMS.
+        shared: one weight for all groups, instead of one for each channel.
 
     Raises:
         UnsupportedModel: a group would lie on several ranks.
@@ -36,10 +37,13 @@ class GatedRMSNorm(WeightLayer):
         *,
         groups: int,
         norm_first: bool,
+        shared: bool = False,
+        activation: str = "silu",
     ) -> None:
         self.name = name
         self.ops = context.ops
         self.own, self.eps, self.norm_first = own, eps, norm_first
+        self.shared, self.activation = shared, activation
         channels = own.size * own.shard.count
         if channels % groups or groups % own.shard.count:
             raise UnsupportedModel(
@@ -49,6 +53,8 @@ class GatedRMSNorm(WeightLayer):
         self.group_size = channels // groups
 
     def slots(self) -> Mapping[str, Slot]:
+        if self.shared:
+            return {"weight": Slot((self.group_size,))}
         return {"weight": Slot((self.own.size,), parts=(self.own,))}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -57,5 +63,11 @@ class GatedRMSNorm(WeightLayer):
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [T, C] -> the same shape."""
         return self.ops.gated_rms_norm(
-            x, gate, self.weight, self.eps, group_size=self.group_size, norm_first=self.norm_first
+            x,
+            gate,
+            self.weight,
+            self.eps,
+            group_size=self.group_size,
+            norm_first=self.norm_first,
+            activation=self.activation,
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_models.layers.base import Layer, Part, Slot, WeightLayer
+from headrace_models.layers.head_view import in_rows
 from headrace_models.layers.linear import shard_of
 from headrace_models.layers.norm import LayerNorm, RMSNorm
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
+    from headrace_core.ops import OpTable
 
 
 class _WholeHeads:
@@ -34,7 +36,7 @@ class _WholeHeads:
 
     def join(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [T, all heads * D]."""
-        flat = x.flatten(1)
+        flat = in_rows(x)
         if self.shard.count == 1:
             return flat
         everyone = self.communicator.all_gather(flat)
@@ -87,7 +89,7 @@ class WholeLayerNorm(LayerNorm):
 class HeadLayerNorms(Layer):
     """LayerNorm over each head, stored as a norm for each (StableLM 2): ``norms.{head}.weight`` [D].
 
-    Every rank holds all of them. As with :class:`HeadLayerNorm`, no captured step can hold the product.
+    Every rank holds all of them.
     """
 
     def __init__(
@@ -104,20 +106,20 @@ class HeadLayerNorms(Layer):
     def weight(self) -> Tensor:
         """[H, D], once loaded."""
         weights = torch.stack([norm.weight for norm in self.norms])
-        return weights.chunk(self.shard.count)[self.shard.index]
+        return weights.chunk(self.shard.count)[self.shard.index].contiguous()
+
+    @cached_property
+    def ones(self) -> Tensor:
+        """[D]."""
+        return torch.ones_like(self.weight[0])
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, D] -> the same shape."""
-        ones = torch.ones_like(self.weight[0])
-        return self.ops.layer_norm(x, ones, None, self.eps) * self.weight
+        return _normed_by_head(self.ops, x, self.weight, self.ones, self.eps)
 
 
 class HeadLayerNorm(WeightLayer):
-    """LayerNorm over each head, with a weight of its own (Cohere): weight [heads, D], no bias.
-
-    The op knows one weight for all rows: the product with a head's own is torch's, which no captured
-    step can hold.
-    """
+    """LayerNorm over each head, with a weight of its own (Cohere): weight [heads, D], no bias."""
 
     weight: Tensor
 
@@ -138,4 +140,11 @@ class HeadLayerNorm(WeightLayer):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H, D] -> the same shape."""
-        return self.ops.layer_norm(x, self.ones, None, self.eps) * self.weight
+        return _normed_by_head(self.ops, x, self.weight, self.ones, self.eps)
+
+
+def _normed_by_head(ops: OpTable, x: Tensor, weight: Tensor, ones: Tensor, eps: float) -> Tensor:
+    """x [T, H, D], weight [H, D] -> [T, H, D]. The op of the norm knows one weight for all heads: each
+    head's own is a gate, the same row for every token."""
+    normed = in_rows(ops.layer_norm(x, ones, None, eps))
+    return ops.gate(normed, weight.as_strided(normed.shape, (0, 1))).view(x.shape)

@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from headrace_models.layers.attention import SelfAttention
-from headrace_models.layers.base import Layer
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.mlp import MLPLayer
-from headrace_models.layers.norm import RMSNorm
-from headrace_models.layers.state_layer import TokenMixer
+from headrace_models.layers.norm import NormLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.ops import OpTable
+
+
+class Mixer(Protocol):
+    """What mixes a request's tokens: attention or a recurrence; a layer."""
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        ...
 
 
 class MixerBlock(Block):
     """``x + mixer(norm(x))``: Mamba, and what has its MLPs in blocks of their own."""
 
-    def __init__(self, norm: RMSNorm, mixer: TokenMixer | SelfAttention | MLPLayer) -> None:
+    def __init__(self, norm: NormLayer, mixer: Mixer) -> None:
         self.norm = norm
-        self.mixer: Layer = mixer
+        self.mixer = mixer
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         x, stream = self.norm.add(x, residual)
-        mixer = self.mixer
-        if isinstance(mixer, MLPLayer):
-            return mixer(x), stream
-        assert isinstance(mixer, TokenMixer | SelfAttention)
-        return mixer(x, batch), stream
+        return self.mixer(x, batch), stream
+
+
+class FeedForwardBlock(Block):
+    """``x + mlp(norm(x))``: stands between blocks of mixers."""
+
+    def __init__(self, norm: NormLayer, mlp: MLPLayer) -> None:
+        self.norm = norm
+        self.mixer = mlp
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.norm.add(x, residual)
+        return self.mixer(x), stream
 
 
 class HybridBlock(Block):
     """``h = x + mixer(norm(x)); h + mlp(norm(h))``, the mixer being attention or a recurrence."""
 
     def __init__(
-        self,
-        input_norm: RMSNorm,
-        mixer: TokenMixer | SelfAttention,
-        mlp_norm: RMSNorm,
-        mlp: MLPLayer,
+        self, input_norm: NormLayer, mixer: Mixer, mlp_norm: NormLayer, mlp: MLPLayer
     ) -> None:
         self.input_norm = input_norm
         self.mixer = mixer
@@ -57,3 +69,31 @@ class HybridBlock(Block):
         x = self.mixer(x, batch)
         x, stream = self.mlp_norm.add(x, stream)
         return self.mlp(x), stream
+
+
+class ScaledHybridBlock(HybridBlock):
+    """What both halves add is multiplied by a number (Granite 4).
+
+    Args:
+        scale: the number.
+    """
+
+    def __init__(
+        self,
+        ops: OpTable,
+        scale: float,
+        input_norm: NormLayer,
+        mixer: Mixer,
+        mlp_norm: NormLayer,
+        mlp: MLPLayer,
+    ) -> None:
+        super().__init__(input_norm, mixer, mlp_norm, mlp)
+        self.ops, self.scale = ops, scale
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.ops.scale(self.mixer(x, batch), self.scale)
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.ops.scale(self.mlp(x), self.scale), stream

@@ -6,7 +6,7 @@ Letters: T tokens, H heads of P channels, G groups of heads, N length of a chann
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.gated_norm import GatedRMSNorm
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -61,8 +62,9 @@ class Mamba2Mixer(RecurrentLayer):
     Args:
         norm_eps: of the gated norm behind the scan; None: the gate alone.
         norm_first: see :class:`headrace_core.ops.GatedRMSNormOp`.
-        norm_groups: into how many parts the norm divides the channels; default: G.
+        out_bias: of the last projection; default: as of the first.
         dt_limits: bounds of the step.
+        multipliers: of gate, input, key, query and step, as they are projected (Falcon-H1).
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class Mamba2Mixer(RecurrentLayer):
         activation: str,
         bias: bool,
         conv_bias: bool,
-        norm_eps: float,
+        norm_eps: float | None,
         norm_first: bool = False,
-        norm_groups: int | None = None,
+        out_bias: bool | None = None,
+        multipliers: Sequence[float] = (1.0,) * 5,
         dt_limits: tuple[float, float] = (0.0, float("inf")),
     ) -> None:
         ranks = context.communicator
@@ -91,11 +94,13 @@ class Mamba2Mixer(RecurrentLayer):
             sizes.taps,
             bias=conv_bias,
             activation=activation,
+            multipliers=() if set(multipliers[1:4]) == {1.0} else multipliers[1:4],
         )
         own_heads = sizes.num_heads // heads.count
         scanned = StateShape((own_heads, sizes.head_dim, sizes.state_size), "float32")
         super().__init__(context, name, (conv.state_shape(), scanned))
-        self.sizes = sizes
+        self.ops, self.sizes = context.ops, sizes
+        self.gate_multiplier, self.step_multiplier = multipliers[0], multipliers[4]
         self.parts = [channels.size, conv.channels, own_heads]
         self.conv_parts = [part.size for part in conv.parts]
         length, size = sizes.num_groups * sizes.state_size, sizes.channels
@@ -112,32 +117,45 @@ class Mamba2Mixer(RecurrentLayer):
         )  # fmt: skip
         self.conv = conv
         self.scan = StateSpaceScan(context, name, Part(own_heads, heads), dt_limits)
-        self.norm = GatedRMSNorm(
-            context,
-            f"{name}.norm",
-            channels,
-            norm_eps,
-            groups=norm_groups or sizes.num_groups,
-            norm_first=norm_first,
-        )
+        self.norm: GatedRMSNorm | None = None
+        if norm_eps is not None:
+            self.norm = GatedRMSNorm(
+                context,
+                f"{name}.norm",
+                channels,
+                norm_eps,
+                groups=sizes.num_groups,
+                norm_first=norm_first,
+            )
         self.out_proj = row_parallel(
-            context, f"{name}.out_proj", sizes.channels, sizes.hidden_size, bias=bias
+            context,
+            f"{name}.out_proj",
+            sizes.channels,
+            sizes.hidden_size,
+            bias=bias if out_bias is None else out_bias,
         )
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        tokens, sizes = x.shape[0], self.sizes
+        sizes = self.sizes
         gate, inner, step = torch.split(self.in_proj(x), self.parts, dim=-1)
+        if self.gate_multiplier != 1.0:
+            gate = self.ops.scale(gate, self.gate_multiplier)
+        if self.step_multiplier != 1.0:
+            step = self.ops.scale(step, self.step_multiplier)
         inner = self.conv(inner, self.state(0, batch))
         inner, key, query = torch.split(inner, self.conv_parts, dim=-1)
         out = self.scan(
-            inner.view(tokens, -1, sizes.head_dim),
+            by_heads(inner, sizes.head_dim),
             step,
-            key.view(tokens, -1, sizes.state_size),
-            query.view(tokens, -1, sizes.state_size),
+            by_heads(key, sizes.state_size),
+            by_heads(query, sizes.state_size),
             self.state(1, batch),
         )
-        return self.out_proj(self.norm(out.flatten(1), gate))
+        out = out.flatten(1)
+        if self.norm is None:
+            return self.out_proj(self.ops.gate(out, gate, activation="silu"))
+        return self.out_proj(self.norm(out, gate))
 
 
 class StateSpaceScan(WeightLayer):

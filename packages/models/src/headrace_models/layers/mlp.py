@@ -28,7 +28,7 @@ class GatedMLP(MLPLayer):
     Args:
         bias: of both products; down_bias: of the second if it differs.
         stored_fused: the checkpoint holds gate and up in one module (Phi-3).
-        fused_name, down_name: the checkpoint's module names below ``name``.
+        fused_name, part_names, down_name: the checkpoint's module names below ``name``.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class GatedMLP(MLPLayer):
         down_bias: bool | None = None,
         stored_fused: bool = False,
         fused_name: str = "gate_up_proj",
+        part_names: tuple[str, ...] = ("gate_proj", "up_proj"),
         down_name: str = "down_proj",
     ) -> None:
         self.activation = activation
@@ -52,7 +53,7 @@ class GatedMLP(MLPLayer):
             hidden_size,
             (intermediate_size, intermediate_size),
             bias=bias,
-            part_names=() if stored_fused else (f"{name}.gate_proj", f"{name}.up_proj"),
+            part_names=() if stored_fused else tuple(f"{name}.{part}" for part in part_names),
         )
         self.down = row_parallel(
             context,

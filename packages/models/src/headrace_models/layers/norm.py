@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.layers.base import Layer, Slot, WeightLayer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +101,18 @@ class LayerNorm(WeightLayer):
         if residual is None:
             return self(x), x
         return self.ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+
+
+class NoNorm(Layer):
+    """Stands where there is none, as what comes before ends in one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What ends in a norm leaves nothing to be added."""
+        assert residual is None
+        return x, x
 
 
 NormLayer = RMSNorm | LayerNorm

@@ -32,15 +32,7 @@ class StateArguments(NamedTuple):
     """[B + 1] int32."""
 
 
-class TokenMixer(Layer, ABC):
-    """What mixes a request's tokens in a block: attention or a recurrence."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, hidden_size] -> the same shape."""
-
-
-class RecurrentLayer(TokenMixer):
+class RecurrentLayer(Layer, ABC):
     """A layer with a state: core's ``StateLayer``.
 
     Args:
@@ -57,6 +49,10 @@ class RecurrentLayer(TokenMixer):
     def bind_states(self, states: Sequence[Tensor] | None, group: int) -> None:
         """See :meth:`headrace_core.model.StateLayer.bind_states`."""
         self.states, self.group = None if states is None else tuple(states), group
+
+    @abstractmethod
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
 
     def state(self, index: int, batch: ForwardBatch) -> StateArguments:
         """Arguments of the op that uses the state's tensor ``index``."""

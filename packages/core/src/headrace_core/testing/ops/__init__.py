@@ -21,6 +21,7 @@ from __future__ import annotations
 from headrace_core.testing.ops.attention import AttentionConformance
 from headrace_core.testing.ops.caches import CacheConformance
 from headrace_core.testing.ops.inputs import bits_equal, call_wide, rand, wide
+from headrace_core.testing.ops.latent import LatentCase, LatentConformance, latent_case
 from headrace_core.testing.ops.linear import LinearConformance
 from headrace_core.testing.ops.moe import MoEConformance
 from headrace_core.testing.ops.paged import PagedCase, paged_case
@@ -31,11 +32,13 @@ from headrace_core.testing.ops.rowwise import RowwiseConformance
 from headrace_core.testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
 
 __all__ = [
+    "LatentCase",
     "OpConformance",
     "PagedCase",
     "VarlenCase",
     "bits_equal",
     "call_wide",
+    "latent_case",
     "paged_case",
     "rand",
     "varlen_case",
@@ -52,6 +55,7 @@ class OpConformance(
     CacheConformance,
     AttentionConformance,
     VarlenConformance,
+    LatentConformance,
     RecurrentConformance,
 ):
     """What every kernel provider must pass; see the module's docstring."""

@@ -18,7 +18,8 @@ from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAn
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Gate, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.linear import Linear
+from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
+from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
 from headrace_kernels.cpu.ops.moe import MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
@@ -65,6 +66,8 @@ def native_ops(library: Library) -> NativeOps:
         "rotary_cache_write": RotaryCacheWrite(library),
         "paged_attention": PagedAttention(library),
         "varlen_attention": VarlenAttention(library),
+        "latent_cache_write": LatentCacheWrite(library),
+        "latent_attention": LatentAttention(library),
         "causal_conv": CausalConv(library),
         "selective_scan": SelectiveScan(library),
         "state_space_scan": StateSpaceScan(library),
@@ -73,6 +76,7 @@ def native_ops(library: Library) -> NativeOps:
         "wkv": WKV(library),
         "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
+        "head_linear": HeadLinear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),
         "sample": Sample(library),

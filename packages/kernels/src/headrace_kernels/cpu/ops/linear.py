@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.memory import packed_buffer
@@ -18,7 +19,9 @@ from headrace_kernels.cpu.ops.arguments import (
     gate_width,
     int64,
     matrix,
+    mismatch,
     rows_for,
+    unit_last,
 )
 
 
@@ -94,4 +97,39 @@ class Linear:
         )  # fmt: skip
         if status:
             raise IndexError(f"embedding: an id is outside [0, {packed.out_features})")
+        return out
+
+
+class HeadLinear:
+    """See :class:`headrace_core.ops.HeadLinearOp`; ``data`` is [Hq, bytes] uint8, each head's weight
+    packed as a linear one."""
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._kernel = library, library.head_linear
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        heads, out_features, in_features = weight.shape
+        code = dtype_code(weight.dtype)
+        num_bytes = self._library.linear_packed_bytes(out_features, in_features, code)
+        data = packed_buffer(heads * num_bytes).view(heads, num_bytes)
+        for head in range(heads):
+            rows, _, stride = matrix(weight[head])
+            self._library.linear_pack(
+                data[head].data_ptr(), rows.data_ptr(), out_features, in_features, stride, code
+            )
+        name = NAMES[weight.dtype]
+        return PackedLinear(in_features, out_features, name, data, heads * num_bytes)
+
+    def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        x = unit_last(x)
+        rows, heads, width = x.shape
+        if (heads, width) != (packed.data.shape[0], packed.in_features) or NAMES.get(
+            x.dtype
+        ) != packed.dtype:
+            raise ConfigError(mismatch("head_linear", x, packed))
+        out = torch.empty(rows, heads, packed.out_features, dtype=x.dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), rows, heads, packed.out_features,
+            width, *x.stride()[:2], CODES[x.dtype],
+        )  # fmt: skip
         return out

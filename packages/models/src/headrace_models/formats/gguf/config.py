@@ -6,6 +6,7 @@ code, is here too.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -106,7 +107,7 @@ class Metadata:
             raise UnsupportedModel(
                 f"{self.path}: tensor {tensor.name!r}: must be a few F32 numbers"
             )
-        with open(self.path, "rb") as file:
+        with open(tensor.file, "rb") as file:
             file.seek(tensor.offset)
             content = file.read(tensor.num_bytes)
         return list(struct.unpack(f"<{len(content) // 4}f", content))
@@ -282,7 +283,8 @@ def _phi3(said: Metadata) -> dict[str, Any]:
     original = said.integer("rope.scaling.original_context_length")
     return {
         "architectures": ["Phi3ForCausalLM"],
-        "partial_rotary_factor": None if turning is None else turning / head,
+        # Not below the quotient: the number of dimensions is cut from the product.
+        "partial_rotary_factor": None if turning is None else math.nextafter(turning / head, 2),
         "original_max_position_embeddings": original,
         "sliding_window": said.integer("attention.sliding_window") or None,
     }

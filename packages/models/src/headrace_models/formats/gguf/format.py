@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.gguf.blocks import KINDS, dequantize
 from headrace_models.formats.gguf.config import Metadata
 from headrace_models.formats.gguf.files import gguf_file
-from headrace_models.formats.gguf.header import GGUFHeader, GGUFTensor, read_parts
+from headrace_models.formats.gguf.header import GGUFTensor, read_parts
 from headrace_models.formats.gguf.names import DIALECTS, Dialect, Named, checkpoint_name
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -55,20 +56,20 @@ class GGUFFormat:
         file = gguf_file(path)
         if file is None:
             raise WeightsError(f"{path}: holds no GGUF file, or several: name one")
-        parts = read_parts(file)
-        said = Metadata(parts[0])
+        header = read_parts(file)
+        said = Metadata(header)
         dialect = DIALECTS.get(said.architecture)
         if dialect is None:
             raise UnsupportedModel(f"{file}: GGUF files of {said.architecture!r} are not read")
         reader = _Reader(said, dialect, self.dtype)
-        total, done = sum(tensor.num_bytes for part in parts for tensor in part.tensors), 0
-        for part in parts:
-            content = Content(part.path, eager=self.eager)
-            for tensor in part.tensors:
-                for name, value in reader.read(part, content, tensor):
-                    yield name, value, part.path
+        total, done = sum(tensor.num_bytes for tensor in header.tensors), 0
+        for part, tensors in itertools.groupby(header.tensors, lambda tensor: tensor.file):
+            content = Content(part, eager=self.eager)
+            for tensor in tensors:
+                for name, value in reader.read(content, tensor):
+                    yield name, value, part
                 done += tensor.num_bytes
-                progress(LoadProgress("weights", done, total, "B", part.path.name))
+                progress(LoadProgress("weights", done, total, "B", part.name))
                 content.let_go(tensor.offset, tensor.num_bytes)
 
 
@@ -82,21 +83,19 @@ class _Reader:
         kv_heads = said.integer("attention.head_count_kv") or heads
         self.heads = {"attn_q": heads, "attn_k": kv_heads} if dialect.permuted else {}
 
-    def read(
-        self, part: GGUFHeader, content: Content, tensor: GGUFTensor
-    ) -> Iterator[tuple[str, Tensor]]:
+    def read(self, content: Content, tensor: GGUFTensor) -> Iterator[tuple[str, Tensor]]:
         try:
             named = checkpoint_name(self.dialect, tensor.name)
         except UnsupportedModel as error:
-            raise WeightsError(f"{part.path}: {error}") from error
+            raise WeightsError(f"{tensor.file}: {error}") from error
         if named is None:
             return
         if "{}" not in named.name:
-            yield named.name, self._restored(named, self._numbers(content, tensor), part.path)
+            yield named.name, self._restored(named, self._numbers(content, tensor), tensor.file)
             return
         if len(tensor.shape) != 3:
             raise WeightsError(
-                f"{part.path}: tensor {tensor.name!r} {list(tensor.shape)}: must be of three "
+                f"{tensor.file}: tensor {tensor.name!r} {list(tensor.shape)}: must be of three "
                 "dimensions, expert by expert"
             )
         size = tensor.num_bytes // tensor.shape[0]

@@ -64,6 +64,7 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]
     """Slowest first, as in torch."""
     type: BlockType
+    file: Path
     offset: int
     """From the start of the file."""
     num_bytes: int
@@ -76,7 +77,7 @@ class GGUFHeader(NamedTuple):
     metadata: Mapping[str, Any]
     """Numbers, strings, booleans, and lists of one of these."""
     tensors: tuple[GGUFTensor, ...]
-    """By position."""
+    """By file and position."""
 
 
 def read_gguf(path: Path) -> GGUFHeader:
@@ -99,8 +100,9 @@ def read_gguf(path: Path) -> GGUFHeader:
         raise WeightsError(f"{path}: cannot be read: {error}") from error
 
 
-def read_parts(path: Path) -> tuple[GGUFHeader, ...]:
-    """The headers of all files of a checkpoint, given the first (``...-00001-of-00003.gguf``).
+def read_parts(path: Path) -> GGUFHeader:
+    """The first file's metadata and the tensors of all parts, given the first
+    (``...-00001-of-00003.gguf``) or the only one.
 
     Raises:
         WeightsError: as :func:`read_gguf`; or a part is missing, or is not the first.
@@ -110,7 +112,7 @@ def read_parts(path: Path) -> tuple[GGUFHeader, ...]:
     if type(count) is not int or not 0 <= count <= MAX_PARTS:
         raise _bad(path, f"split.count = {count!r}: must be a number up to {MAX_PARTS}")
     if count <= 1:
-        return (first,)
+        return first
     if first.metadata.get("split.no") != 0:
         raise WeightsError(
             f"{path}: is part {first.metadata.get('split.no')!r} of {count}, counted from 0: name "
@@ -122,7 +124,8 @@ def read_parts(path: Path) -> tuple[GGUFHeader, ...]:
             f"{path}: is the first of {count} parts, but not named ...-00001-of-{count:05d}.gguf"
         )
     others = [path.with_name(f"{found[1]}-{n:05d}-of-{found[2]}.gguf") for n in range(2, count + 1)]
-    return (first, *map(read_gguf, others))
+    tensors = [tensor for other in others for tensor in read_gguf(other).tensors]
+    return first._replace(tensors=(*first.tensors, *tensors))
 
 
 class _Reader:
@@ -223,7 +226,8 @@ class _Reader:
             raise _bad(self.path, f"tensor {name!r}: rows of {sizes[0]} numbers: must be multiples "
                        f"of {block.elements} for {block.name}")  # fmt: skip
         num_bytes = math.prod(sizes) // block.elements * block.num_bytes
-        return GGUFTensor(name, tuple(reversed(sizes)), block, self._number("Q"), num_bytes)
+        shape, offset = tuple(reversed(sizes)), self._number("Q")
+        return GGUFTensor(name, shape, block, self.path, offset, num_bytes)
 
     def _alignment(self, metadata: Mapping[str, Any]) -> int:
         value = metadata.get("general.alignment", 32)

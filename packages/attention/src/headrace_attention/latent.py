@@ -1,0 +1,58 @@
+"""``latent``: multi-head latent attention in its absorbed form, through core's ops.
+
+What is cached of a token is one vector, [N, S, R + P], that all heads read: a step of one token reads
+it once, where expanded keys and values would be num_heads times as much.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from headrace_attention.metadata import PagedMetadata
+from headrace_core.attention import AttentionLayerSpec, LatentBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+
+
+class LatentOpsBackend(LatentBackend):
+    """Latent attention through ``ops.latent_cache_write`` and ``ops.latent_attention``."""
+
+    name: ClassVar[str] = "latent"
+    supported_devices = ("cpu", "cuda")
+
+    def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
+        return PagedMetadata.of(batch, group)
+
+    def attend(
+        self,
+        layer: AttentionLayerSpec,
+        query: Tensor,
+        rope_query: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: PagedMetadata | None,
+    ) -> Tensor:
+        """See :meth:`headrace_core.attention.LatentBackend.attend`."""
+        if kv_cache is None or metadata is None:
+            return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+        if (latent is None) != (rope_key is None):
+            raise ValueError("latent and rope_key must both be given, or neither")
+        if latent is not None and rope_key is not None:
+            self.ops.latent_cache_write(latent, rope_key, kv_cache, metadata.slot_mapping)
+        return self.ops.latent_attention(
+            query,
+            rope_query,
+            kv_cache,
+            metadata.block_table,
+            metadata.cu_seqlens_q,
+            metadata.seq_lens,
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_seqlen_k,
+            scale=layer.scale,
+        )

@@ -1,0 +1,33 @@
+"""What may change before a worker reads its weights again. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from headrace_core.errors import RequestError
+
+SECTION = "load_config"
+FIELDS = ("load_format", "safetensors_load_strategy")
+"""Of :class:`~headrace_core.config.LoadConfig`. Not its extra config, which may name files elsewhere:
+the call may come from a socket."""
+
+
+def load_changes(changes: object) -> dict[str, str]:
+    """Fields of the load configuration out of ``{"load_config": {"load_format": "auto"}}``.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    inner = changes.get(SECTION) if isinstance(changes, Mapping) else None
+    if (
+        not isinstance(changes, Mapping)
+        or set(changes) != {SECTION}
+        or not isinstance(inner, Mapping)
+        or not all(key in FIELDS and isinstance(value, str) for key, value in inner.items())
+    ):
+        raise RequestError(
+            f"args: {changes!r:.200}: must be {{{SECTION!r}: {{...}}}} with texts under "
+            f"{' or '.join(FIELDS)}",
+            param="args",
+        )
+    return dict(inner)

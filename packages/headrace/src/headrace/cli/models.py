@@ -1,0 +1,91 @@
+"""``headrace models``: the architectures that are served with a class of their own, and what each can do.
+
+Made of the same table as the page of supported models: :mod:`headrace_models.catalogue`, and the entry
+points of other distributions. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from headrace.arguments import Parser
+from headrace_core import plugins
+
+_TASKS = ("generate", "pool", "speech")
+_TITLES = ("architecture", "known as", "cache", "LoRA", "PP", "quantization", "source")
+
+
+def main(words: Sequence[str]) -> int:
+    parser = Parser(
+        prog="headrace models",
+        description="List the architectures (of config.json) that headrace serves with a class of its "
+        "own or of an installed plug-in. cache: what its layers keep for each request, of which "
+        "recurrent is a state of fixed size; LoRA: takes adapters; PP: can be cut into pipeline stages; "
+        "quantization: its linear layers can be stored in fewer bits.",
+        epilog="Other language models of the transformers library are served through it "
+        "(pip install 'headrace-models[transformers]', --model-impl transformers). "
+        "`headrace inspect MODEL` says what a checkpoint would be served as.",
+    )
+    parser.add_argument(
+        "text", nargs="?", default="", help="only those whose name or models contain it"
+    )
+    parser.add_argument("--task", choices=_TASKS, help="only models for this")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    args = parser.parse_args(words)
+    rows = [row for row in _rows() if _is_wanted(row, args.text.lower(), args.task)]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    _print_table(rows)
+    print(f"{len(rows)} architectures")
+    return 0 if rows else 1
+
+
+def _rows() -> Iterable[dict[str, Any]]:
+    """By name, plain data."""
+    from headrace_models.catalogue import ARCHITECTURES
+
+    for name, plugin in plugins.installed("headrace.models").items():
+        row = ARCHITECTURES.get(name)
+        if row is None or row.entry != plugin.target:
+            yield {"architecture": name, "source": f"plugin:{plugin.distribution}"}
+            continue
+        yield {
+            "architecture": name,
+            "models": row.models,
+            "task": row.task,
+            "caches": list(row.caches),
+            "lora": row.lora,
+            "pp": row.pp,
+            "quantization": row.quantization,
+            "alias_of": row.alias_of,
+            "source": "native",
+        }
+
+
+def _is_wanted(row: dict[str, Any], text: str, task: str | None) -> bool:
+    named = text in row["architecture"].lower() or text in row.get("models", "").lower()
+    return named and task in (None, row.get("task"))
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    lines = [_TITLES, *map(_cells, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_TITLES))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def said(name: str) -> str:
+        return "?" if name not in row else "yes" if row[name] else "no"
+
+    known = row.get("models", "")
+    if row.get("alias_of"):
+        known = f"{known} (as {row['alias_of']})"
+    caches = "+".join(row.get("caches", "?"))
+    return (
+        row["architecture"], known, caches, said("lora"), said("pp"), said("quantization"),
+        row["source"],
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Recurrences in half precision against the reference; in float32 the suite of core does that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace_core import reference
+from headrace_core.testing.attention import assert_near
+from headrace_core.testing.ops.recurrent import RecurrentConformance
+from headrace_kernels.triton import recurrent
+
+NAMES = ("causal_conv", "selective_scan", "state_space_scan", "delta_rule")
+
+
+class Inputs(RecurrentConformance):
+    """Where the suite takes its inputs from; runs no test by itself."""
+
+    __test__ = False
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_recurrences(device: str, name: str, dtype: str) -> None:
+    inputs = Inputs()
+    Inputs.device = device
+    lengths = (3, 1, 4)
+    case = inputs.case(name, dtype, sum(lengths), 0)
+    state, cu = inputs.states(case), inputs.bounds(lengths)
+    where = inputs.indices(-1, 2, 2), inputs.indices(1, 3, 4)
+    kept = state.detach().cpu().double()
+    out = case.run(getattr(recurrent, name), slice(None), state, *where, cu)
+    exact = case.widened()
+    expected = exact.run(
+        getattr(reference, name), slice(None), kept, *(w.cpu() for w in where), cu.cpu()
+    )
+    assert_near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_may_be_cut(device: str, name: str) -> None:
+    """Token after token, the bits of one step."""
+    inputs = Inputs()
+    Inputs.device = device
+    case = inputs.case(name, "float32", 6, 0)
+    op, state = getattr(recurrent, name), inputs.states(case)
+    one = inputs.indices(1), inputs.indices(1)
+    whole = case.run(op, slice(None), state.clone(), *one, inputs.bounds((6,)))
+    state = state.clone()
+    pieces = [
+        case.run(op, slice(start, end), state, *one, inputs.bounds((end - start,)))
+        for start, end in ((0, 1), (1, 2), (2, 6))
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_gated_rms_norm(device: str, dtype: str, norm_first: bool) -> None:
+    inputs = Inputs()
+    Inputs.device = device
+    x, gate = inputs.rand(3, 80, dtype=dtype).chunk(2, dim=1)
+    weight = inputs.rand(20, dtype=dtype, seed=1)
+    options = {"group_size": 20, "norm_first": norm_first}
+    out = recurrent.gated_rms_norm(x, gate, weight, 1e-5, **options)
+    wide = (t.cpu().double() for t in (x, gate, weight))
+    assert_near(out, reference.gated_rms_norm(*wide, 1e-5, **options), dtype)

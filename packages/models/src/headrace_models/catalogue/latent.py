@@ -1,0 +1,31 @@
+"""Decoders of text whose attention is latent, or within chunks."""
+
+from headrace_models.catalogue.row import Architecture
+
+_LATENT = ("latent",)
+
+ROWS = (
+    Architecture(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepSeek V2, V2 Lite",
+        _LATENT,
+    ),
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3:DeepseekV3ForCausalLM",
+        "DeepSeek V3, R1, Kimi K2, Moonlight",
+        _LATENT,
+    ),
+    Architecture(
+        "Glm4MoeLiteForCausalLM", "glm4_moe_lite:Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", _LATENT
+    ),
+    Architecture(
+        "Llama4ForCausalLM", "llama4:Llama4ForCausalLM", "Llama 4, text", ("full", "chunked")
+    ),
+    Architecture(
+        "LongcatFlashForCausalLM", "longcat_flash:LongcatFlashForCausalLM", "LongCat-Flash", _LATENT
+    ),
+    Architecture("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM 3", _LATENT),
+    Architecture("YoutuForCausalLM", "youtu:YoutuForCausalLM", "Youtu-LLM", _LATENT),
+)

@@ -1,0 +1,87 @@
+"""Jais 1: GPT-2 with ALiBi instead of positions, a gated MLP, and the multipliers of µP.
+
+Sengupta et al. 2023, arXiv:2308.16149.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import WeightRule
+from headrace_models.families.gpt2 import NAMES, GPT2LMHeadModel
+from headrace_models.families.gpt_shape import GPT2_KEYS
+from headrace_models.layers.alibi import alibi_slopes
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.positions import LearnedPositions
+from headrace_models.settings import Spelling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+GATE, UP = "transformer.h.{}.mlp.c_fc2", "transformer.h.{}.mlp.c_fc"
+
+
+class JAISLMHeadModel(GPT2LMHeadModel):
+    """Jais 13B and 30B, and the Jais family trained from scratch.
+
+    Their configs have µP's numbers under two sets of names.
+    """
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *NAMES.rules(transposed=True),
+        WeightRule(GATE, "layers.{}.mlp.gate_up", part=0, transposed=True),
+        WeightRule(UP, "layers.{}.mlp.gate_up", part=1, transposed=True),
+    )
+    spelling: ClassVar[Spelling] = {
+        **GPT2_KEYS,
+        "embeddings_scale": ("mup_embeddings_scale",),
+        "scale_qk_dot_by_d": ("mup_scale_qk_dot_by_d",),
+    }
+
+    def has_alibi(self) -> bool:
+        self.settings.refuse("position_embedding_type", "alibi", "learned")
+        return self.settings.config.get("position_embedding_type") == "alibi"
+
+    def make_positions(self, context: BuildContext, prefix: str) -> LearnedPositions | None:
+        return None if self.has_alibi() else super().make_positions(context, prefix)
+
+    def token_vectors(self, ids: Tensor) -> Tensor:
+        multiplier = self.settings.number("embeddings_scale", 1.0)
+        return self.context.ops.scale(self.embed(ids), multiplier)
+
+    def logits_multiplier(self) -> float:
+        number = self.settings.number
+        by_parts = number("mup_output_alpha", 1.0) * number("mup_width_scale", 1.0)
+        return number("width_scale", by_parts)
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        heads = self.settings.integer("num_attention_heads")
+        slopes = alibi_slopes(heads) if self.has_alibi() else None
+        scale = self.score_scale(index)
+        return self.attention(
+            context, name, scale=scale, alibi_slopes=slopes, qkv_bias=True, out_bias=True
+        )
+
+    def score_scale(self, index: int) -> float:
+        """µP divides by the size of a head, not by its root."""
+        scale = super().score_scale(index)
+        by_size = self.settings.flag("scale_qk_dot_by_d", False)
+        return scale * self.settings.head_dim() ** -0.5 if by_size else scale
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        if self.settings.config.get("hidden_act") != "swiglu":
+            return super().make_mlp(context, index, name)
+        return GatedMLP(
+            context,
+            f"{name}.mlp",
+            self.hidden_size(),
+            self.settings.integer("intermediate_size", 4 * self.hidden_size()),
+            "silu",
+            bias=True,
+            part_names=("c_fc2", "c_fc"),
+            down_name="c_proj",
+        )

@@ -1,0 +1,164 @@
+"""Llama 4, text: attention within chunks, full layers without rotation between them, experts whose
+input is weighed. Meta 2025, "The Llama 4 herd"; queries that grow with position: Nakanishi 2025,
+arXiv:2501.19399.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.families.llama import RULES, LlamaForCausalLM
+from headrace_models.families.moe_rules import router_rules, shared_rules, stacked_rules
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.blocks import PreNormBlock
+from headrace_models.layers.decoder import Block
+from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.moe import SparseMoE
+from headrace_models.layers.norm import RMSNorm
+from headrace_models.layers.router import Routing
+from headrace_models.settings import MAX_EXPERTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.model import BuildContext
+
+_MLP = "model.layers.{}.feed_forward"
+
+
+class Llama4ForCausalLM(LlamaForCausalLM):
+    """Text model of Scout and Maverick."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *(rule for rule in RULES if ".mlp." not in rule.source),
+        *shared_rules(_MLP, "layers.{}.mlp"),
+        *router_rules(f"{_MLP}.router"),
+        *stacked_rules(
+            f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj", transposed=True
+        ),
+        *shared_rules(f"{_MLP}.shared_expert"),
+    )
+
+    default_eps: ClassVar[float] = 1e-5
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        super().prepare(context, prefix)
+        self.temperature = self._temperature(context)
+        self.rotates = self._rotating_layers()
+
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        return PreNormBlock(
+            self.make_norm(context, f"{name}.input_layernorm"),
+            self.make_attention(context, index, f"{name}.self_attn"),
+            self.make_norm(context, f"{name}.post_attention_layernorm"),
+            self.make_mlp(context, index, f"{name}.feed_forward"),
+        )
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        bias = self.settings.flag("attention_bias", False)
+        if not self.rotates[index]:
+            return self.attention(
+                context,
+                name,
+                rotary=None,
+                query_temperature=self.temperature,
+                qkv_bias=bias,
+                out_bias=bias,
+            )
+        size, eps = self.head_dim(), self.norm_eps()
+        normed = self.settings.flag("use_qk_norm", True)
+
+        def norm(part: str) -> RMSNorm | None:
+            whose = f"{name}.{part}"
+            return RMSNorm(context, whose, size, eps, weight=False) if normed else None
+
+        return self.attention(
+            context,
+            name,
+            interleaved=True,
+            attention_chunk_size=self.settings.optional_integer("attention_chunk_size"),
+            query_norm=norm("q_norm"),
+            key_norm=norm("k_norm"),
+            norm_after_rotary=True,
+            qkv_bias=bias,
+            out_bias=bias,
+        )
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        if not self.is_sparse(index):
+            return self._mlp(context, name, self.settings.integer("intermediate_size_mlp"))
+        size = self.settings.integer("intermediate_size")
+        routing = Routing(
+            num_experts=self.settings.integer("num_local_experts", maximum=MAX_EXPERTS),
+            top_k=self.settings.integer("num_experts_per_tok", 1),
+            scoring="sigmoid",
+        )
+        return InputWeightedMoE(
+            context,
+            name,
+            hidden_size=self.hidden_size(),
+            intermediate_size=size,
+            routing=routing,
+            activation=self.settings.activation("hidden_act"),
+            router_name="router",
+            shared=self._mlp(context, f"{name}.shared_expert", size),
+        )
+
+    def is_sparse(self, index: int) -> bool:
+        """Whether the layer is a mixture: those listed, else every so many-th."""
+        if self.context.config.get("moe_layers") is not None:
+            return index in self.settings.integers("moe_layers")
+        return (index + 1) % self.settings.integer("interleave_moe_layer_step", 1) == 0
+
+    def _mlp(self, context: BuildContext, name: str, size: int) -> GatedMLP:
+        activation = self.settings.activation("hidden_act")
+        return GatedMLP(context, name, self.hidden_size(), size, activation)
+
+    def _rotating_layers(self) -> list[bool]:
+        """By layer: whether it rotates and sees its chunk, or neither."""
+        count = self.num_layers()
+        listed = self.settings.integers("no_rope_layers")  # 1 where it rotates, whatever the name
+        if listed and len(listed) != count:
+            raise UnsupportedModel(
+                f"config.json: no_rope_layers = {str(list(listed))[:200]}: must be {count} entries"
+            )
+        step = self.settings.integer("no_rope_layer_interval", 4)
+        rotates = [bool(x) for x in listed] or [(i + 1) % step != 0 for i in range(count)]
+        kinds = self.context.config.get("layer_types")
+        expected = ["chunked_attention" if x else "full_attention" for x in rotates]
+        if kinds is not None and kinds != expected:
+            raise UnsupportedModel(
+                f"config.json: layer_types = {str(kinds)[:200]}: must be chunked where layers rotate "
+                "and full where they do not"
+            )
+        return rotates
+
+    def _temperature(self, context: BuildContext) -> Tensor | None:
+        """[P] float32: ``1 + scale * log(1 + floor((position + 1) / floor_scale))``."""
+        if not self.settings.flag("attn_temperature_tuning", True):
+            return None
+        positions = torch.arange(context.max_model_len, dtype=torch.float32)
+        steps = torch.floor((positions + 1) / self.settings.positive("floor_scale", 8192))
+        scale = self.settings.number("attn_scale", 0.1)
+        return (torch.log1p(steps) * scale + 1).to(context.device)
+
+
+class InputWeightedMoE(SparseMoE):
+    """``sum over the chosen experts of expert_e(weight_e * x)``, plus the shared expert.
+
+    Weighing rows is torch's work, which no captured step can hold.
+    """
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x)
+        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
+        each = self.experts(rows, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1))
+        out = each.view(*ids.shape, -1).sum(dim=1)
+        if self.communicator.world_size > 1:
+            out = self.communicator.all_reduce(out)
+        return out if self.shared is None else self.ops.add(out, self.shared(x))

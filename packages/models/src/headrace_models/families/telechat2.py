@@ -1,0 +1,62 @@
+"""TeleChat 1 and 2: Llama with key and value in one tensor, head by head, and biases behind both halves.
+
+Wang et al. 2024, arXiv:2401.03804.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from headrace_core.model import EACH_KV_HEAD, WeightRule
+from headrace_models.families.llama_shape import Names, RenamedLlama
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.mlp import MLPLayer
+from headrace_models.mapping import ALL_PARTS
+from headrace_models.settings import Spelling
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+NAMES = Names(
+    embedding="transformer.word_embeddings",
+    blocks="transformer.h",
+    final_norm="transformer.ln_f",
+    attention="self_attention",
+    qkv=("query", "key_value"),
+    out="dense",
+)
+KEY_AND_VALUE = WeightRule(
+    "transformer.h.{}.self_attention.key_value",
+    "layers.{}.attention.qkv",
+    split=ALL_PARTS,
+    order=(1, 2),
+    groups=EACH_KV_HEAD,
+)
+
+
+class TeleChat2ForCausalLM(RenamedLlama):
+    """3B to 115B."""
+
+    names: ClassVar[Names] = NAMES
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *(rule for rule in NAMES.rules() if rule.source != KEY_AND_VALUE.source),
+        KEY_AND_VALUE,
+    )
+    spelling: ClassVar[Spelling] = {
+        "num_hidden_layers": ("n_layer",),
+        "num_attention_heads": ("n_head",),
+        "intermediate_size": ("ffn_hidden_size",),
+        "rms_norm_eps": ("layer_norm_epsilon",),
+        "max_position_embeddings": ("seq_length",),
+    }
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        self.settings.refuse("embed_layernorm", False)
+        super().prepare(context, prefix)
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        return self.attention(context, name, out_bias=True)
+
+    def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        return self.mlp(context, name, down_bias=True)

@@ -1,0 +1,11 @@
+"""Youtu-LLM: a dense Llama with latent attention. Tencent 2025, arXiv:2512.24618."""
+
+from __future__ import annotations
+
+from headrace_models.families.deepseek_v3 import LatentDecoder
+
+
+class YoutuForCausalLM(LatentDecoder):
+    """Youtu-LLM 2B."""
+
+    ties_embeddings = True

@@ -1,0 +1,123 @@
+"""Griffin's recurrent half: a convolution, then a linear recurrence with gates, let through by a branch
+beside it. De et al. 2024, arXiv:2402.19427.
+
+Letters: T tokens, C channels in B blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.kv import StateShape
+from headrace_core.ops import PackedLinear
+from headrace_models.layers.base import Part, Slot, WeightLayer
+from headrace_models.layers.causal_conv import CausalConv
+from headrace_models.layers.head_view import by_heads
+from headrace_models.layers.linear import column_parallel, row_parallel
+from headrace_models.layers.state_layer import RecurrentLayer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+    from headrace_models.layers.state_layer import StateArguments
+
+
+class GriffinMixer(RecurrentLayer):
+    """``out(act(y(x)) * recurrence(conv(x(x))))``.
+
+    Args:
+        num_blocks: of the gates' weights, which mix channels of a block only.
+
+    Raises:
+        UnsupportedModel: several ranks.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        *,
+        hidden_size: int,
+        channels: int,
+        num_blocks: int,
+        taps: int,
+        activation: str,
+    ) -> None:
+        if context.communicator.world_size > 1:
+            raise UnsupportedModel(
+                f"{name}: Griffin's recurrences cannot be divided over tensor_parallel_size = "
+                f"{context.communicator.world_size}: set 1"
+            )
+        conv = CausalConv(
+            context, f"{name}.conv_1d", (Part(channels),), taps, bias=True, activation=None
+        )
+        super().__init__(context, name, (conv.state_shape(), StateShape((channels,), "float32")))
+        self.ops, self.activation = context.ops, activation
+        self.branch = column_parallel(
+            context, f"{name}.linear_y", hidden_size, (channels,), bias=True
+        )
+        self.inputs = column_parallel(
+            context, f"{name}.linear_x", hidden_size, (channels,), bias=True
+        )
+        self.conv = conv
+        self.recurrence = RGLRU(context, f"{name}.rg_lru", channels, num_blocks)
+        self.out = row_parallel(context, f"{name}.linear_out", channels, hidden_size, bias=True)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        branch = self.branch.activated(x, self.activation)
+        inner = self.conv(self.inputs(x), self.state(0, batch))
+        return self.out(self.ops.gate(self.recurrence(inner, self.state(1, batch)), branch))
+
+
+class RGLRU(WeightLayer):
+    """See :class:`headrace_core.ops.RGLRUOp`, with the projections to its gates."""
+
+    def __init__(self, context: BuildContext, name: str, channels: int, num_blocks: int) -> None:
+        if channels % num_blocks:
+            raise UnsupportedModel(
+                f"{name}: {channels} channels cannot be divided into {num_blocks} equal blocks"
+            )
+        self.name = name
+        self.ops = context.ops
+        self.channels, self.blocks = channels, num_blocks
+        self.packed: list[PackedLinear] = []
+        self.biases: list[Tensor] = []
+
+    def slots(self) -> Mapping[str, Slot]:
+        size = self.channels // self.blocks
+        weight = Slot((self.blocks, size, size))
+        bias = Slot((self.blocks, size), "float32", any_float=True)
+        return {
+            "recurrent_param": Slot((self.channels,), "float32", any_float=True),
+            "input_gate_weight": weight,
+            "input_gate_bias": bias,
+            "recurrent_gate_weight": weight,
+            "recurrent_gate_bias": bias,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        gates = ("input_gate", "recurrent_gate")
+        pack = self.ops.head_linear.pack
+        # The checkpoint's are [in, out] of each block.
+        self.packed = [pack(tensors[f"{g}_weight"].transpose(1, 2).contiguous()) for g in gates]
+        self.biases = [tensors[f"{gate}_bias"].flatten() for gate in gates]
+        self.decay = tensors["recurrent_param"]
+
+    def __call__(self, x: Tensor, state: StateArguments) -> Tensor:
+        """x [T, C] -> the same shape."""
+        blocks = by_heads(x, self.channels // self.blocks)
+        opens, decays = (self.ops.head_linear(blocks, packed).flatten(1) for packed in self.packed)
+        return self.ops.rg_lru(
+            x,
+            opens,
+            decays,
+            self.decay,
+            *state,
+            input_bias=self.biases[0],
+            decay_bias=self.biases[1],
+        )

@@ -1,0 +1,14 @@
+"""Models that headrace has no class for, run by Hugging Face transformers' code.
+
+The module tree is transformers'; what a server needs of it is headrace's. Weights come through the
+loader, linear layers through the quantization methods, norms, gated MLPs and experts through the ops
+where they are what those compute, and every attention hands its query, key and value to a layer over
+the paged cache. Nothing else in headrace imports transformers, and nothing here does before a model
+asks for it (docs/adr/0045).
+
+``library`` finds classes and configs, ``checkpoint_code`` those that a checkpoint brings, ``skeleton``
+makes a tree without weights, ``leaves`` gives its modules their weights and kernels, ``names`` leads
+from a checkpoint's names to the tree's, ``attention`` stands where transformers attends, ``trial`` runs
+the loaded tree once to learn what its attention needs and that nothing else mixes tokens, ``model`` is
+what the engine sees.
+"""

@@ -1,0 +1,112 @@
+"""Which modules compute what an op computes. They are asked, not known by name.
+
+A copy of the module gets small random weights and is called; if it answers as the op is defined, the op
+may stand for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+"""The op's name -> what it computes."""
+
+
+class NormLike(NamedTuple):
+    """Arguments of the op ``rms_norm``."""
+
+    eps: float
+    offset: float
+
+
+def rms_norm_like(module: nn.Module) -> NormLike | None:
+    """Whether a module is an RMS norm with one weight."""
+    own = dict(module.named_parameters(recurse=False))
+    if list(own) != ["weight"] or own["weight"].dim() != 1 or any(True for _ in module.children()):
+        return None
+    size = own["weight"].shape[0]
+    clone = copy.copy(module)
+    weight = _random((size,), 1)
+    clone._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    x = _random((3, size), 2) * torch.tensor([[1.0], [1e-3], [30.0]])
+    answer = _call(clone, x)
+    if answer is None:
+        return None
+    for eps in {v for v in vars(module).values() if isinstance(v, float)}:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+        for offset in (0.0, 1.0):
+            if _close(answer, normed * (weight + offset)):
+                return NormLike(eps, offset)
+    return None
+
+
+def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | None:
+    """The activation of a module that computes ``down(act(gate(x)) * up(x))``, else None."""
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    parts = (_random((6, 8), 4), _random((6, 8), 5), _random((8, 6), 6))
+    for name, weight in zip((gate, up, down), parts):
+        clone._modules[name] = _Matrix(weight)
+    x = _random((1, 3, 8), 7)
+    answer = _call(clone, x)
+    if answer is None:
+        return None
+    opened, let = x @ parts[0].T, x @ parts[1].T
+    for kind, function in _ACTIVATIONS.items():
+        if _close(answer, (function(opened) * let) @ parts[2].T):
+            return kind
+    return None
+
+
+def expert_gate_like(module: Any) -> str | None:
+    """The activation of packed experts whose gate is ``act(first half) * second half``."""
+    x = _random((3, 8), 8)
+    answer = _call(module._apply_gate, x)
+    if answer is None:
+        return None
+    for kind, function in _ACTIVATIONS.items():
+        if _close(answer, function(x[:, :4]) * x[:, 4:]):
+            return kind
+    return None
+
+
+def _close(answer: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(answer, expected, rtol=1e-5, atol=1e-6)
+
+
+class _Matrix(nn.Module):
+    """A linear layer without a bias."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def _call(function: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
+    """The answer; None if there is none, or one of another kind."""
+    try:
+        with torch.no_grad():
+            answer = function(x)
+    except Exception:  # the module wants something else than one tensor: it is no such thing
+        return None
+    real = isinstance(answer, Tensor) and answer.dtype == torch.float32 and not answer.is_meta
+    return answer if real else None
+
+
+def _random(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

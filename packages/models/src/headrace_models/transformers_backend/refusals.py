@@ -1,0 +1,11 @@
+"""What transformers' interfaces do not say of some models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+REFUSED: Mapping[str, str] = {}
+"""``model_type`` of the language model -> why it is refused before it is built."""
+
+KEPT: Mapping[str, tuple[str, ...]] = {"longcat_flash": ("router.classifier",)}
+"""``model_type`` -> ends of the names of linear layers whose weight the code reads by itself."""

@@ -1,0 +1,176 @@
+"""Formats of checkpoints through a whole engine: the demo model, in each, says the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headrace import LLM, EngineArgs, SamplingParams, demo
+from headrace.sharded_state import save_sharded_state
+from headrace_core.errors import ConfigError, RequestError, WeightsError
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"max_model_len": 512, "max_num_seqs": 4, "num_threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+def answer(**settings: Any) -> tuple[list[int], str]:
+    with LLM(**{**SMALL, **settings}) as llm:
+        return _answer(llm)
+
+
+def _answer(llm: LLM) -> tuple[list[int], str]:
+    output = llm.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0]
+    return list(output.token_ids), output.text
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[int], str]:
+    return answer(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as llama.cpp's converter would write it, tokenizer and template included."""
+    pytest.importorskip("gguf")
+    spec = importlib.util.spec_from_file_location(
+        "gguf_writing", ROOT / "packages/models/tests/gguf_writing.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    writing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writing)
+    source = demo.path()
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = dict(tokenizer["model"]["vocab"])
+    special = {}
+    for token in tokenizer["added_tokens"]:
+        vocabulary[token["content"]] = token["id"]
+        special[token["content"]] = token["special"]
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    merges = [pair if isinstance(pair, str) else " ".join(pair)
+              for pair in tokenizer["model"]["merges"]]  # fmt: skip
+    generation = json.loads((source / "generation_config.json").read_text())
+    end = generation["eos_token_id"]
+    extra = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.token_type": [
+            1 if token not in special else 3 if special[token] else 4 for token in tokens
+        ],
+        "tokenizer.ggml.eos_token_id": end[0] if isinstance(end, list) else end,
+        "tokenizer.chat_template": (source / "chat_template.jinja").read_text(),
+    }
+    file: Path = writing.write(
+        source, tmp_path_factory.mktemp("gguf") / "demo.gguf", "llama", extra=extra
+    )
+    return file
+
+
+@pytest.mark.spec("QUANT-GGUF", "EX-BASIC")
+class TestGGUF:
+    def test_alone(self, gguf_file: Path, expected: Any) -> None:
+        assert answer(model=str(gguf_file), dtype="float32") == expected
+
+    def test_with_the_original_tokenizer(self, gguf_file: Path, expected: Any) -> None:
+        found = answer(model=str(gguf_file), tokenizer=str(demo.path()), dtype="float32")
+        assert found == expected
+
+    def test_inspect(self, gguf_file: Path) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace", "inspect", str(gguf_file), "--json"],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        assert json.loads(done.stdout)["architecture"] == "LlamaForCausalLM"
+
+    @pytest.mark.req("REL-13")
+    def test_cut_short_is_refused_before_a_port_opens(
+        self, gguf_file: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "cut.gguf"
+        file.write_bytes(gguf_file.read_bytes()[:-1000])
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace", "serve", str(file), "--port", "0"],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode != 0
+        assert "cut.gguf: not a valid GGUF file: tensor " in done.stderr
+        assert "truncated" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.spec("CFG-LOAD")
+def test_pytorchs_own_file(tmp_path: Path, expected: Any) -> None:
+    folder = shutil.copytree(demo.path(), tmp_path / "m")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert answer(model=str(folder), dtype="float32") == expected
+
+
+@pytest.mark.spec("EX-SHARDED")
+class TestShardedState:
+    def test_saved_and_loaded(self, tmp_path: Path, expected: Any) -> None:
+        config = EngineArgs(model=str(demo.path()), dtype="float32", **SMALL).create_engine_config()
+        files = save_sharded_state(config, tmp_path, max_file_size=500_000)
+        assert len(files) > 1
+        found = answer(model=str(tmp_path), dtype="float32", load_format="sharded_state")
+        assert found == expected
+        assert not (tmp_path / "model.safetensors").exists()
+
+    def test_a_gguf_file_is_no_folder(self, gguf_file: Path, tmp_path: Path) -> None:
+        config = EngineArgs(model=str(gguf_file), **SMALL).create_engine_config()
+        with pytest.raises(ConfigError, match="must be a local folder"):
+            save_sharded_state(config, tmp_path)
+
+    def test_the_examples(self, tmp_path: Path) -> None:
+        def run(script: str, *words: str) -> str:
+            return subprocess.run(
+                [sys.executable, str(ROOT / "examples" / script), *words],
+                capture_output=True, text=True, timeout=180, check=True,
+            ).stdout  # fmt: skip
+
+        out = str(tmp_path / "out")
+        small = ("--max-model-len", "256", "--num-threads", "1")
+        saved = run("save_sharded_state.py", "--model", str(demo.path()), "--output", out, *small)
+        assert saved.strip().endswith("model-rank-0-part-0.safetensors")
+        said = run("load_sharded_state.py", "--model", out, "--max-tokens", "4", *small)
+        assert said.startswith("Format: sharded_state\nTensor-parallel size: 1\nText: ")
+
+
+@pytest.mark.spec("EX-DUMMY-RELOAD")
+@pytest.mark.parametrize("process", [False, True])
+def test_weights_that_come_later(process: bool, expected: Any) -> None:
+    settings = {**SMALL, "model": str(demo.path()), "dtype": "float32"}
+    with LLM(**settings, load_format="dummy", engine_process=process) as llm:
+        assert _answer(llm) != expected
+        with pytest.raises(RequestError, match=r"must be \{'load_config'.*load_format or"):
+            llm.collective_rpc("update_config", args=({"load_config": {"download_dir": "/"}},))
+        with pytest.raises(RequestError, match="args: update_config takes 1"):
+            llm.collective_rpc("update_config")
+        llm.collective_rpc("update_config", args=({"load_config": {"load_format": "auto"}},))
+        llm.collective_rpc("reload_weights")
+        assert _answer(llm) == expected
+        assert _answer(llm) == expected  # from the prefix cache, which is the new model's
+
+
+@pytest.mark.req("REL-13")
+def test_a_tensor_that_is_missing_is_named_before_a_port_opens(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo.path(), tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if "down_proj" in name)
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=rf"missing from the checkpoint: '{name}'"):
+        LLM(model=str(folder), **SMALL)

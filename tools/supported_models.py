@@ -1,0 +1,50 @@
+"""Write ``docs/supported/models.md``, the architectures that headrace has a class for.
+
+``python tools/supported_models.py``; a test compares. The data is that of ``headrace models``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace_models.catalogue import ARCHITECTURES, Architecture
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported" / "models.md"
+HEADINGS = {
+    "generate": "Models that generate text",
+    "pool": "Models that pool: embedders, classifiers, rerankers, rewards",
+    "speech": "Models that hear",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [row for row in ARCHITECTURES.values() if not row.alias_of]
+    lines = [
+        "# Supported models",
+        "",
+        "Architectures, as `config.json` names them, that headrace has a class of its own for;",
+        "`headrace models` prints the same table for what is installed, plug-ins included. Each is",
+        "tested for equality with its reference implementation. **cache** says what its layers keep",
+        "for a request: all tokens (`full`), those of a window (`sliding`) or chunk (`chunked`), one",
+        "compressed vector for each (`latent`), a state of fixed size (`recurrent`), an encoder's",
+        "states (`cross`), or nothing (`none`). Other language models of the transformers library are",
+        "served [through it](transformers.md); [your own](../plug-points/models.md) through a plug-in.",
+    ]
+    for task, heading in HEADINGS.items():
+        chosen = [row for row in rows if row.task == task]
+        lines += ["", f"## {heading}", "", f"{len(chosen)} architectures.", ""]
+        lines += ["| architecture | known as | cache | other names |", "|---|---|---|---|"]
+        lines += [_line(row) for row in chosen]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Architecture) -> str:
+    names = (f"`{a.name}`" for a in ARCHITECTURES.values() if a.alias_of == row.name)
+    return f"| `{row.name}` | {row.models} | {', '.join(row.caches)} | {', '.join(names)} |"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(PAGE)

@@ -1,0 +1,92 @@
+# ruff: noqa: E501 (rows of tables)
+"""Write ``docs/supported/transformers.md`` from the table of what the transformers backend serves.
+
+``python tools/transformers_page.py``; a test compares. ``--measure`` tries every model first and
+writes the table (``packages/models/tests/transformers_models.json``); it needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "packages" / "models" / "tests"
+TABLE = TESTS / "transformers_models.json"
+PAGE = ROOT / "docs" / "supported" / "transformers.md"
+SERVED = "served"
+
+_TEXT = """# Models by the transformers backend
+
+headrace has classes of its own for the architectures that people use most. Every other causal language
+model of [transformers](https://github.com/huggingface/transformers) is run by that library's code over
+headrace's paged cache, scheduler, loader and kernels (`--model-impl auto`, the default); `--model-impl
+transformers` does so for any model, `--model-impl headrace` for none. It needs
+`pip install 'headrace-models[transformers]'`.
+
+A model is refused, before the port opens, where its code does not leave attention to the library's
+interface, keeps a state of its own, or lets tokens meet anywhere else: requests could not share a step.
+Loading tries each model for that, so a model that is not in this table is served or refused the same way.
+
+**Slower than a class of headrace's own:** steps are not captured, and rotary embeddings, residuals and
+routing run in Python between the kernels.
+
+**A checkpoint's own code** (`auto_map`) runs only with `--trust-remote-code`. What it must be like:
+
+| requirement | |
+|---|---|
+| `config.json` | `auto_map` with `AutoModel`, and `AutoConfig` unless `model_type` is one of transformers' |
+| Marker | the base class has `_supports_attention_backend = True` |
+| Keyword arguments | `kwargs` flow from the base model's `forward` through every module to attention |
+| Attention | looks its function up in `ALL_ATTENTION_FUNCTIONS` by `config._attn_implementation`, and passes itself, query, key, value and `kwargs` |
+| Encoder-only | the attention module has `is_causal = False` |
+| Positions | from `position_ids`; tokens meet in attention only |
+| Tensor parallel | the config class has `base_model_tp_plan`: module names to `colwise` or `rowwise` |
+
+Below is what transformers {version} has as causal language models, and what came of a tiny checkpoint of
+each: log-probabilities within 1e-4 of transformers' own, in chunks and in batches, or the reason why not.
+"""
+
+
+def page(table: Mapping[str, object]) -> str:
+    """The page of a table."""
+    models = table["models"]
+    assert isinstance(models, list)
+    served = [row for row in models if row["result"] == SERVED]
+    others = [row for row in models if row["result"] != SERVED]
+    lines = [_TEXT.format(version=table["transformers"])]
+    lines += [f"## Served ({len(served)})", "", "| architecture | model_type |", "|---|---|"]
+    lines += [f"| `{row['architecture']}` | `{row['model_type']}` |" for row in served]
+    lines += ["", f"## Not served by the backend ({len(others)})", ""]
+    lines += ["Some of these have a class of headrace's own.", ""]
+    lines += ["| architecture | model_type | reason |", "|---|---|---|"]
+    for row in others:
+        reason = row["result"].replace("|", "\\|")
+        lines.append(f"| `{row['architecture']}` | `{row['model_type']}` | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def measure() -> None:
+    """Try every model and write the table."""
+    sys.path.insert(0, str(TESTS))
+    import every_causal_lm
+
+    with tempfile.TemporaryDirectory() as folder:
+        every_causal_lm.store(list(every_causal_lm.outcomes(Path(folder))))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="try every model first")
+    if parser.parse_args(arguments).measure:
+        measure()
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(json.loads(TABLE.read_text())), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
