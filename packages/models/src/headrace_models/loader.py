@@ -94,9 +94,10 @@ def load_model(
     wanted = load.load_format.lower()
     chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        if isinstance(chosen, SharesByRank):
+        by_rank = cast(object, chosen)
+        if isinstance(by_rank, SharesByRank):
             group = context.communicator
-            shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
+            shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = _tensors(info, context, load, built, chosen, seed, progress)
