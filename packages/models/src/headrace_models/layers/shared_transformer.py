@@ -141,7 +141,8 @@ class SharedTransformer(Layer):
         heads = self._adapted(self.qkv(x), x, self.attention_adapters[use])
         heads = heads.view(x.shape[0], -1, self.sizes.head_dim)
         counts = [self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.num_kv_heads]
-        out = attention.attend(*torch.split(heads, counts, dim=1), batch)
+        query, key, value = torch.split(heads, counts, dim=1)
+        out = attention.attend(query, key, value, batch)
         x = self.mlp_norm(self.out(out.flatten(1)))
         inner = self._adapted(self.gate_up(x), x, self.mlp_adapters[use])
         return self.down(self.ops.activation_and_mul(inner, self.activation))

@@ -80,8 +80,8 @@ class RecurrentConformance(OpSuite):
         heads, size, groups, length = ((6, 8, 2, 200), (3, 5, 1, 16), (2, 9, 2, 7))[variant]
         fused = self.rand(tokens, heads * size + 2 * groups * length, dtype=dtype, seed=1)
         x, b, c = torch.split(fused, [heads * size, groups * length, groups * length], dim=1)
-        x = x.unflatten(1, (heads, size))
-        b, c = (v.unflatten(1, (groups, length)) for v in (b, c))
+        x = torch.unflatten(x, 1, (heads, size))
+        b, c = (torch.unflatten(v, 1, (groups, length)) for v in (b, c))
         by_token = {"x": x, "b": b, "c": c}
         whole: dict[str, Any] = {"a": -self.rand(heads, seed=2).exp() * 0.3, "d": None, "dt": None}
         if variant != 1:
@@ -98,9 +98,9 @@ class RecurrentConformance(OpSuite):
         query, key, value = torch.split(fused, [keys * length, keys * length, heads * size], dim=1)
         gates = (heads, length) if variant == 1 else (heads,)
         by_token = {
-            "query": query.unflatten(1, (keys, length)),
-            "key": key.unflatten(1, (keys, length)) * (0.2 if variant == 2 else 1.0),
-            "value": value.unflatten(1, (heads, size)),
+            "query": torch.unflatten(query, 1, (keys, length)),
+            "key": torch.unflatten(key, 1, (keys, length)) * (0.2 if variant == 2 else 1.0),
+            "value": torch.unflatten(value, 1, (heads, size)),
             "gate": self.rand(tokens, *gates, dtype=dtype, seed=2),
             "beta": self.rand(tokens, heads, dtype=dtype, seed=3),
         }
