@@ -108,7 +108,7 @@ class TestQwen3ForSequenceClassificationByTransformers(
     reference = "Qwen3ForSequenceClassification"
 
 
-FOREIGN = "DiffLlamaForCausalLM"
+FOREIGN = "DogeForCausalLM"
 """An architecture that headrace has no class for."""
 
 
@@ -165,7 +165,7 @@ class TestWhoseCode:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        meant = "DiffLlamaForCausalLM"
+        meant = "BitNetForCausalLM"
         monkeypatch.setattr(library, "BACKEND_ONLY", frozenset({meant}))
         for name, level in ((FOREIGN, "WARNING"), (meant, "INFO")):
             caplog.clear()
