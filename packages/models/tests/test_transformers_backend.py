@@ -165,7 +165,7 @@ class TestWhoseCode:
         caplog: pytest.LogCaptureFixture,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        meant = "FlintForCausalLM"
+        meant = "DiffLlamaForCausalLM"
         monkeypatch.setattr(library, "BACKEND_ONLY", frozenset({meant}))
         for name, level in ((FOREIGN, "WARNING"), (meant, "INFO")):
             caplog.clear()

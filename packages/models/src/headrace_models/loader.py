@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -94,13 +94,14 @@ def load_model(
     wanted = load.load_format.lower()
     chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        if isinstance(chosen, SharesByRank):
+        by_rank = cast(object, chosen)
+        if isinstance(by_rank, SharesByRank):
             group = context.communicator
-            shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
+            shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = _tensors(info, context, load, built, chosen, seed, progress)
-            model: object = built.model
+            model = cast(object, built.model)
             if isinstance(model, TranslatesWeights) and chosen is not None:
                 stored = model.translate(stored)
             fill(built, context, stored)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES, LlamaForCausalLM
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
@@ -23,7 +24,7 @@ MOE_RULES = (*RULES, *router_rules(), *expert_rules(), *shared_rules())
 class MoEDecoder(LlamaForCausalLM):
     """Families say which layers are dense, how they route, and what sizes they have."""
 
-    weight_rules = MOE_RULES
+    weight_rules: ClassVar[Sequence[WeightRule]] = MOE_RULES
     mixture: ClassVar[Mapping[str, Any]] = {}
     """Arguments of :class:`SparseMoE` that all layers have."""
     shared_name: ClassVar[str] = "shared_experts"
