@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from model_families_conformance import FamilyConformance
 
+from headrace_core.testing.model import Checkpoint
+
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
 TINY: dict[str, Any] = {
@@ -47,6 +49,10 @@ class TestMamba(FamilyConformance):
         own = {"state_size": 7, "time_step_rank": 5, "conv_kernel": 3, "use_bias": True,
                "hidden_size": 36, "expand": 1}  # fmt: skip
         return MambaConfig(**{**TINY, **own, **overrides})
+
+    def test_nothing_ends_the_context(self, checkpoint: Checkpoint) -> None:
+        assert self.resolve(checkpoint.path).max_model_len == 2048
+        assert self.resolve(checkpoint.path, max_model_len=1_000_000).max_model_len == 1_000_000
 
 
 class TestFalconMamba(TestMamba):
