@@ -48,6 +48,8 @@ ROWS = (
         "Qwen2MoeForCausalLM", "qwen2_moe:Qwen2MoeForCausalLM", "Qwen1.5 and Qwen2 MoE", _MIXED
     ),
     Architecture("SolarOpenForCausalLM", "solar_open:SolarOpenForCausalLM", "Solar Open"),
+    Architecture("AfmoeForCausalLM", "afmoe:AfmoeForCausalLM", "Trinity", _MIXED),
+    Architecture("JetMoeForCausalLM", "jetmoe:JetMoeForCausalLM", "JetMoE 8B"),
     Architecture(
         "PhiMoEForCausalLM",
         "phimoe:PhimoeForCausalLM",
