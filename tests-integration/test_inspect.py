@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from families import save_model
-from headrace.cli.main import run
 from pooling_checkpoints import bert
+
+from headrace.cli.main import run
 
 pytestmark = pytest.mark.spec("MODEL-INSPECT")
 F32 = 4
@@ -141,4 +141,6 @@ def test_a_simulated_device_holds_no_model(
 ) -> None:
     path = folder / "simulated"
     save_model("llama", path)
-    assert memory(path, capsys, "--device", "sim")["unknown"] == "device 'sim' holds no model"
+    assert memory(path, capsys, "--device", "sim")["unknown"] == (
+        "SimPlatform makes its own worker, which builds no model"
+    )

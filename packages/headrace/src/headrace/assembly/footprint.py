@@ -1,7 +1,8 @@
 """What a model takes of this machine's memory, without loading it.
 
 The model is built, which makes its tables (rotary ones are as long as the context) and says what each
-layer caches; no weight is read.
+layer caches; no weight is read. What transformers' code runs says so only when it is tried, and is
+filled with made-up weights for that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.assembly.resolved import Resolved
 from headrace.assembly.worker import build_context, choose_ops, cpu_threads
+from headrace_core.config import LoadConfig
 from headrace_core.errors import CapacityError, HeadraceError
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import (
@@ -117,7 +119,7 @@ class Unknown:
 def footprint(resolved: Resolved) -> Footprint | Unknown:
     """Build a model, and reckon. Whatever keeps it from being built is the result's reason."""
     if isinstance(resolved.platform, BringsWorker):
-        return Unknown(f"device {resolved.platform.device!r} holds no model")
+        return Unknown(f"{type(resolved.platform).__name__} makes its own worker, which builds no model")
     try:
         model, weights = _built(resolved)
         return _reckoned(resolved, weights, _specs(model))
@@ -131,11 +133,18 @@ def _built(resolved: Resolved) -> tuple[CausalLM, int]:
     """The model without weights, and the bytes that it will keep."""
     from headrace_engine.startup import StartupTimeline
     from headrace_models.footprint import kept_bytes
-    from headrace_models.loader import Built
+    from headrace_models.loader import Built, load_model
 
+    info, available = resolved.info, resolved.platform.available_memory()
     ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
-    model: Any = Built.of(resolved.info, build_context(resolved, ops)).model
-    return model, kept_bytes(model, resolved.info.dtype)
+    model: Any = Built.of(info, build_context(resolved, ops)).model
+    weights = kept_bytes(model, info.dtype)
+    if info.source != "transformers":
+        return model, weights
+    if weights > available:
+        raise CapacityError(f"the weights take {weights} bytes, of which {available} are free")
+    filled = load_model(info, build_context(resolved, ops), load=LoadConfig(load_format="dummy"))
+    return filled, weights
 
 
 def _specs(model: CausalLM) -> Mapping[str, CacheSpec]:
