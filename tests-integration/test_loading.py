@@ -93,7 +93,9 @@ class TestGGUF:
             [sys.executable, "-m", "headrace", "inspect", str(gguf_file), "--json"],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
-        assert json.loads(done.stdout)["architecture"] == "LlamaForCausalLM"
+        found = json.loads(done.stdout)
+        assert found["architecture"] == "LlamaForCausalLM"
+        assert found["memory"]["fits"]
 
     @pytest.mark.req("REL-13")
     def test_cut_short_is_refused_before_a_port_opens(

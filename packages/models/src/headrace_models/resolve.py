@@ -66,7 +66,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         ConfigError: the model cannot be found, or a setting does not fit it.
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
+        PluginError: a general plug-in failed.
     """
+    plugins.run_general()
     path = checkpoint_folder(config, load)
     assert config.model is not None
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)

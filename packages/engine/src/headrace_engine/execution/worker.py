@@ -36,6 +36,7 @@ from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
     bind_cache,
+    cache_specs,
     clear_blocks,
     cross_groups,
     group_backends,
@@ -197,13 +198,9 @@ class ModelWorker:
             layer.bind_states(None, 0)
 
     def kv_specs(self) -> dict[str, CacheSpec]:
-        """By layer's name: those of attention, in execution order, then recurrent ones; layers that
-        cache nothing, or in another's place, are left out."""
+        """See :func:`~headrace_engine.execution.cache.cache_specs`."""
         self._loaded()
-        specs: dict[str, CacheSpec] = {
-            name: layer.kv_spec for name, layer in self._layers.items() if layer.kv_spec is not None
-        }
-        return specs | {name: layer.kv_spec for name, layer in self._states.items()}
+        return cache_specs(self._layers, self._states)
 
     @torch.inference_mode()
     def profile(self) -> MemoryProfile:
