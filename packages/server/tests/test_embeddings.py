@@ -244,6 +244,15 @@ async def test_refusals_name_the_field(connect: Any, body: Any, param: str) -> N
     assert engine.pooled == []
 
 
+@pytest.mark.spec("POOL-ST")
+async def test_prompts_by_name(connect: Any) -> None:
+    engine = fake(model={"prompts": {"query": "q: "}})
+    await post(connect(engine), input="a", prompt_name="query")
+    assert engine.pooled[0].params.prompt_name == "query"
+    error = await refused(connect(engine), input="a", prompt_name="passage")
+    assert (error["param"], "['query']" in error["message"]) == ("prompt_name", True)
+
+
 @pytest.mark.spec("POOL-MATRYOSHKA")
 async def test_dimensions_that_a_model_does_not_have(connect: Any) -> None:
     model = {"matryoshka": None, "name": "mine", "names": ("mine",)}

@@ -32,6 +32,7 @@ _NUMBERS = 32
 """Of an answer, for one unit of cost (:mod:`headrace_server.offload`)."""
 _PARAMS = (
     "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
+    "prompt_name",
 )  # fmt: skip
 
 
