@@ -281,6 +281,7 @@ async def test_a_thousand_texts(connect: Any) -> None:
     assert firsts == [ord(text[0]) for text in texts]
     assert engine.finished != sorted(engine.finished, key=lambda name: int(name.split("-")[2]))
     assert engine.most == PARALLEL
+    assert len({id(call.entry) for call in engine.pooled}) == 1, "for the queue they are one request"
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
@@ -93,7 +94,8 @@ class PoolingCall:
     async def encode_each(
         self, prompts: Sequence[Prompt], task: str, special: bool | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The results of all prompts, in order."""
+        """The results of all prompts, in order. The queue's limits count them as one request."""
+        entry = CallEntry()
 
         def encode(position: int, prompt: Prompt) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
             name = convert.engine_id(self.id, position)
@@ -105,6 +107,7 @@ class PoolingCall:
                 task=task,
                 priority=self._priority,
                 add_special_tokens=special,
+                entry=entry,
             )
 
         return await in_order(encode, prompts, PARALLEL)
