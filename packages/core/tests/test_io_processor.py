@@ -60,7 +60,13 @@ class Engine:
         self.cancelled: list[str] = []
 
     async def encode(
-        self, prompt: str, params: PoolingParams, request_id: str, *, task: str, priority: int,
+        self,
+        prompt: str,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int,
         entry: CallEntry,
     ) -> PoolingRequestOutput[PoolingOutput]:
         self.calls.append((request_id, task, params, priority))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import PoolingParams
-from headrace.pooling import as_tensor, chosen_task, for_all, score_inputs, completed
+from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
 

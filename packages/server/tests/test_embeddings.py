@@ -281,7 +281,9 @@ async def test_a_thousand_texts(connect: Any) -> None:
     assert firsts == [ord(text[0]) for text in texts]
     assert engine.finished != sorted(engine.finished, key=lambda name: int(name.split("-")[2]))
     assert engine.most == PARALLEL
-    assert len({id(call.entry) for call in engine.pooled}) == 1, "for the queue they are one request"
+    assert len({id(call.entry) for call in engine.pooled}) == 1, (
+        "for the queue they are one request"
+    )
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 
@@ -466,6 +468,31 @@ async def test_an_io_processor_that_raises(connect: Any) -> None:
     ours = await client.post("/pooling", json={"data": {"text": "\0"}})
     assert (ours.status_code, "secret" in ours.text) == (500, False)
     await post(client, "/pooling", data={"text": "a"})
+
+
+@pytest.mark.spec("HTTP-POOLING")
+async def test_answers_have_a_most(connect: Any) -> None:
+    """Counted before anything is computed: what fits exactly is answered."""
+    sizes = {"num_labels": 3, "embedding_size": 4, "matryoshka": ()}
+    engine = fake("embed", "token_embed", "classify", model=sizes)
+    client = connect(engine, max_answer_numbers=12)
+    rows = {"task": "token_embed"}  # of 4 numbers
+    for path, body, number in (
+        (URL, {"input": ["a"] * 3}, 0), (URL, {"input": ["a"] * 4}, 16),
+        (URL, {"input": ["a"] * 6, "dimensions": 2}, 0), ("/classify", {"input": ["a"] * 5}, 15),
+        ("/pooling", {"input": "ab", **rows}, 0), ("/pooling", {"input": [1, 2, 3], **rows}, 0),
+        ("/pooling", {"input": ["ab", "a"], **rows}, 20),
+        ("/pooling", {"input": "ab" * 9, "truncate_prompt_tokens": 3, **rows}, 0),
+    ):  # fmt: skip
+        engine.pooled.clear()
+        if not number:
+            await post(client, path, **body)
+            continue
+        error = await refused(client, path, **body)
+        assert (
+            f" {number} in all; one answer may have 12 (--max-answer-numbers)" in error["message"]
+        )
+        assert (error["param"], engine.pooled) == ("input", [])
 
 
 @pytest.mark.parametrize(("count", "thread"), [(1, "MainThread"), (64, "headrace-offload")])

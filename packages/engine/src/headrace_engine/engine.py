@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace_core.config import EngineConfig
 from headrace_core.call_entry import CallEntry
+from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.io_processor import IOProcessor

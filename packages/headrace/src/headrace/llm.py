@@ -428,9 +428,7 @@ class LLM:
             )
         self._pooling("LLM.encode", None)
         task = chosen_task(pooling_params, pooling_task)
-        params = completed(
-            pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name
-        )
+        params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
             return pooling.plugin(prompts, for_all(params), use_tqdm)

@@ -128,12 +128,6 @@ class JsonAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class BinaryAnswer(JsonAnswer):
-    """Bytes, sent likewise."""
-
-    media_type = "application/octet-stream"
-
-
 def encode_answer(answer: BaseModel) -> bytes:
     """A whole answer as JSON.
 

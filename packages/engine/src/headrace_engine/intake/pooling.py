@@ -332,9 +332,10 @@ def _introduced(prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo)
     text = info.prompt_text(params.prompt_name)
     if isinstance(prompt, str):
         return text + prompt
-    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-        if prompt.get("prompt_token_ids") is None:
-            return cast("Prompt", {**prompt, "prompt": f"{text}{prompt['prompt']}"})
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+        own = prompt.get("prompt")
+        if isinstance(own, str):
+            return cast("Prompt", {**prompt, "prompt": text + own})
     if params.prompt_name is not None:
         raise RequestError(
             f"prompt_name = {params.prompt_name!r}: must be left out unless the input is text; write "
