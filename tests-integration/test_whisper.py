@@ -115,3 +115,13 @@ def test_a_probe_hears_the_language_that_transformers_hears(whisper, llm):
         with torch.inference_mode():
             expected = oracle.detect_language(features(folder, samples))
         assert best == int(expected[0])
+
+
+@pytest.mark.spec("ATTN-SELECT")
+@pytest.mark.parametrize("backend", ["paged", "varlen"])
+def test_a_backend_may_be_named_that_serves_half_of_it(whisper, llm, backend):
+    samples = sound(0)
+    with LLM(str(whisper[1]), attention_backend=backend, **SETTINGS) as named:
+        (output,) = named.generate([asked(named, samples)], PARAMS)
+    (plain,) = llm.generate([asked(llm, samples)], PARAMS)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids

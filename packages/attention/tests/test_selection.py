@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -18,10 +19,12 @@ from headrace_core import plugins
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
+    BackendChooser,
     BackendFacts,
     choose_backend,
 )
 from headrace_core.errors import ConfigError, PluginLoadError, PluginNotFound
+from headrace_core.ops import OpTable
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
 
 pytestmark = pytest.mark.spec("ATTN-SELECT")
@@ -116,6 +119,39 @@ def test_who_serves_a_type_of_attention(
     need = dataclasses.replace(NEED, attention_type=attention_type, device=platform.device)
     assert choose_backend(need, preferred=platform.attention_order) is first
     assert SDPABackend.refuse(need) == []
+
+
+@pytest.mark.parametrize(("wanted", "other"), [("paged", VarlenBackend), ("varlen", PagedBackend)])
+def test_a_choice_holds_for_the_half_that_it_serves(
+    wanted: str,
+    other: type[BackendFacts],
+    reference_ops: OpTable,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    choose = BackendChooser(reference_ops, wanted=wanted, preferred=CpuPlatform().attention_order)
+    needs = [dataclasses.replace(NEED, attention_type=t) for t in ("encoder", "decoder")]
+    chosen = [choose(need) for need in needs]
+    assert {backend.name for backend in chosen} == {wanted, other.name}
+    assert [choose(need) for need in needs] == chosen, "the same objects"
+    assert caplog.text.count(f"attention backend {wanted}: not for attention of type") == 1
+    choose.check_used()
+
+
+def test_a_choice_that_holds_for_no_layer_is_refused(reference_ops: OpTable) -> None:
+    choose = BackendChooser(reference_ops, wanted="varlen")
+    choose(NEED)
+    with pytest.raises(ConfigError, match=r"'varlen' cannot serve .* type decoder not supported"):
+        choose.check_used()
+    without = BackendChooser(reference_ops)
+    without(NEED)
+    without.check_used()
+
+
+def test_other_reasons_against_a_choice_are_errors(reference_ops: OpTable) -> None:
+    choose = BackendChooser(reference_ops, wanted="sdpa")
+    with pytest.raises(ConfigError, match="logits soft cap not supported"):
+        choose(dataclasses.replace(NEED, soft_cap=True))
 
 
 @pytest.mark.spec("POOL-FP32")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headrace_core import plugins
+from headrace_core.call_entry import CallEntry
 from headrace_core.config import EngineConfig
 from headrace_core.errors import PluginLoadError, PluginNotFound, RequestError, UnsupportedFeature
 from headrace_core.io_processor import (
@@ -55,12 +56,21 @@ class Engine:
     def __init__(self, processor: IOProcessor | None) -> None:
         self.io_processor, self.model = processor, MODEL
         self.calls: list[tuple[str, str, PoolingParams, int]] = []
+        self.entries: set[CallEntry] = set()
         self.cancelled: list[str] = []
 
     async def encode(
-        self, prompt: str, params: PoolingParams, request_id: str, *, task: str, priority: int
+        self,
+        prompt: str,
+        params: PoolingParams,
+        request_id: str,
+        *,
+        task: str,
+        priority: int,
+        entry: CallEntry,
     ) -> PoolingRequestOutput[PoolingOutput]:
         self.calls.append((request_id, task, params, priority))
+        self.entries.add(entry)
         if prompt == "bad":
             raise RequestError("bad prompt", param="prompt")
         try:
@@ -89,6 +99,7 @@ def test_results_come_in_the_order_of_the_prompts() -> None:
     assert {call[1] for call in engine.calls} == {"embed"}  # the first task of one prompt's own
     assert all(call[2].skip_reading_prefix_cache for call in engine.calls)
     assert {call[3] for call in engine.calls} == {2}
+    assert len(engine.entries) == 1, "for the queue they are one request"
 
 
 def test_a_prompt_that_fails_cancels_the_others() -> None:

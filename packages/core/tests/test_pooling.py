@@ -80,7 +80,7 @@ def test_what_is_filled_in(
     [
         ("embed", None, {"task": "classify"}, "task = 'classify': must be 'embed'"),
         ("vector", None, {}, "Unknown pooling task"),
-        ("embed", info(), {"step_tag_id": 3}, r"step_tag_id: .*\['dimensions', 'normalize'\]"),
+        ("embed", info(), {"step_tag_id": 3}, r"step_tag_id: .*\['dimensions', 'normalize', "),
         ("classify", info(), {"returned_token_ids": [1]}, "returned_token_ids: must be left out"),
         ("embed", None, {"dimensions": 0}, "greater than 0"),
         ("embed", info(), {"dimensions": 4}, "'my-model' does not support matryoshka"),
@@ -91,6 +91,9 @@ def test_what_is_filled_in(
         ("score", info(), {"dimensions": 4}, "dimensions: must be left out"),
         ("embed", None, {"normalize": "no"}, "normalize = 'no': must be True, False or None"),
         ("token_classify", info(pooling_type="STEP"), {"returned_token_ids": [4]}, r"in 0\.\.3"),
+        ("embed", info(), {"prompt_name": "query"}, "the checkpoint names no prompts"),
+        ("embed", info(prompts={"b": "", "a": ""}), {"prompt_name": "c"}, r"one of \['a', 'b'\]"),
+        ("classify", info(prompts={"b": ""}), {"prompt_name": "b"}, "must be left out for task"),
     ],
 )
 def test_what_is_refused(

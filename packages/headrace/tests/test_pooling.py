@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace import PoolingParams
-from headrace.pooling import as_tensor, chosen_task, for_all, score_inputs, truncated
+from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
 
@@ -36,17 +36,17 @@ def test_calls_without_prompts_of_their_own_take_one_set_of_parameters() -> None
         for_all([given, given])
 
 
-def test_truncation_is_an_argument_of_its_own() -> None:
+def test_truncation_and_prompts_are_arguments_of_their_own() -> None:
     given = PoolingParams(normalize=False)
-    assert truncated(given, None) is given
-    assert truncated(given, 3) == PoolingParams(3, normalize=False)
-    assert truncated(None, -1) == PoolingParams(-1)
-    assert truncated([given, PoolingParams()], 2) == [
-        PoolingParams(2, normalize=False), PoolingParams(2),
+    assert completed(given) is given
+    assert completed(given, truncate_prompt_tokens=3) == PoolingParams(3, normalize=False)
+    assert completed(None, truncate_prompt_tokens=-1) == PoolingParams(-1)
+    assert completed([given, PoolingParams()], truncate_prompt_tokens=2, prompt_name="q") == [
+        PoolingParams(2, normalize=False, prompt_name="q"), PoolingParams(2, prompt_name="q"),
     ]  # fmt: skip
-    assert given.truncate_prompt_tokens is None
+    assert (given.truncate_prompt_tokens, given.prompt_name) == (None, None)
     with pytest.raises(RequestError, match="truncate_prompt_tokens = 0"):
-        truncated(given, 0)
+        completed(given, truncate_prompt_tokens=0)
 
 
 def test_one_side_of_pairs() -> None:

@@ -336,6 +336,18 @@ class TestSentenceTransformers:
         sentence_transformer(folder)
         write(folder, {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}})
         assert pooling(folder).prompts == {"query": "q: "}
+        assert pooling(folder).default_prompt_name is None
+
+    def test_the_prompt_that_goes_without_saying(self, folder: Path) -> None:
+        sentence_transformer(folder)
+        own = {"prompts": {"query": "q: "}, "default_prompt_name": "query"}
+        write(folder, {"config_sentence_transformers.json": own})
+        assert pooling(folder).default_prompt_name == "query"
+        for wrong in ("passage", ["query"]):
+            own["default_prompt_name"] = wrong
+            write(folder, {"config_sentence_transformers.json": own})
+            with pytest.raises(UnsupportedModel, match=r"null or one of prompts, \['query'\]"):
+                pooling(folder)
 
 
 class TestPositions:

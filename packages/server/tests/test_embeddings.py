@@ -244,6 +244,15 @@ async def test_refusals_name_the_field(connect: Any, body: Any, param: str) -> N
     assert engine.pooled == []
 
 
+@pytest.mark.spec("POOL-ST")
+async def test_prompts_by_name(connect: Any) -> None:
+    engine = fake(model={"prompts": {"query": "q: "}})
+    await post(connect(engine), input="a", prompt_name="query")
+    assert engine.pooled[0].params.prompt_name == "query"
+    error = await refused(connect(engine), input="a", prompt_name="passage")
+    assert (error["param"], "['query']" in error["message"]) == ("prompt_name", True)
+
+
 @pytest.mark.spec("POOL-MATRYOSHKA")
 async def test_dimensions_that_a_model_does_not_have(connect: Any) -> None:
     model = {"matryoshka": None, "name": "mine", "names": ("mine",)}
@@ -272,6 +281,9 @@ async def test_a_thousand_texts(connect: Any) -> None:
     assert firsts == [ord(text[0]) for text in texts]
     assert engine.finished != sorted(engine.finished, key=lambda name: int(name.split("-")[2]))
     assert engine.most == PARALLEL
+    assert len({id(call.entry) for call in engine.pooled}) == 1, (
+        "for the queue they are one request"
+    )
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
 
 
@@ -456,6 +468,31 @@ async def test_an_io_processor_that_raises(connect: Any) -> None:
     ours = await client.post("/pooling", json={"data": {"text": "\0"}})
     assert (ours.status_code, "secret" in ours.text) == (500, False)
     await post(client, "/pooling", data={"text": "a"})
+
+
+@pytest.mark.spec("HTTP-POOLING")
+async def test_answers_have_a_most(connect: Any) -> None:
+    """Counted before anything is computed: what fits exactly is answered."""
+    sizes = {"num_labels": 3, "embedding_size": 4, "matryoshka": ()}
+    engine = fake("embed", "token_embed", "classify", model=sizes)
+    client = connect(engine, max_answer_numbers=12)
+    rows = {"task": "token_embed"}  # of 4 numbers
+    for path, body, number in (
+        (URL, {"input": ["a"] * 3}, 0), (URL, {"input": ["a"] * 4}, 16),
+        (URL, {"input": ["a"] * 6, "dimensions": 2}, 0), ("/classify", {"input": ["a"] * 5}, 15),
+        ("/pooling", {"input": "ab", **rows}, 0), ("/pooling", {"input": [1, 2, 3], **rows}, 0),
+        ("/pooling", {"input": ["ab", "a"], **rows}, 20),
+        ("/pooling", {"input": "ab" * 9, "truncate_prompt_tokens": 3, **rows}, 0),
+    ):  # fmt: skip
+        engine.pooled.clear()
+        if not number:
+            await post(client, path, **body)
+            continue
+        error = await refused(client, path, **body)
+        assert (
+            f" {number} in all; one answer may have 12 (--max-answer-numbers)" in error["message"]
+        )
+        assert (error["param"], engine.pooled) == ("input", [])
 
 
 @pytest.mark.parametrize(("count", "thread"), [(1, "MainThread"), (64, "headrace-offload")])

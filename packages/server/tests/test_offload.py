@@ -8,6 +8,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -19,10 +20,11 @@ from headrace_core.errors import RequestError
 from headrace_core.output import CompletionOutput, Logprob, RequestOutput
 from headrace_core.sampling import RequestOutputKind
 from headrace_core.testing.engine import FakeEngine, fake_served_model
-from headrace_server import ServerSettings, create_app
+from headrace_server import ServerSettings, create_app, embeds, routing
 from headrace_server.embeds import _PIECE as PIECE_OF_BASE64
 from headrace_server.embeds import decode_embeds
 from headrace_server.offload import PIECE, OffLoop, encoded, pieces
+from headrace_server.routing import has_many_values as routing_has_many_values
 
 pytestmark = pytest.mark.req("REL-21")
 
@@ -198,16 +200,42 @@ async def test_nor_does_looking_for_calls_in_a_long_one(name: str) -> None:
     await _compare(engine, path, {**body, "tools": tools}, **words)
 
 
-async def test_nor_does_decoding_embeddings() -> None:
+async def test_nor_does_reading_a_body_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be done in slices is, and in another thread: looking for brackets, and base64."""
+
     class Embedding(Prepared):
         def __init__(self) -> None:
             super().__init__(wide=False)
             self._model = fake_served_model(prompt_embeds=True)
 
-    text = base64.b64encode(bytes(45_000_000)).decode()
-    # Reading the body stays on the loop: of one this large that is a third of all, and two thirds
-    # where the other core is busy.
-    await _compare(Embedding(), "/v1/completions", {"prompt_embeds": text}, most=0.85)
+    scanned, decoded = list[str](), list[tuple[str, int]]()
+
+    def scan(body: bytes) -> bool:
+        scanned.append(_thread())
+        return routing_has_many_values(body)
+
+    def decode(text: str, **options: Any) -> bytes:
+        decoded.append((_thread(), len(text)))
+        return base64.b64decode(text, **options)
+
+    monkeypatch.setattr(routing, "has_many_values", scan)
+    monkeypatch.setattr(embeds, "base64", SimpleNamespace(b64decode=decode))
+    text = base64.b64encode(bytes(9_000_000)).decode()
+    await _ask(Embedding(), "/v1/completions", {"prompt_embeds": text}, None)
+    assert scanned == ["headrace-offload"]
+    assert {name for name, _ in decoded} == {"headrace-offload"}
+    assert max(size for _, size in decoded) <= PIECE_OF_BASE64
+    assert sum(size for _, size in decoded) == len(text)
+
+
+def _thread() -> str:
+    return threading.current_thread().name.partition("_")[0]
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_brackets_are_counted_over_all_slices(extra: int) -> None:
+    body = (b"x" * 9 + b"[{") * (routing.MAX_VALUES // 2) + b"[" * extra
+    assert routing_has_many_values(body) is bool(extra)
 
 
 def test_a_list_in_slices_is_the_list() -> None:

@@ -343,6 +343,60 @@ def choose_backend(
     )
 
 
+class BackendChooser:
+    """Chooses the backends of one model's layers; what is chosen once is one object.
+
+    A user's choice holds for every layer whose type of attention the backend serves at all; others,
+    such as an encoder's beside a cached decoder's, get what they would without it.
+
+    Args:
+        ops: what backends are made with.
+        wanted, preferred: see :func:`choose_backend`.
+    """
+
+    def __init__(
+        self, ops: OpTable, *, wanted: str | None = None, preferred: Sequence[str] = ()
+    ) -> None:
+        self._ops = ops
+        self._wanted = wanted
+        self._preferred = preferred
+        self._chosen: dict[AttentionNeed, BackendFacts] = {}
+        self._made: dict[type[BackendFacts], BackendFacts] = {}
+        self._passed_over: list[AttentionNeed] = []
+
+    def __call__(self, need: AttentionNeed) -> BackendFacts:
+        """The backend for layers with this need.
+
+        Raises:
+            ConfigError: nobody can serve it, or not the one that the user has chosen.
+        """
+        if need not in self._chosen:
+            backend = self._choose(need)
+            self._chosen[need] = self._made.setdefault(backend, backend(self._ops))
+        return self._chosen[need]
+
+    def check_used(self) -> None:
+        """To be called when all layers have been asked for.
+
+        Raises:
+            ConfigError: none of them is served by the one that the user has chosen.
+        """
+        if self._passed_over and len(self._passed_over) == len(self._chosen):
+            choose_backend(self._passed_over[0], wanted=self._wanted)
+
+    def _choose(self, need: AttentionNeed) -> type[BackendFacts]:
+        if self._wanted is not None:
+            wanted: type[BackendFacts] = plugins.load("headrace.attention_backends", self._wanted)
+            if need.attention_type not in wanted.supported_attention_types:
+                logger.info(
+                    "attention backend %s: not for attention of type %s, which it does not serve",
+                    self._wanted, need.attention_type,
+                )  # fmt: skip
+                self._passed_over.append(need)
+                return choose_backend(need, preferred=self._preferred)
+        return choose_backend(need, wanted=self._wanted, preferred=self._preferred)
+
+
 def _who_serves(need: AttentionNeed) -> list[str]:
     """Names of installed backends that serve the need; one that cannot be imported serves nothing."""
     willing = []

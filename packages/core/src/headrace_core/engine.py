@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.io_processor import IOProcessor
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from headrace_core.packed import PackedArray
@@ -175,11 +176,13 @@ class EngineClient(Protocol):
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        entry: CallEntry | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Run one pooling request. Cancelling the call aborts it.
 
         Args:
             params: not changed.
+            entry: shared by all prompts of one call; None: the prompt is a call of its own.
             task: of :data:`headrace_core.pooling.POOLING_TASKS`, ``plugin`` excepted.
 
         Returns:

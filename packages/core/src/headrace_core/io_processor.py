@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from headrace_core import plugins
+from headrace_core.call_entry import CallEntry
 from headrace_core.errors import PluginLoadError, RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.pooling import PoolingParams
@@ -199,13 +200,13 @@ async def answer(
         )
     prompts = as_prompts(await processor.pre_process_async(prompt, request_id))
     chosen, task = plugin_params(processor, engine.model, params)
-    gate = asyncio.Semaphore(AT_ONCE)
+    gate, entry = asyncio.Semaphore(AT_ONCE), CallEntry()
 
     async def run(index: int) -> tuple[int, ModelOutput]:
         async with gate:
             own_id = f"{request_id}-{index}"
             return index, await engine.encode(
-                prompts[index], chosen, own_id, task=task, priority=priority
+                prompts[index], chosen, own_id, task=task, priority=priority, entry=entry
             )
 
     runs = [asyncio.create_task(run(index)) for index in range(len(prompts))]

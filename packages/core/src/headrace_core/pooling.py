@@ -36,13 +36,15 @@ TOKEN_TASKS = ("token_embed", "token_classify")
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 
 VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
-    "embed": ("dimensions", "normalize"),
-    "token_embed": ("dimensions", "normalize"),
+    "embed": ("dimensions", "normalize", "prompt_name"),
+    "token_embed": ("dimensions", "normalize", "prompt_name"),
     "classify": ("use_activation",),
     "score": ("use_activation",),
     "token_classify": ("use_activation",),
 }
 """Task -> fields of :class:`PoolingParams` that mean something to it."""
+_MODEL_DEFAULTS = ("dimensions", "normalize", "use_activation")
+"""Of these, what a :class:`PoolingInfo` has by the same name."""
 _STEP_PARAMS = ("step_tag_id", "returned_token_ids")
 
 
@@ -265,7 +267,9 @@ class PoolingInfo:
     """The logarithm is taken twice."""
     late_interaction: LateInteraction | None = None
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Named texts to put before inputs, as the checkpoint lists them; nothing is put by itself."""
+    """Named texts to put before those that are embedded (Sentence Transformers' ``prompts``)."""
+    default_prompt_name: str | None = None
+    """The prompt of requests that name none; of :attr:`prompts`. None: then nothing is put."""
     lower_case: bool = False
     """Texts are made lower-case first (Sentence Transformers' ``do_lower_case``)."""
     token_types: bool = False
@@ -281,6 +285,22 @@ class PoolingInfo:
     def reuses_prefixes(self) -> bool:
         """Whether cached beginnings of prompts give what computing them would."""
         return self.causal and self.pooling_type == "LAST"
+
+    def prompt_text(self, name: str | None) -> str:
+        """What comes before a text that is embedded.
+
+        Args:
+            name: of :attr:`prompts`; None: the default one, if there is any.
+
+        Raises:
+            RequestError: there is no prompt of this name; lists those there are.
+        """
+        if name is None:
+            return self.prompts[self.default_prompt_name] if self.default_prompt_name else ""
+        if name not in self.prompts:
+            _fail("prompt_name", name, f"one of {sorted(self.prompts)}" if self.prompts else
+                  "left out: the checkpoint names no prompts")  # fmt: skip
+        return self.prompts[name]
 
 
 @dataclass(slots=True)
@@ -305,6 +325,8 @@ class PoolingParams:
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    prompt_name: str | None = None
+    """The prompt to put before texts, of :attr:`PoolingInfo.prompts`; None: the default one."""
 
     def __post_init__(self) -> None:
         assert self.output_kind is RequestOutputKind.FINAL_ONLY, "pooling has final outputs only"
@@ -348,7 +370,9 @@ class PoolingParams:
         self._fill_defaults(task)
         if self.dimensions is not None and task in EMBED_TASKS:
             self._check_dimensions(info, model_name)
-        offending = [n for n in ("dimensions", "normalize", "use_activation")
+        if self.prompt_name is not None and task in EMBED_TASKS and info is not None:
+            info.prompt_text(self.prompt_name)
+        offending = [n for n in (*_MODEL_DEFAULTS, "prompt_name")
                      if getattr(self, n) is not None and n not in VALID_PARAMS[task]]  # fmt: skip
         if offending:
             _fail_params(task, VALID_PARAMS[task], offending)
@@ -382,7 +406,7 @@ class PoolingParams:
 
     def _fill_from(self, task: str, info: PoolingInfo) -> None:
         for name in VALID_PARAMS.get(task, ()):
-            if getattr(self, name) is None:
+            if name in _MODEL_DEFAULTS and getattr(self, name) is None:
                 setattr(self, name, getattr(info, name))
         if self.skip_reading_prefix_cache is None:
             self.skip_reading_prefix_cache = task in TOKEN_TASKS

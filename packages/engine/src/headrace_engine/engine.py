@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.config import EngineConfig
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
 from headrace_core.errors import EngineDead, GenerateError
@@ -36,6 +37,7 @@ from headrace_engine.emission.pooled import PooledOutput, PooledState
 from headrace_engine.emission.processor import Followed, OutputProcessor, Processed
 from headrace_engine.emission.stream import News, Outputs
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.pooling import PooledPrompt
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.intake.threads import IntakeThreads, size_of_texts
 from headrace_engine.messages import CoreOutputs
@@ -190,11 +192,13 @@ class Engine:
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        entry: CallEntry | None = None,
     ) -> PooledOutput:
         """See :meth:`headrace_core.engine.EngineClient.encode`."""
-        return await self._encode(
-            Job(prompt, params, task, request_id, priority, add_special_tokens)
-        )
+        job = Job(prompt, params, task, request_id, priority, add_special_tokens)
+        entry = entry or CallEntry()
+        async with entry.place(self._limits.share(AT_ONCE)):
+            return await self._encode(job, entry)
 
     async def score(
         self,
@@ -215,32 +219,39 @@ class Engine:
             ),
         )
         results: dict[int, PooledOutput] = {}
-        prompts = (self._encode(job, let_in=index > 0) for index, job in enumerate(plan.jobs))
+        entry = CallEntry()
+        prompts = (self._encode(job, entry) for job in plan.jobs)
         await run_bounded(prompts, self._limits.share(AT_ONCE), results.__setitem__)
         return plan.outputs([results[index] for index in range(len(plan.jobs))])
 
-    async def _encode(self, job: Job, *, let_in: bool = False) -> PooledOutput:
-        """Take in a prompt, run its requests, and wait for the result.
-
-        Args:
-            let_in: it is part of a call that the queue's limits let in: it is refused no more.
-        """
+    async def _encode(self, job: Job, entry: CallEntry) -> PooledOutput:
+        """Take in a prompt, run its requests, and wait for the result."""
         self._check_open()
-        intake = self._intake.pooling
-        with contextlib.nullcontext() if let_in else self._limits.arriving(1):
-            prompt = await self._threads.run(job.prompt, lambda: read_job(intake, job))
-            await self._gate.passed()
-            if not let_in:
-                self._limits.check_tokens(len(prompt.token_ids))
-            if not prompt.window:
-                opened = self._open_pooled(intake.request(prompt))
-        if not prompt.window:
+        taken = None
+        async with entry.door:  # nobody waits long: whoever finds it let in goes on at once
+            if not entry.let_in:
+                with self._limits.arriving(1):
+                    taken = await self._take_in_pooled(job, check_tokens=True)
+                entry.let_in = True
+        prompt, opened = taken or await self._take_in_pooled(job, check_tokens=False)
+        if opened is not None:
             return await self._result(*opened)
         gathering = Gathering(prompt)
-        windows = map(self._window, intake.windows(prompt))
+        windows = map(self._window, self._intake.pooling.windows(prompt))
         at_once = self._limits.share(windows_at_once(prompt))
         await run_bounded(windows, at_once, gathering.add)
         return gathering.output()
+
+    async def _take_in_pooled(
+        self, job: Job, *, check_tokens: bool
+    ) -> tuple[PooledPrompt, tuple[Followed, News] | None]:
+        """Read a prompt, and begin it unless it must be computed in windows."""
+        intake = self._intake.pooling
+        prompt = await self._threads.run(job.prompt, lambda: read_job(intake, job))
+        await self._gate.passed()
+        if check_tokens:
+            self._limits.check_tokens(len(prompt.token_ids))
+        return prompt, None if prompt.window else self._open_pooled(intake.request(prompt))
 
     async def _window(self, request: PreparedRequest) -> PooledOutput:
         """One window of a long text."""

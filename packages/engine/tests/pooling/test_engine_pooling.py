@@ -12,6 +12,7 @@ import pytest
 import torch
 from pooling_stub import Made, Tokens, make
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.errors import GenerateError, QueueFull, RequestError, UnsupportedFeature
 from headrace_core.io_processor import IOProcessor, IOProcessorResponse, answer
 from headrace_core.owner import OWNER
@@ -186,6 +187,45 @@ async def test_a_call_that_was_let_in_is_not_refused_in_its_middle(limits: dict[
         assert len(scores) == 40
         assert (await engine.encode([9] * 900, PoolingParams(), "long", task="embed")).finished
     assert most <= max(1, limits["max_queued_requests"] // 2), "others find room in the queue"
+
+
+@pytest.mark.parametrize("limits", [{"max_queued_requests": 1}, {"max_queued_requests": 6,
+                                    "max_queued_tokens": 40}])  # fmt: skip
+async def test_the_prompts_of_one_call_are_one_request_to_the_queue(limits: dict[str, int]) -> None:
+    made, entry, most = make(scheduler=limits), CallEntry(), 0
+    async with started(made) as engine:
+        add = made.client.add
+
+        def counting(requests: Any) -> None:
+            nonlocal most
+            most = max(most, len(engine._processor.states))
+            add(requests)
+
+        made.client.add = counting  # type: ignore[method-assign]
+        texts = [f"text {i}" for i in range(40)]
+        calls = [engine.encode(text, PoolingParams(), f"r-{i}", task="embed", entry=entry)
+                 for i, text in enumerate(texts)]  # fmt: skip
+        outputs = await asyncio.gather(*calls)
+    assert [output.prompt_token_ids for output in outputs] == [Tokens().encode(t) for t in texts]
+    assert most <= max(1, limits["max_queued_requests"] // 2), "others find room in the queue"
+
+
+async def test_a_call_that_is_refused_is_so_before_any_of_its_prompts_runs() -> None:
+    made = make(scheduler={"max_queued_requests": 1})
+    async with started(made) as engine:
+        async with held(made):
+            first = asyncio.create_task(engine.encode("t", PoolingParams(), "0", task="embed"))
+            while not engine._processor.states:
+                await asyncio.sleep(0)
+            entry = CallEntry()
+            calls = [engine.encode("t", PoolingParams(), f"r-{i}", task="embed", entry=entry)
+                     for i in range(3)]  # fmt: skip
+            ends = await asyncio.gather(*calls, return_exceptions=True)
+            scored = engine.score(["a"], ["b", "c"], PoolingParams(), "s")
+            ends += await asyncio.gather(scored, return_exceptions=True)
+            assert [type(end) for end in ends] == [QueueFull] * 4
+            assert len(engine._processor.states) == 1
+        assert (await first).finished
 
 
 async def test_a_failing_pair_ends_the_others() -> None:

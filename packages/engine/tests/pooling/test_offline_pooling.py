@@ -225,6 +225,33 @@ def test_truncation_keeps_the_end_and_what_stands_around_the_text() -> None:
             llm.encode([[]], PoolingParams(), task="embed")
 
 
+@pytest.mark.spec("POOL-ST")
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_named_prompts_come_before_texts(task: str) -> None:
+    prompts = {"query": "q: ", "title": "t: "}
+    made = make(info={"prompts": prompts, "default_prompt_name": "title"})
+    with engine(made) as llm:
+        asked = PoolingParams(prompt_name="query")
+        for given in ("ab", {"prompt": "ab"}):
+            (named,) = llm.encode([given], asked, task=task)
+            assert named.prompt_token_ids == ids("q: ab")
+            (default,) = llm.encode([given], PoolingParams(), task=task)
+            assert default.prompt_token_ids == ids("t: ab")
+        (tokens,) = llm.encode([[5, 6]], PoolingParams(), task=task)
+        assert tokens.prompt_token_ids == [5, 6], "who sends tokens has written all of the prompt"
+        with pytest.raises(RequestError, match="unless the input is text"):
+            llm.encode([[5, 6]], asked, task=task)
+        with pytest.raises(RequestError, match=r"must be one of \['query', 'title'\]"):
+            llm.encode(["ab"], PoolingParams(prompt_name="passage"), task=task)
+
+
+def test_a_default_prompt_is_not_for_classes() -> None:
+    made = make(info={"prompts": {"title": "t: "}, "default_prompt_name": "title"})
+    with engine(made) as llm:
+        (output,) = llm.encode(["ab"], PoolingParams(), task="classify")
+    assert output.prompt_token_ids == ids("ab")
+
+
 @pytest.mark.spec("MODEL-RUNNER")
 def test_what_a_pooling_model_cannot_do_is_said() -> None:
     made = make(info={"tasks": ("embed",)}, served={"unmet": {"score": ("it has 2 labels",)}})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
-from headrace.pooling import OfflinePooling, chosen_task, for_all, score_inputs, truncated
+from headrace.pooling import OfflinePooling, chosen_task, completed, for_all, score_inputs
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import (
@@ -286,6 +286,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
+        prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt.
 
@@ -295,6 +296,8 @@ class LLM:
             use_tqdm, lora_request: as :meth:`generate`.
             truncate_prompt_tokens: keep so many tokens of each prompt, its end; -1: as many as the
                 model takes.
+            prompt_name: put this prompt of the checkpoint's before each text (Sentence Transformers'
+                ``prompts``, listed by ``model_info.pooling``); None: its default one, if it has any.
 
         Returns:
             One output per prompt, in order; ``outputs.embedding`` is a list of numbers.
@@ -305,7 +308,9 @@ class LLM:
             GenerateError: a prompt failed.
         """
         _refuse_adapters(lora_request)
-        params = truncated(pooling_params, truncate_prompt_tokens)
+        params = completed(
+            pooling_params, truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name
+        )
         return self._pooling("LLM.embed", "embed").embed(as_prompts(prompts), params, use_tqdm)
 
     def classify(
@@ -342,7 +347,7 @@ class LLM:
             One output per prompt, in order; ``outputs.data`` is a tensor [tokens, labels].
         """
         _refuse_adapters(lora_request)
-        params = truncated(pooling_params, truncate_prompt_tokens)
+        params = completed(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
         pooling = self._pooling("LLM.reward", "token_classify")
         return pooling.encode(as_prompts(prompts), params, "token_classify", use_tqdm)
 
@@ -373,7 +378,7 @@ class LLM:
         Raises: as :meth:`embed`.
         """
         _refuse_adapters(lora_request)
-        params = truncated(pooling_params, truncate_prompt_tokens)
+        params = completed(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
         pooling = self._pooling("LLM.score", None)
         return pooling.score(
             score_inputs(data_1),
@@ -393,6 +398,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        prompt_name: str | None = None,
     ) -> list[PoolingRequestOutput[Any]]:
         """Pool prompts for any task of the model.
 
@@ -400,7 +406,8 @@ class LLM:
             prompts: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
             pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`.
             tokenization_kwargs: ``add_special_tokens`` and ``truncate_prompt_tokens``.
-            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
+            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens, prompt_name: as
+                :meth:`embed`.
 
         Returns:
             One output per prompt, in order; ``outputs.data`` is a float32 tensor, [size] or, for tasks
@@ -421,7 +428,7 @@ class LLM:
             )
         self._pooling("LLM.encode", None)
         task = chosen_task(pooling_params, pooling_task)
-        params = truncated(pooling_params, keep)
+        params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
             return pooling.plugin(prompts, for_all(params), use_tqdm)

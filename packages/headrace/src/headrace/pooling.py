@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -146,18 +147,17 @@ def as_tensor(data: PackedArray) -> Tensor:
     return torch.frombuffer(bytearray(data.data), dtype=torch.float32).view(data.shape)
 
 
-def truncated(params: Params, truncate_prompt_tokens: int | None) -> Params:
-    """The parameters with ``truncate_prompt_tokens``, where it is given."""
-    if truncate_prompt_tokens is None:
+def completed(
+    params: Params, *, truncate_prompt_tokens: int | None = None, prompt_name: str | None = None
+) -> Params:
+    """The parameters with those of the call's arguments that are given."""
+    given = {"truncate_prompt_tokens": truncate_prompt_tokens, "prompt_name": prompt_name}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
         return params
-    if params is None:
-        params = PoolingParams()
-    if isinstance(params, PoolingParams):
-        params = params.clone()
-        params.truncate_prompt_tokens = truncate_prompt_tokens
-        params.__post_init__()  # checks it
-        return params
-    return [cast("PoolingParams", truncated(one, truncate_prompt_tokens)) for one in params]
+    if params is None or isinstance(params, PoolingParams):
+        return replace(params.clone() if params else PoolingParams(), **given)
+    return [replace(one.clone(), **given) for one in params]
 
 
 def for_all(params: Params) -> PoolingParams | None:

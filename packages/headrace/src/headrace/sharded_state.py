@@ -39,7 +39,7 @@ def save_sharded_state(
     """
     with starting() as timeline:
         resolved = resolve_engine(config)
-        from headrace.assembly.worker import build_context, choose_ops, cpu_threads
+        from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
         from headrace.progress import progress_bars
         from headrace_models.formats.sharded import MAX_FILE_BYTES, PATTERN
         from headrace_models.sharded_state import save_sharded_state as save
@@ -48,7 +48,7 @@ def save_sharded_state(
     with progress_bars(config.load.use_tqdm_on_load) as progress:
         return save(
             resolved.info,
-            build_context(resolved, ops),
+            build_context(resolved, ops, backend_chooser(resolved, ops)),
             Path(output),
             world_size=tensor_parallel_size,
             load=config.load,

@@ -59,6 +59,11 @@ class ServerSettings:
         None, "Most bytes of a request body; more is a 413. Default: 64 MiB; hardened: 16 MiB.",
         human_int=True,
     )  # fmt: skip
+    max_answer_numbers: int = option(
+        1 << 26, "Most numbers of one answer of /v1/embeddings, /classify and /pooling (inputs, times "
+        "tokens where there is a row for each, times the size of a row); more is a 400 before "
+        "anything is computed.", human_int=True,
+    )  # fmt: skip
     header_timeout: float = option(
         10.0, "Seconds that a client may take to send a request's head; then it is cut."
     )
@@ -298,7 +303,8 @@ class ServerSettings:
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.responses_store_seconds > 0, "responses_store_seconds",
                self.responses_store_seconds, "above 0")  # fmt: skip
-        for name in ("h11_max_incomplete_event_size", "h11_max_header_count", "max_body_bytes"):
+        for name in ("h11_max_incomplete_event_size", "h11_max_header_count", "max_body_bytes",
+                     "max_answer_numbers"):  # fmt: skip
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.max_log_len is None or self.max_log_len >= 0, "max_log_len", self.max_log_len,
                "at least 0")  # fmt: skip

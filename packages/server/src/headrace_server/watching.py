@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.engine import (
     EngineClient,
     EngineStats,
@@ -135,6 +136,7 @@ class WatchedEngine:
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        entry: CallEntry | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         work = self.engine.encode(
             self._rewrite(prompt),
@@ -143,6 +145,7 @@ class WatchedEngine:
             task=task,
             priority=priority,
             add_special_tokens=add_special_tokens,
+            entry=entry,
         )
         watched = _WatchedPooling(self._watchers, task, request_id)
         with watched:

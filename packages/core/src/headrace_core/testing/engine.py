@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.engine import EngineStats, ServedModel, TokenizedPrompt
 from headrace_core.errors import (
     EngineDead,
@@ -105,6 +106,7 @@ class RecordedPooling:
     priority: int
     add_special_tokens: bool | None = None
     chat_template: str | None = None
+    entry: CallEntry | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -255,11 +257,12 @@ class FakeEngine:
         task: str,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        entry: CallEntry | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         verified = self._take_in_pooling(params, request_id, task)
         text, ids = self._cut(*self._tokens(prompt, add_special_tokens), verified)
         call = RecordedPooling(
-            prompt, text, verified, request_id, task, priority, add_special_tokens
+            prompt, text, verified, request_id, task, priority, add_special_tokens, entry=entry
         )
         await self._play_pooling(request_id, [call])
         self._stats.prompt_tokens += len(ids)

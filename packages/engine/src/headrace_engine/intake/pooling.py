@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from headrace_core import failpoints
 from headrace_core.engine import ServedModel
 from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.modality import MediaInput
-from headrace_core.pooling import TOKEN_TASKS, PoolingInfo, PoolingParams
+from headrace_core.pooling import EMBED_TASKS, TOKEN_TASKS, PoolingInfo, PoolingParams
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.intake.media import cuts_media
@@ -144,6 +144,7 @@ class PoolingIntake:
         params = _verified(params, task, info, model)
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
+        prompt = _introduced(prompt, params, info)
         tokens = self._tokens(prompt, add_special_tokens, keep)
         ids, types = tokens.ids, tokens.token_type_ids
         if keep is not None and len(ids) > keep:
@@ -316,6 +317,33 @@ def _verified(
     if not info.reuses_prefixes or task in TOKEN_TASKS:  # whatever was asked: it would be wrong
         params.skip_reading_prefix_cache = True
     return params
+
+
+def _introduced(prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo) -> PoolingPrompt:
+    """A prompt with the text that its request names before it, or the model's default one.
+
+    Texts only: who sends token ids or a conversation has written all of it, as late interaction has.
+
+    Raises:
+        RequestError: it is named for something else.
+    """
+    if params.task not in EMBED_TASKS:
+        return prompt
+    text = info.prompt_text(params.prompt_name)
+    if isinstance(prompt, str):
+        return text + prompt
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+        own = prompt.get("prompt")
+        if isinstance(own, str):
+            return cast("Prompt", {**prompt, "prompt": text + own})
+    if params.prompt_name is not None:
+        raise RequestError(
+            f"prompt_name = {params.prompt_name!r}: must be left out unless the input is text; write "
+            "the prompt into token ids and conversations",
+            param="prompt_name",
+            value=params.prompt_name,
+        )
+    return prompt
 
 
 def _tokens_kept(params: PoolingParams, limit: int) -> int | None:

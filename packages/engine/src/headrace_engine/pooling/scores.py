@@ -34,7 +34,7 @@ RenderPair = Callable[[str, str, str | None], str | None]
 """(query, document, the call's template) -> prompt; None: the model has no template."""
 
 _TEXT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
-AT_ONCE = 128
+AT_ONCE = 256
 """Prompts of one call that are under way together on an asynchronous engine."""
 
 

@@ -6,7 +6,6 @@ The only part of the assembly that imports torch, and it does so when a worker i
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,11 @@ from headrace.assembly.transcription import model_class
 from headrace_core.attention import (
     AttentionBackend,
     AttentionNeed,
+    BackendChooser,
     BackendFacts,
     EncoderBackend,
-    choose_backend,
 )
-from headrace_core.config import CacheConfig, EngineConfig, SimConfig
+from headrace_core.config import CacheConfig, SimConfig
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.errors import ConfigError, PluginError
 from headrace_core.graph import capture_sizes
@@ -32,7 +31,7 @@ from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.logits_processor import named_processors
 from headrace_core.model import BuildContext, CausalLM
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
-from headrace_core.platform import BringsWorker, Platform
+from headrace_core.platform import BringsWorker
 
 if TYPE_CHECKING:
     import torch
@@ -203,25 +202,39 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         from headrace.progress import progress_bars
         from headrace_models.loader import load_model
 
-        context = build_context(resolved, ops)
-    config, info = resolved.config, resolved.info
+        config, info = resolved.config, resolved.info
+        choose = backend_chooser(resolved, ops)
+        context = build_context(resolved, ops, choose)
     with (
         progress_bars(config.load.use_tqdm_on_load) as progress,
         timeline.phase("read and pack weights"),
     ):
-        return load_model(
+        model = load_model(
             info, context, load=config.load, seed=config.model.seed, progress=progress
         )
+    choose.check_used()
+    return model
 
 
-def build_context(resolved: Resolved, ops: OpTable) -> BuildContext:
-    """What a model is built with, on one rank."""
+def backend_chooser(resolved: Resolved, ops: OpTable) -> BackendChooser:
+    """Chooses the backends of one model's layers."""
+    config, _, platform, _ = resolved
+    return BackendChooser(ops, wanted=config.attention.backend, preferred=platform.attention_order)
+
+
+def build_context(
+    resolved: Resolved, ops: OpTable, choose: Callable[[AttentionNeed], BackendFacts]
+) -> BuildContext:
+    """What a model is built with, on one rank.
+
+    Args:
+        choose: the backend of each layer.
+    """
     from headrace_core.parallel import SingleProcess
     from headrace_models.quantization import quant_method
 
     config, info, platform, _ = resolved
     assert config.cache.block_size is not None
-    choose = attention_chooser(config, platform, ops)
     return BuildContext(
         config=info.config,
         dtype=info.dtype,
@@ -240,22 +253,6 @@ def build_context(resolved: Resolved, ops: OpTable) -> BuildContext:
         generation_config=info.generation_config,
         trust_remote_code=info.trust_remote_code,
     )
-
-
-def attention_chooser(
-    config: EngineConfig, platform: Platform, ops: OpTable
-) -> Callable[[AttentionNeed], BackendFacts]:
-    """A function from a layer's need to a backend; equal needs and classes share one object."""
-    backends: dict[type[BackendFacts], BackendFacts] = {}
-
-    @functools.cache
-    def choose(need: AttentionNeed) -> BackendFacts:
-        backend = choose_backend(
-            need, wanted=config.attention.backend, preferred=platform.attention_order
-        )
-        return backends.setdefault(backend, backend(ops))
-
-    return choose
 
 
 def _paged(backend: BackendFacts) -> AttentionBackend:

@@ -81,6 +81,7 @@ def pooling_info(
         native_len=max_model_len,
         scoring=_scoring(tasks, late),
         prompts=sentence.prompts,
+        default_prompt_name=sentence.default_prompt_name,
         lower_case=sentence.lower_case,
         sparse=traits.sparse,
         sparse_sum=sentence.sparse_sum,

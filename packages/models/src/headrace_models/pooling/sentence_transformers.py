@@ -56,6 +56,7 @@ class SentenceModules:
     max_seq_length: int | None = None
     lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
     activation: str | None = None
     """A cross-encoder's, as the files name it."""
     multi_vector: bool = False
@@ -85,10 +86,10 @@ def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModul
         UnsupportedModel: a file is unreadable, or a value wrong.
     """
     own = read_object(folder / "config_sentence_transformers.json", required=False)
-    prompts = own.get("prompts")
-    named = prompts if isinstance(prompts, Mapping) else {}
+    prompts = _prompts(own)
     found = SentenceModules(
-        prompts={str(k): v for k, v in named.items() if isinstance(v, str)},
+        prompts=prompts,
+        default_prompt_name=_default_prompt(own, prompts),
         activation=own.get("activation_fn"),
         markers=_markers(folder, own),
         **_settings(folder),
@@ -97,6 +98,22 @@ def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModul
     for module in () if own.get("model_type") == "CrossEncoder" else _modules(folder):
         found = _follow(folder, module, found, pooling_type)
     return found
+
+
+def _prompts(own: Mapping[str, Any]) -> dict[str, str]:
+    named = own.get("prompts")
+    texts = named.items() if isinstance(named, Mapping) else ()
+    return {str(name): text for name, text in texts if isinstance(text, str)}
+
+
+def _default_prompt(own: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
+    name = own.get("default_prompt_name")
+    if name is not None and (not isinstance(name, str) or name not in prompts):
+        raise UnsupportedModel(
+            f"config_sentence_transformers.json: default_prompt_name = {name!r}: must be null or one "
+            f"of prompts, {sorted(prompts)}"
+        )
+    return name
 
 
 def _settings(folder: Path) -> dict[str, Any]:

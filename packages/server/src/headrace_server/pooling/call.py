@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
+from headrace_core.call_entry import CallEntry
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
@@ -17,6 +17,8 @@ from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_server import convert
 from headrace_server.offload import encoded
+from headrace_server.parts import answer_of, json_parts
+from headrace_server.pooling.answer_size import check_answer_size
 from headrace_server.protocol.pooling import PoolingBody
 from headrace_server.protocol.usage import PromptTokensDetails, Usage
 from headrace_server.request_log import log_request
@@ -32,6 +34,7 @@ _NUMBERS = 32
 """Of an answer, for one unit of cost (:mod:`headrace_server.offload`)."""
 _PARAMS = (
     "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
+    "prompt_name",
 )  # fmt: skip
 
 
@@ -92,7 +95,13 @@ class PoolingCall:
     async def encode_each(
         self, prompts: Sequence[Prompt], task: str, special: bool | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The results of all prompts, in order."""
+        """The results of all prompts, in order. The queue's limits count them as one request.
+
+        Raises:
+            RequestError: the answer would be too large.
+        """
+        await check_answer_size(prompts, self.params, self.state, task=task, special=special)
+        entry = CallEntry()
 
         def encode(position: int, prompt: Prompt) -> Awaitable[PoolingRequestOutput[PoolingOutput]]:
             name = convert.engine_id(self.id, position)
@@ -104,6 +113,7 @@ class PoolingCall:
                 task=task,
                 priority=self._priority,
                 add_special_tokens=special,
+                entry=entry,
             )
 
         return await in_order(encode, prompts, PARALLEL)
@@ -132,16 +142,22 @@ class PoolingCall:
         return (num_numbers + ids) // _NUMBERS + len(outputs)
 
     def list_of(
-        self, items: Iterable[dict[str, Any]], outputs: Sequence[PoolingRequestOutput[Any]]
-    ) -> bytes:
-        """An answer with an item for each result."""
-        return msgspec.json.encode(
-            {
-                "id": self.id,
-                "object": "list",
-                "created": self.created,
-                "model": self.model.name,
-                "data": encoded(items),
-                "usage": self.usage(outputs).model_dump(),
-            }
-        )
+        self,
+        items: Iterator[dict[str, Any]],
+        outputs: Sequence[PoolingRequestOutput[Any]],
+        num_numbers: int,
+    ) -> Response:
+        """An answer with an item for each result; they are made while it is sent.
+
+        Args:
+            num_numbers: in all items.
+        """
+        answer = {
+            "id": self.id,
+            "object": "list",
+            "created": self.created,
+            "model": self.model.name,
+            "data": items,
+            "usage": self.usage(outputs).model_dump(),
+        }
+        return answer_of(json_parts(answer), self.state.off_loop, self.cost(outputs, num_numbers))

@@ -12,7 +12,6 @@ from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_server.pooling.call import PoolingCall
 from headrace_server.pooling.inputs import inputs_of
 from headrace_server.protocol.pooling import ClassifyChatRequest, ClassifyTextRequest
-from headrace_server.routing import JsonAnswer
 from headrace_server.state import ServerState
 
 Outputs = Sequence[PoolingRequestOutput[PoolingOutput]]
@@ -38,10 +37,7 @@ class Classification(PoolingCall):
         prompts, special, _ = self._inputs
         outputs = await self.encode_each(prompts, "classify", special)
         count = sum(output.outputs.data.shape[-1] for output in outputs)
-        return await self.state.off_loop(self.cost(outputs, count), self._json, outputs)
-
-    def _json(self, outputs: Outputs) -> Response:
-        return JsonAnswer(self.list_of(self._items(outputs), outputs))
+        return self.list_of(self._items(outputs), outputs, count)
 
     def _items(self, outputs: Outputs) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
-from msgspec import Raw
 from starlette.responses import Response
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
 from headrace_core.packed import PackedArray
+from headrace_server.parts import Parts, answer_of
 from headrace_server.pooling.call import PoolingCall
 from headrace_server.pooling.inputs import inputs_of
 from headrace_server.pooling.vectors import (
@@ -31,7 +33,6 @@ from headrace_server.protocol.pooling import (
     PoolingTextRequest,
     WireFields,
 )
-from headrace_server.routing import BinaryAnswer, JsonAnswer
 from headrace_server.state import ServerState
 
 MAX_METADATA = 60_000
@@ -95,33 +96,32 @@ class Vectors(PoolingCall):
         prompts, special, _ = self._inputs
         outputs = await self.encode_each(prompts, self._task, special)
         count = sum(math.prod(output.outputs.data.shape) for output in outputs)
-        make = self._binary if self._wire.encoding_format.startswith("bytes") else self._json
-        return await self.state.off_loop(self.cost(outputs, count), make, outputs)
-
-    def _json(self, outputs: Outputs) -> Response:
-        return JsonAnswer(self.list_of(self._items(outputs), outputs))
+        if self._wire.encoding_format.startswith("bytes"):
+            return self._binary(outputs, self.cost(outputs, count))
+        return self.list_of(self._items(outputs), outputs, count)
 
     def _items(self, outputs: Outputs) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):
             numbers = self._numbers(output.outputs.data)
-            item = {"index": index, "object": self._kind, self._key: numbers}
+            item = {"index": index, "object": self._kind, self._key: Parts(numbers)}
             yield item | self.ids_of(output)
 
-    def _numbers(self, values: PackedArray) -> Raw:
+    def _numbers(self, values: PackedArray) -> Iterator[bytes]:
         wire = self._wire
         if wire.encoding_format == "base64":
             return as_base64(values.data, wire.embed_dtype, wire.endianness)
         return as_sparse_json(values) if self._sparse else as_json(values)
 
-    def _binary(self, outputs: Outputs) -> Response:
+    def _binary(self, outputs: Outputs, cost: int) -> Response:
         """All vectors, one behind the other; a header says where each begins."""
         wire = self._wire
-        body = b"".join(
-            as_bytes(output.outputs.data.data, wire.embed_dtype, wire.endianness)
-            for output in outputs
+        arrays = (output.outputs.data.data for output in outputs)
+        body = itertools.chain.from_iterable(
+            as_bytes(data, wire.embed_dtype, wire.endianness) for data in arrays
         )
+        answer = partial(answer_of, body, self.state.off_loop, cost, "application/octet-stream")
         if wire.encoding_format == "bytes_only":
-            return BinaryAnswer(body)
+            return answer()
         # json, not msgspec: a header's characters are ASCII.
         metadata = json.dumps(self._metadata(outputs), separators=(",", ":"))
         if len(metadata) > MAX_METADATA:
@@ -130,7 +130,7 @@ class Vectors(PoolingCall):
                 f"bytes, more than {MAX_METADATA}; send fewer inputs, or ask for 'bytes_only'",
                 param="encoding_format",
             )
-        return BinaryAnswer(body, headers={"metadata": metadata})
+        return answer(headers={"metadata": metadata})
 
     def _metadata(self, outputs: Outputs) -> dict[str, Any]:
         items, end = [], 0

@@ -76,10 +76,7 @@ class Score(_Scoring):
 
     async def respond(self) -> Response:
         outputs = await self.score(self._data_1, self._data_2)
-        return await self.state.off_loop(self.cost(outputs, len(outputs)), self._json, outputs)
-
-    def _json(self, outputs: Outputs) -> Response:
-        return JsonAnswer(self.list_of(self._items(outputs), outputs))
+        return self.list_of(self._items(outputs), outputs, len(outputs))
 
     def _items(self, outputs: Outputs) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):

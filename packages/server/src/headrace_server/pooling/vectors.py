@@ -14,39 +14,34 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 
-import msgspec
-
 from headrace_core.packed import PackedArray
-from headrace_server.offload import encoded
+from headrace_server.parts import json_parts
 
 _LANE = 4
 _HALF_MAX = 65504.0
-_ROWS = 4
-"""Rows that are encoded in one call."""
 _PIECE = 3 << 12
 """Numbers that are converted in one call. A multiple of three, for base64 without padding between."""
 
 
-def as_json(values: PackedArray) -> msgspec.Raw:
+def as_json(values: PackedArray) -> Iterator[bytes]:
     """A vector, or rows of them, as nested JSON lists."""
     flat = memoryview(values.data).cast("f")
     if len(values.shape) == 1:
-        return msgspec.Raw(msgspec.json.encode(flat.tolist()))
+        return json_parts(flat.tolist())
     num_rows, width = values.shape
-    return encoded((flat[i * width : (i + 1) * width].tolist() for i in range(num_rows)), _ROWS)
+    return json_parts(flat[i * width : (i + 1) * width].tolist() for i in range(num_rows))
 
 
-def as_sparse_json(values: PackedArray) -> msgspec.Raw:
+def as_sparse_json(values: PackedArray) -> Iterator[bytes]:
     """The numbers of a vector that are not 0, and their places."""
     numbers = memoryview(values.data).cast("f").tolist()
     indices = [index for index, number in enumerate(numbers) if number]
-    return msgspec.Raw(
-        msgspec.json.encode({"indices": indices, "values": [numbers[i] for i in indices]})
-    )
+    return json_parts({"indices": indices, "values": [numbers[i] for i in indices]})
 
 
-def as_bytes(data: bytes, dtype: str, endianness: str) -> bytes:
-    """float32 numbers, in the machine's order, as numbers of another type and order.
+def as_bytes(data: bytes, dtype: str, endianness: str) -> Iterator[bytes]:
+    """float32 numbers, in the machine's order, as numbers of another type and order; in parts, as
+    each call keeps other threads waiting.
 
     Rounded to the nearest, ties to even. What is too large for ``float16`` or an fp8 type becomes its
     largest number: an infinite one would make every similarity NaN.
@@ -55,21 +50,18 @@ def as_bytes(data: bytes, dtype: str, endianness: str) -> bytes:
         dtype: of :data:`DTYPES`.
         endianness: ``native``, ``little`` or ``big``.
     """
-    return b"".join(_converted(data, dtype, endianness))
-
-
-def as_base64(data: bytes, dtype: str, endianness: str) -> msgspec.Raw:
-    """The same as a JSON string."""
-    pieces = (binascii.b2a_base64(p, newline=False) for p in _converted(data, dtype, endianness))
-    return msgspec.Raw(b"".join((b'"', *pieces, b'"')))
-
-
-def _converted(data: bytes, dtype: str, endianness: str) -> Iterator[bytes]:
-    """In pieces, as each call keeps other threads waiting."""
     convert, item, order = _CONVERTED[dtype], ITEM_BYTES[dtype], resolved(endianness)
     for at in range(0, len(data), _PIECE * _LANE):
         little = _in_order(data[at : at + _PIECE * _LANE], _LANE, sys.byteorder)
         yield _in_order(convert(little), item, order)
+
+
+def as_base64(data: bytes, dtype: str, endianness: str) -> Iterator[bytes]:
+    """The same as a JSON string."""
+    yield b'"'
+    for part in as_bytes(data, dtype, endianness):
+        yield binascii.b2a_base64(part, newline=False)
+    yield b'"'
 
 
 def resolved(endianness: str) -> str:

@@ -113,6 +113,11 @@ class EmbedFields(WireFields):
         description="Cut vectors to so many numbers; only for models that were trained for it.",
     )
     normalize: bool | None = Field(None, description="Null: as the model is configured.")
+    prompt_name: ShortText | None = Field(
+        None,
+        description="Put this prompt of the checkpoint's before each text (Sentence Transformers' "
+        "prompts); null: its default one, if it has any.",
+    )
     sparse: bool = Field(
         False,
         description="With encoding_format float, for models with an entry for each token of the "
