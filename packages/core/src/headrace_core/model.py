@@ -357,6 +357,12 @@ class SupportsPromptEmbeds(Protocol):
         ...
 
 
+def takes_prompt_embeds(model: object) -> bool:
+    """Whether prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
+    says by an attribute ``reads_ids`` (Gemma 3n)."""
+    return isinstance(model, SupportsPromptEmbeds) and not getattr(model, "reads_ids", False)
+
+
 class GuidesSampling(Protocol):
     """A model class whose outputs follow rules of its own (which tokens may follow which)."""
 

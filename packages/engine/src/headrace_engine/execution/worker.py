@@ -26,8 +26,8 @@ from headrace_core.model import (
     SupportsEncoderDecoder,
     SupportsMultiModal,
     SupportsPooling,
-    SupportsPromptEmbeds,
     SupportsRecurrence,
+    takes_prompt_embeds,
 )
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
@@ -168,7 +168,7 @@ class ModelWorker:
         before = self._meter.used()
         model = self._build_model()
         self._hold(model)
-        if self._prompt_embeds and not isinstance(model, SupportsPromptEmbeds):
+        if self._prompt_embeds and not takes_prompt_embeds(model):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
                 f"({type(model).__name__}), which takes tokens only",

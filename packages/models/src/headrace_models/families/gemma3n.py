@@ -90,7 +90,6 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
     def prepare_per_layer(self, context: BuildContext, prefix: str) -> None:
         """Every layer's own input is looked up by token id: prompts that come as vectors have none."""
         self.reads_ids = True
-        self.input_vectors = None  # type: ignore[method-assign, assignment]
         vocab = self.settings.integer("vocab_size")
         self.per_layer = PerLayerInputs(
             context,
