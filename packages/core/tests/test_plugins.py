@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -7,7 +8,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from headrace_core import plugins
-from headrace_core.errors import PluginConflict, PluginLoadError, PluginNotFound
+from headrace_core.errors import PluginConflict, PluginError, PluginLoadError, PluginNotFound
+from headrace_core.registry import ModelRegistry
 
 
 def _entry(name: str, target: str) -> EntryPoint:
@@ -71,3 +73,53 @@ def test_load_returns_the_object(group, monkeypatch):
 def test_an_unlisted_group_is_a_programming_error():
     with pytest.raises(KeyError, match=r"headrace\.kernels"):
         plugins.installed("headrace.kernel")
+
+
+class Registered:
+    """A class that code registers."""
+
+    def __init__(self, context: object, prefix: str = "") -> None: ...
+
+
+def test_code_registers_for_this_process(group, caplog):
+    group(_entry("a", "one:x"))
+    plugins.register("headrace.kernels", "a", "json:loads")
+    assert plugins.load("headrace.kernels", "a") is json.loads
+    assert "'a' of module json (json:loads) replaces that of" in caplog.text
+    plugins.register("headrace.kernels", "a", "json:loads")  # the same again
+    with pytest.raises(PluginConflict, match=r"module json \(json:loads\) and by module os"):
+        plugins.register("headrace.kernels", "a", "os:getcwd")
+    plugins.forget()
+    assert plugins.installed("headrace.kernels")["a"].target == "one:x"
+
+
+def test_general_plugins_run_once(group, monkeypatch):
+    module = types.ModuleType("general_example")
+    module.calls = []
+    module.first = lambda: module.calls.append(1)
+    module.second = lambda: module.calls.append(2)
+    monkeypatch.setitem(sys.modules, "general_example", module)
+    entries = [_entry("first", "general_example:first"), _entry("second", "general_example:second")]
+    group(*entries)
+    assert [plugin.name for plugin in plugins.run_general()] == ["first", "second"]
+    plugins.run_general()
+    assert module.calls == [1, 2]
+    plugins.forget()
+    monkeypatch.setenv("HEADRACE_PLUGINS", "second,")
+    plugins.run_general()
+    assert module.calls == [1, 2, 2]
+    plugins.forget()
+    monkeypatch.setenv("HEADRACE_PLUGINS", "third")
+    with pytest.raises(PluginNotFound, match=r"'third' is installed; installed: first, second"):
+        plugins.run_general()
+
+
+def test_models_are_classes_with_our_constructor(group):
+    group()
+    ModelRegistry.register_model("AForCausalLM", Registered)
+    assert plugins.load("headrace.models", "AForCausalLM") is Registered
+    for wrong in ("no_colon", len, lambda context, prefix="": None):
+        with pytest.raises(PluginError, match="model class"):
+            ModelRegistry.register_model("BForCausalLM", wrong)
+    with pytest.raises(PluginError, match=r"its constructor must take \(context, prefix=\"\"\)"):
+        ModelRegistry.register_model("BForCausalLM", dict)

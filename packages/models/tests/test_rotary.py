@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.rotary import rotary_table, rows_by_axes
-from headrace_models.rope import KINDS, of_windows, rope_settings, scaled_context
+from headrace_models.rope import KINDS, of_windows, respelled, rope_settings, scaled_context
 
 HEAD_DIM = 16
 PLAIN = {
@@ -218,3 +218,26 @@ def test_extreme_settings_give_a_finite_table_or_an_error(block: dict[str, Any])
 )  # fmt: skip
 def test_context_by_scaling(config: dict[str, Any], length: int) -> None:
     assert scaled_context({**PLAIN, **config}, 96) == length
+
+
+NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+OLD = {"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "expected"),
+    [
+        (NEW, {"rope_theta": 7.0}, {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 7.0}}),
+        (NEW, {"rope_scaling": {"type": "yarn"}},
+         {"rope_parameters": {"type": "yarn", "rope_type": "yarn"}}),
+        (OLD, {"rope_parameters": {"rope_type": "yarn"}}, {"rope_scaling": {"rope_type": "yarn"}}),
+        (OLD, {"rope_theta": 7.0}, {"rope_theta": 7.0}),
+        (OLD, {"rope_scaling": None}, {"rope_scaling": None}),
+        ({}, {"rope_scaling": {"type": "yarn"}}, {"rope_scaling": {"type": "yarn"}}),
+        ({"text_config": NEW}, {"text_config": {"rope_scaling": {"rope_type": "yarn"}}},
+         {"text_config": {"rope_parameters": {"rope_type": "yarn"}}}),
+        (NEW, {"hidden_size": 8}, {"hidden_size": 8}),
+    ],
+)  # fmt: skip
+def test_overrides_take_the_config_s_spelling(config, overrides, expected) -> None:
+    assert respelled(overrides, config) == expected

@@ -49,13 +49,15 @@ def check_constructor(model_class: object) -> None:
     name = getattr(model_class, "__qualname__", repr(model_class))
     if not isinstance(model_class, type):
         raise PluginError(f"model class {name}: must be a class, not {type(model_class).__name__}")
-    signature = inspect.signature(model_class)
+    takes = "what is unknown"
     try:
+        signature = inspect.signature(model_class)
+        takes = str(signature)
         signature.bind(None)
         signature.bind(None, prefix="")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # a ValueError: it is written in C
         raise PluginError(
-            f"model class {model_class.__module__}:{name} takes {signature}: its constructor must take "
+            f"model class {model_class.__module__}:{name} takes {takes}: its constructor must take "
             '(context, prefix=""), a headrace_core.model.BuildContext and the beginning of its '
             f"checkpoints' names ({error})"
         ) from error

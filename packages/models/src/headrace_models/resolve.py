@@ -38,7 +38,7 @@ from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
-from headrace_models.rope import scaled_context
+from headrace_models.rope import respelled, scaled_context
 from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
@@ -72,7 +72,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     path = checkpoint_folder(config, load)
     assert config.model is not None
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = merged(stated, config.hf_overrides)
+    whole = merged(stated, respelled(config.hf_overrides, stated))
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS
     text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)

@@ -17,6 +17,10 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proporti
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _AXES = 3
 """Time, height and width."""
+_BLOCKS = ("rope_parameters", "rope_scaling")
+"""Names of the block, the one that is read first."""
+_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Settings that configs have in the block or beside it."""
 _SCALES_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 
@@ -120,6 +124,34 @@ def _written(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(block, Mapping):
         raise UnsupportedModel(f"config.json: rope settings are {block!r}: must be an object")
     return block
+
+
+def respelled(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A user's overrides in a config's own spelling, so that merging them leaves nothing without
+    effect: settings of the block that are given beside it, the block by its other name, its ``type``.
+
+    Args:
+        config: as the checkpoint says it; nested configs are followed.
+    """
+    found = dict(overrides)
+    for key, value in overrides.items():
+        inner = config.get(key)
+        if key not in _BLOCKS and isinstance(value, Mapping) and isinstance(inner, Mapping):
+            found[key] = respelled(value, inner)
+    written = next((name for name in _BLOCKS if config.get(name)), None)
+    block = config.get(written) if written is not None else None
+    if written is None or not isinstance(block, Mapping) or is_per_layer_type(block):
+        return found
+    given = {}
+    for name in reversed(_BLOCKS):
+        if isinstance(found.get(name), Mapping):
+            given.update(found.pop(name))
+    if "type" in given and "rope_type" not in given:
+        given["rope_type"] = given["type"]
+    for name in _BESIDE:
+        if found.get(name) is not None and block.get(name) is not None:
+            given.setdefault(name, found[name])
+    return {**found, written: given} if given else found
 
 
 def is_per_layer_type(block: Mapping[str, Any]) -> bool:
