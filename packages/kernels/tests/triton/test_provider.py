@@ -77,12 +77,16 @@ def test_offers_known_ops_only() -> None:
     assert set(OP_NAMES) - set(offered) == {
         "add",
         "embedding",
+        "gate",
+        "head_linear",
         "linear",
         "quant_linear",
+        "rg_lru",
         "sample",
         "scale",
         "to_float32",
         "top_logprobs",
+        "wkv",
         "xielu",
     }
 
