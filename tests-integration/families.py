@@ -52,6 +52,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
         "bos_token_id": 1, "eos_token_id": 2,
     }),
+    "bloom": ("BloomConfig", {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 3, "n_head": 4, "seq_length": 256,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }),
+    "gptj": ("GPTJConfig", {
+        "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256,
+        "rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2,
+    }),
     "bamba": ("BambaConfig", {
         **_COMMON, "num_hidden_layers": 5, "attn_layer_indices": [1, 3], "mamba_n_heads": 8,
         "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4,

@@ -65,7 +65,7 @@ def run(
         preempt: with so few blocks that requests are preempted.
         settings: of the engine.
     """
-    family = folder.name.rstrip("0")
+    family = folder.name.rpartition("-")[0]
     if preempt:
         settings["num_gpu_blocks_override"] = FEW_BLOCKS.get(family, 24)
     with LLM(str(folder), **{**SETTINGS, **settings}) as llm:

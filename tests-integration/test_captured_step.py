@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from headrace import LLM, SamplingParams
 from headrace.assembly import resolve_engine, worker_factory
 from headrace.engine_args import EngineArgs
+from headrace_core.batch import GroupBatch
 from headrace_core.kv import KVCacheConfig
 from headrace_core.testing.graph import make_batch
 from headrace_core.testing.ops import bits_equal
+from headrace_engine.execution.cache import state_groups
 from headrace_engine.execution.inputs import StepInputs
 from headrace_engine.execution.worker import ModelWorker
 from headrace_engine.kv.grouping import plan_groups
@@ -58,23 +60,45 @@ def make_worker(folder, **changes) -> ModelWorker:
     return worker
 
 
+def places_of_states(begins, seed) -> GroupBatch:
+    """Every other request's state stays in its block; those that begin have none."""
+    order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1
+    before, after = order[: len(begins)].clone(), order[len(begins) : 2 * len(begins)].clone()
+    after[1::2] = before[1::2]
+    before[torch.tensor(begins)] = -1
+    return GroupBatch(
+        torch.zeros((len(begins), 0), dtype=torch.int32),
+        torch.zeros(0, dtype=torch.int64),
+        state_in=before,
+        state_out=after,
+    )
+
+
 class Comparison:
     """One worker's steps, replayed and eager, on the same cache."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self.runner = worker._ready()
         caches = {id(c): c for c in (layer.kv_cache for layer in worker._layers.values())}
-        self.caches = list(caches.values())
+        states = [state for layer in worker._states.values() for state in layer.states]
+        self.caches = [*caches.values(), *states]
+        self.state_groups = state_groups(worker._cache)
         for cache in self.caches:
             cache.copy_(torch.randn(cache.shape).to(cache.dtype))
         self.graph = self.runner.graph
         assert self.graph is not None, "every family is captured"
 
     def batch(self, lengths, **options):
-        return make_batch(
+        batch = make_batch(
             lengths, num_groups=len(self.runner.backends), block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, **options,
         )  # fmt: skip
+        begins = [num_new == length for num_new, length in lengths]
+        groups = [
+            places_of_states(begins, seed) if seed in self.state_groups else group
+            for seed, group in enumerate(batch.groups)
+        ]
+        return dataclasses.replace(batch, groups=tuple(groups))
 
     @torch.inference_mode()
     def check(self, batch) -> None:

@@ -31,7 +31,7 @@ INT8 = {"kv_cache_dtype": "int8", "calculate_kv_scales": True}
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """Folders by family."""
-    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    folders = {family: tmp_path_factory.mktemp(f"{family}-") for family in FAMILIES}
     for family, folder in folders.items():
         save_model(family, folder)
     return folders

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace import LLM, EngineArgs, SamplingParams, demo
 from headrace.sharded_state import save_sharded_state
-from headrace_core.errors import ConfigError, RequestError, WeightsError
+from headrace_core.errors import ConfigError, PromptTooLong, RequestError, WeightsError
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"max_model_len": 512, "max_num_seqs": 4, "num_threads": 1}
@@ -93,7 +93,9 @@ class TestGGUF:
             [sys.executable, "-m", "headrace", "inspect", str(gguf_file), "--json"],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
-        assert json.loads(done.stdout)["architecture"] == "LlamaForCausalLM"
+        found = json.loads(done.stdout)
+        assert found["architecture"] == "LlamaForCausalLM"
+        assert found["memory"]["fits"]
 
     @pytest.mark.req("REL-13")
     def test_cut_short_is_refused_before_a_port_opens(
@@ -174,3 +176,34 @@ def test_a_tensor_that_is_missing_is_named_before_a_port_opens(tmp_path: Path) -
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(WeightsError, match=rf"missing from the checkpoint: '{name}'"):
         LLM(model=str(folder), **SMALL)
+
+
+@pytest.mark.spec("EX-CONTEXT-EXT")
+def test_a_context_that_yarn_extends(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo.path(), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    prompt = {"prompt_token_ids": [5 + number % 900 for number in range(200)]}
+    settings = {"model": str(folder), "num_threads": 1, "max_num_seqs": 4}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    with LLM(**settings) as llm, pytest.raises(PromptTooLong):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    with LLM(**settings, hf_overrides={"rope_parameters": yarn}) as llm:
+        assert llm.model_info.max_model_len == 256
+        assert llm.model_info.config["rope_parameters"] == {**config["rope_parameters"], **yarn}
+        [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) > 0
+
+
+@pytest.mark.spec("EX-LONG")
+def test_a_length_above_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"num_threads": 1, "max_num_seqs": 4, "max_model_len": 4096, "dtype": "float32"}
+    prompt = {"prompt_token_ids": [5 + number % 900 for number in range(640)]}
+    with pytest.raises(ConfigError, match="HEADRACE_ALLOW_LONG_MAX_MODEL_LEN=1 allows more"):
+        LLM(**settings)
+    monkeypatch.setenv("HEADRACE_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    found = []
+    for step in (64, 2048):  # ten chunks, and one
+        with LLM(**settings, max_num_batched_tokens=step) as llm:
+            found.append(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    assert found[0] == found[1]

@@ -15,7 +15,7 @@ from modes import MODES, NUM_TOKENS, PROMPTS, run
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request, tmp_path_factory):
     """A checkpoint, transformers' answers to the prompts, and ours, one request at a time."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp(f"{request.param}-")
     oracle = save_model(request.param, folder)
     expected = [_greedy(oracle, prompt) for prompt in PROMPTS]
     del oracle

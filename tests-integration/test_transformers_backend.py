@@ -77,7 +77,7 @@ def test_together_equals_alone(llama: Path) -> None:
 
 
 def test_an_architecture_that_headrace_does_not_have(tmp_path: Path) -> None:
-    model = _model("Helium", tmp_path, head_dim=16)
+    model = _model("DiffLlama", tmp_path)
     prompt = _prompts(1)[0]["prompt_token_ids"]
     sequence = list(prompt)
     with torch.inference_mode():

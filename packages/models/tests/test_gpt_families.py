@@ -11,8 +11,8 @@ from model_families_conformance import FamilyConformance
 from relaid_conformance import RelaidConformance, add, alibi_mask, renamed, rewrite
 from torch import Tensor
 
-from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint, PagedDriver
+from headrace_core.errors import UnsupportedModel, WeightsError
+from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
 from headrace_models.layers.alibi import alibi_slopes, alibi_slopes_around
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-GPT")
@@ -476,6 +476,11 @@ class TestPublishedNames:
         renamed(tmp_path, lambda name: name.removeprefix(prefix))
         self.check(suite(), made)
 
+    def test_the_first_bloom(self, tmp_path: Path) -> None:
+        made = TestBloom().make_checkpoint(tmp_path)
+        rewrite(tmp_path, drop=("hidden_size", "n_head"), n_embed=72, num_attention_heads=6)
+        self.check(TestBloom(), made)
+
     def test_the_first_falcon(self, tmp_path: Path) -> None:
         made = TestFalcon40B().make_checkpoint(tmp_path)
         rewrite(
@@ -501,6 +506,15 @@ class TestPublishedNames:
         prompt = suite.prompt(17)
         logits = PagedDriver(suite.open(made.path)).step({"a": prompt})
         suite.assert_close(logits, made.logprobs(prompt))
+
+
+def test_groups_that_do_not_divide(tmp_path: Path) -> None:
+    suite = TestCodeGen()
+    suite.make_checkpoint(tmp_path)
+    rewrite(tmp_path, n_embd=54, n_head=3)
+    info = suite.resolve(tmp_path, max_model_len=64)
+    with pytest.raises(WeightsError, match=r"qkv_proj: parts of \[54, 54, 54\] rows are not 4"):
+        suite.load(info, build_context(info), load_format="dummy")
 
 
 @pytest.mark.parametrize(

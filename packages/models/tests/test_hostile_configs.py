@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import test_families as families
 import test_gated_families as gated
+import test_gpt_families as gpts
+import test_other_recurrences as others
 import test_qwen2_audio
+import test_recurrent_families as recurrent
+import test_relaid_families as relaid
 import test_rotary_encoders as rotary
 import test_whisper
 from hypothesis import HealthCheck, given, settings
@@ -48,9 +52,17 @@ SUITES.update(
         for name in ("Exaone4", "Gemma3n", "Gemma4Experts", "GraniteSWA", "Ministral3", "SmolLM3")
     }
 )
+SUITES.update(
+    {name: getattr(gpts, f"Test{name}")() for name in ("Falcon40B", "GPTNeo", "Mpt", "XGLM")}
+)
+SUITES.update(
+    {name: getattr(relaid, f"Test{name}")() for name in ("Deci7B", "IQuestLoop", "Plamo3", "Solar")}
+)
 SUITES.update(ModernBert=rotary.TestModernBertForSequenceClassification())
 SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceClassification())
 SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())
+SUITES.update(Jamba=recurrent.TestJamba(), Qwen3Next=recurrent.TestQwen3Next())
+SUITES.update(NemotronH=recurrent.TestNemotronHMixture(), Kimi=others.TestKimiLinear())
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)
     | st.sampled_from([10**12, 2**63, -(10**400), 10**400, "silu", "yarn", "longrope", "linear"]),

@@ -108,6 +108,20 @@ class TestFlexOlmo(MoEConformance):
     own: ClassVar = {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
 
 
+class TestDbrx(MoEConformance):
+    stem = "Dbrx"
+    flips_ties: ClassVar[bool] = False
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import DbrxConfig
+
+        mixture = {"ffn_hidden_size": 40, "moe_num_experts": 5, "moe_top_k": 2}
+        own = {"vocab_size": 131, "d_model": 72, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+               "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 10000.0},
+               "ffn_config": mixture}  # fmt: skip
+        return DbrxConfig(**{**own, **overrides})
+
+
 class TestHunYuanMoEV1(MoEConformance):
     stem = "HunYuanMoEV1"
     own: ClassVar = {"num_experts": 6, "moe_topk": [2, 3, 1], "head_dim": 20}
@@ -115,7 +129,7 @@ class TestHunYuanMoEV1(MoEConformance):
 
 class TestErnie45Moe(MoEConformance):
     stem = "Ernie4_5_Moe"
-    own: ClassVar = {"moe_intermediate_size": 40, "moe_num_experts": 6, "moe_k": 3,
+    own: ClassVar = {"moe_intermediate_size": 40, "moe_num_experts": 5, "moe_k": 4,
                      "moe_num_shared_experts": 2, "moe_layer_end_index": 1}  # fmt: skip
 
 
@@ -127,10 +141,6 @@ class TestGlm4Moe(MoEConformance):
 class TestSolarOpen(MoEConformance):
     stem = "SolarOpen"
     own: ClassVar = {**DEEPSEEK, "head_dim": 20, "norm_topk_prob": False}
-
-    def hf_config(self, **overrides: Any) -> Any:
-        config = super().hf_config(**overrides)
-        return config
 
 
 class TestDots1(MoEConformance):

@@ -3,11 +3,15 @@ transformers."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_families_conformance import FamilyConformance
 from test_recurrent_families import ATTENTION, TINY
+
+from headrace_core.testing.model import Checkpoint
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
@@ -83,3 +87,52 @@ class TestRwkvHalved(TestRwkv):
 
     def test_sharded_checkpoint_equals_single(self, *_: Any) -> None:
         pytest.skip("the reference's own weights are halved by now")
+
+
+class TestZamba(FamilyConformance):
+    """Two layers share a transformer; two heads in each mixer."""
+
+    tensor_parallel = 1
+    flips_ties = False  # the reference would untie the transformers too
+
+    def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:
+        """With smaller weights: float32 is not enough for larger ones, for transformers either."""
+        made = super().make_checkpoint(folder, seed, **overrides)
+        with torch.no_grad():
+            for name, parameter in made.reference.named_parameters():
+                if parameter.dim() > 1 and not name.endswith(("A_log", "embed_tokens.weight")):
+                    parameter.mul_(0.4)
+        made.reference.save_pretrained(folder)
+        return made
+
+    def hf_class(self) -> Any:
+        from transformers import ZambaForCausalLM
+
+        return ZambaForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import ZambaConfig
+
+        own = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+               "num_hidden_layers": 4, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_dt_rank": 5,
+               "mamba_proj_bias": True}  # fmt: skip
+        return ZambaConfig(**{**TINY, **ATTENTION, **own, **overrides})
+
+
+class TestZamba2(TestZamba):
+    """Two transformers in turns, with rotary positions and both kinds of adapters."""
+
+    def hf_class(self) -> Any:
+        from transformers import Zamba2ForCausalLM
+
+        return Zamba2ForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Zamba2Config
+
+        own = {"layers_block_type": ["hybrid", "hybrid", "hybrid"],
+               "num_hidden_layers": 3, "mamba_d_state": 6, "mamba_d_conv": 3, "n_mamba_heads": 6,
+               "mamba_ngroups": 2, "chunk_size": 8, "num_mem_blocks": 2, "adapter_rank": 7,
+               "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4,
+               "add_bias_linear": True}  # fmt: skip
+        return Zamba2Config(**{**TINY, **ATTENTION, **own, **overrides})

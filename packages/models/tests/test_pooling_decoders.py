@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import test_families as families
+import test_gpt_families as gpts
+import test_relaid_families as relaid
 from pooling_decoders import PoolingDecoderConformance
 
 from headrace_core.errors import ConfigError, UnsupportedModel
@@ -75,6 +77,25 @@ class TestGemma2Model(PoolingDecoderConformance):
 class TestGemma3TextModel(PoolingDecoderConformance):
     reference = "Gemma3TextModel"
     generating = families.TestGemma3
+
+
+class TestBloomModel(PoolingDecoderConformance):
+    """ALiBi, which looks back only."""
+
+    reference = "BloomModel"
+    generating = gpts.TestBloom
+    prefix = "transformer."
+
+
+class TestOPTModel(PoolingDecoderConformance):
+    reference = "OPTModel"
+    generating = gpts.TestOPT
+
+    def test_a_smaller_embedding_is_refused(self, tmp_path: Path) -> None:
+        suite = gpts.TestOPT350M()
+        suite.make_checkpoint(tmp_path)
+        with pytest.raises(UnsupportedModel, match="word_embed_proj_dim = 44"):
+            suite.open(tmp_path, runner="pooling")
 
 
 class TestPhi3Model(PoolingDecoderConformance):
@@ -164,6 +185,13 @@ class TestGritLM:
     def test_what_it_can_do(self, checkpoint: Checkpoint) -> None:
         info = _Bidirectional().resolve(checkpoint.path, hf_overrides=self.overrides)
         assert (info.runner, info.tasks) == ("pooling", ("embed",))
+
+
+@pytest.mark.parametrize("suite", [relaid.TestChatGLM, relaid.TestOuro, gpts.TestModernBertDecoder])
+def test_what_only_a_language_model_has_is_passed_over(tmp_path: Path, suite: Any) -> None:
+    """A head of another name, its dense layer, a family's own left-overs."""
+    suite().make_checkpoint(tmp_path)
+    assert hasattr(suite().open(tmp_path, runner="pooling"), "pooler")
 
 
 def test_a_bidirectional_decoder_generates_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from model_families_conformance import FamilyConformance
 
+from headrace_core.testing.model import Checkpoint
+
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
 TINY: dict[str, Any] = {
@@ -47,6 +49,10 @@ class TestMamba(FamilyConformance):
         own = {"state_size": 7, "time_step_rank": 5, "conv_kernel": 3, "use_bias": True,
                "hidden_size": 36, "expand": 1}  # fmt: skip
         return MambaConfig(**{**TINY, **own, **overrides})
+
+    def test_nothing_ends_the_context(self, checkpoint: Checkpoint) -> None:
+        assert self.resolve(checkpoint.path).max_model_len == 2048
+        assert self.resolve(checkpoint.path, max_model_len=1_000_000).max_model_len == 1_000_000
 
 
 class TestFalconMamba(TestMamba):
@@ -189,6 +195,19 @@ class TestNemotronH(FamilyConformance):
                "mlp_bias": True}  # fmt: skip
         kept = {k: v for k, v in {**TINY, **ATTENTION}.items() if k != "num_hidden_layers"}
         return NemotronHConfig(**{**kept, **own, **overrides})
+
+
+class TestNemotronHMixture(TestNemotronH):
+    """Experts that work on a projection of the stream, chosen within groups."""
+
+    def hf_config(self, **overrides: Any) -> Any:
+        own = {
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "moe_latent_size": 20, "moe_intermediate_size": 12, "routed_scaling_factor": 1.7,
+            "moe_shared_expert_intermediate_size": 28,
+        }  # fmt: skip
+        return super().hf_config(**{**own, **overrides})
 
 
 class TestLfm2(FamilyConformance):

@@ -429,6 +429,53 @@ class TestOuro(Stepped):
             self.open(checkpoint.path, hf_overrides={"early_exit_threshold": 0.5})
 
 
+class TestIQuestLoop(Stepped):
+    """Two passes, a window of nine in the second; the reference's attention is written out."""
+
+    published = "IQuestLoopCoderForCausalLM"
+
+    def prepare(self, reference: Any) -> None:
+        gates = (torch.nn.Linear(18, 4) for _ in reference.model.layers)
+        reference.model.gate_projections = torch.nn.ModuleList(gates)
+
+    def config_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {**super().config_of(config), "loop_num": 2, "loop_window_size": 9}
+
+    def stacked(self, model: Any, x: Tensor, step: Any) -> Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        length = x.shape[1]
+        turned = model.rotary_emb(x, torch.arange(length)[None])
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        seen, near = distance >= 0, (distance >= 0) & (distance < 9)
+        first: list[tuple[Tensor, Tensor]] = []
+        for number in range(2):
+            for index, layer in enumerate(model.layers):
+                attention, y = layer.self_attn, layer.input_layernorm(x)
+                parts = (attention.q_proj(y), attention.k_proj(y), attention.v_proj(y))
+                query, key, value = (p.unflatten(-1, (-1, 18)).transpose(1, 2) for p in parts)
+                query, key = apply_rotary_pos_emb(query, key, *turned)
+                if number == 0:
+                    first.append((key, value))
+                    out = attend(query, key, value, seen)
+                else:
+                    gate = model.gate_projections[index]
+                    logits = (query * gate.weight[:, None]).sum(-1) + gate.bias[:, None]
+                    far, share = attend(query, *first[index], seen), logits.sigmoid()[..., None]
+                    out = share * far + (1 - share) * attend(query, key, value, near)
+                x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+        last: Tensor = model.norm(x)
+        return last
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Of 4 heads [1, 4, T, D] to 2."""
+    key, value = key.repeat_interleave(2, dim=1), value.repeat_interleave(2, dim=1)
+    scores = (query @ key.transpose(-1, -2) / 18**0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ value
+
+
 class TestExaone(RelaidLlama):
     published = "ExaoneForCausalLM"
     keys: ClassVar[dict[str, str]] = {
@@ -508,7 +555,7 @@ class TestPlamo3(RelaidConformance):
     def test_windows_layer_by_layer(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
         checkpoint.reference.save_pretrained(tmp_path)
         rewrite(tmp_path, drop=("window_size", "sliding_window_pattern"),
-                interleaved_sliding_window=[7, None, 7, None])  # fmt: skip
+                sliding_window=[7, None, 7, None])  # fmt: skip
         check(self, checkpoint, tmp_path)
 
 
@@ -705,6 +752,11 @@ class TestChatGLM(RelaidConformance):
                 name = re.sub(pattern, own, name)
             out[name] = tensor
         return out
+
+    @pytest.mark.parametrize("asked", [{"position_encoding_2d": True}, {"pre_seq_len": 128}])
+    def test_what_it_does_not_do(self, checkpoint: Checkpoint, asked: dict[str, Any]) -> None:
+        with pytest.raises(UnsupportedModel, match=next(iter(asked))):
+            self.open(checkpoint.path, hf_overrides=asked)
 
     def test_it_generates_in_spite_of_its_name(self, checkpoint: Checkpoint) -> None:
         assert self.resolve(checkpoint.path).runner == "generate"

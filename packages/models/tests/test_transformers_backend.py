@@ -108,6 +108,10 @@ class TestQwen3ForSequenceClassificationByTransformers(
     reference = "Qwen3ForSequenceClassification"
 
 
+FOREIGN = "DogeForCausalLM"
+"""An architecture that headrace has no class for."""
+
+
 def found(folder: Path, **settings: Any) -> ModelInfo:
     whole = {"max_model_len": 32, **settings}
     return resolve(ModelConfig(model=str(folder), **whole), LoadConfig(), CpuPlatform())
@@ -156,9 +160,14 @@ class TestWhoseCode:
             assert getattr(native, name) == getattr(other, name), name
 
     def test_fallback_warns_unless_it_is_meant(
-        self, folder: Path, caplog: pytest.LogCaptureFixture
+        self,
+        folder: Path,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        for name, level in (("HeliumForCausalLM", "WARNING"), ("SmolLM3ForCausalLM", "INFO")):
+        meant = "BitNetForCausalLM"
+        monkeypatch.setattr(library, "BACKEND_ONLY", frozenset({meant}))
+        for name, level in ((FOREIGN, "WARNING"), (meant, "INFO")):
             caplog.clear()
             with caplog.at_level(logging.INFO, "headrace_models.implementation"):
                 info = found(folder, hf_overrides={"architectures": [name]})
@@ -169,9 +178,7 @@ class TestWhoseCode:
 
     def test_headrace_alone(self, folder: Path) -> None:
         with pytest.raises(UnsupportedModel, match="allows no other class"):
-            found(
-                folder, model_impl="headrace", hf_overrides={"architectures": ["HeliumForCausalLM"]}
-            )
+            found(folder, model_impl="headrace", hf_overrides={"architectures": [FOREIGN]})
 
     def test_without_the_library(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library.transformers.cache_clear()
@@ -181,7 +188,7 @@ class TestWhoseCode:
             with pytest.raises(HeadraceError, match=r"headrace-models\[transformers\]"):
                 found(folder, model_impl="transformers")
             with pytest.raises(UnsupportedModel, match=r"headrace-models\[transformers\]"):
-                found(folder, hf_overrides={"architectures": ["HeliumForCausalLM"]})
+                found(folder, hf_overrides={"architectures": [FOREIGN]})
         finally:
             library.transformers.cache_clear()
             library._class_names.cache_clear()

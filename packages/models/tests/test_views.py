@@ -67,7 +67,7 @@ def test_a_tied_table_is_held_once(tmp_path: Path) -> None:
     info = LLAMA.resolve(tied.path, max_model_len=LLAMA.max_model_len)
     ops = copying_ops()
     model: Any = LLAMA.load(info, build_context(info, ops=ops, quant=ViewTaking(ops)))
-    assert model.head.packed is model.embed.packed
+    assert model.head.packed() is model.embed.packed
     tables = [p for p in ops.linear.packed if p.out_features == info.vocab_size]  # type: ignore[attr-defined]
     assert len(tables) == 1
 

@@ -82,6 +82,10 @@ class LinearMethod(ABC):
             WeightsError: a tensor's content cannot be used; names the layer.
         """
 
+    def kept_bytes(self, spec: LinearSpec) -> int | None:
+        """Bytes of what :meth:`finish` makes; None: as many as the tensors have that it takes."""
+        return None
+
     def weight(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight [out_features, in_features] in ``spec.dtype``, of a method that :attr:`is_plain`.
 

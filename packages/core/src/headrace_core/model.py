@@ -197,7 +197,8 @@ class WeightRule:
 
 
 EACH_KV_HEAD = 0
-"""``WeightRule.groups`` of a tensor with one group for each key-value head."""
+"""``WeightRule.groups`` of a tensor with one group for each key-value head, or, if it holds no keys, for
+each head."""
 
 
 class CausalLM(Protocol):
@@ -354,6 +355,12 @@ class SupportsPromptEmbeds(Protocol):
     def input_vectors(self, batch: ForwardBatch) -> Tensor:
         """[T, H]; the tokens' embeddings, and the given ones in the rows that have them."""
         ...
+
+
+def takes_prompt_embeds(model: object) -> bool:
+    """Whether prompts may be vectors: not if the model's layers look up tokens' ids themselves, which it
+    says by an attribute ``reads_ids`` (Gemma 3n)."""
+    return isinstance(model, SupportsPromptEmbeds) and not getattr(model, "reads_ids", False)
 
 
 class GuidesSampling(Protocol):

@@ -8,6 +8,10 @@ Rules, the same for built-ins and foreign packages:
   matter of install order.
 - A plug-in that was asked for and fails to import is an error with its cause.
 
+Names can also be registered by code (:func:`register`), for this process only: by the functions of
+``headrace.general_plugins``, which every process runs before it looks for a model
+(:func:`run_general`), or by a script that makes an engine in its own process.
+
 The groups are listed in :data:`GROUPS`; asking for another group is a programming error.
 """
 
@@ -15,12 +19,21 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
+import os
+import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from headrace_core.errors import PluginConflict, PluginLoadError, PluginNotFound
+
+logger = logging.getLogger(__name__)
+
+GENERAL = "headrace.general_plugins"
+CHOICE = "HEADRACE_PLUGINS"
+"""Environment variable: names of the general plug-ins that are run, with commas; unset: all."""
 
 GROUPS: Mapping[str, str] = {
     "headrace.models": "architecture name of a checkpoint's config.json -> model class",
@@ -55,6 +68,8 @@ class Plugin:
     """``module:attribute`` of the object."""
     distribution: str
     """Name and version of the distribution that offers it."""
+    held: Any = field(default=None, repr=False)
+    """The object itself, if it was registered as such."""
 
     def load(self) -> Any:
         """Import and return the object.
@@ -62,6 +77,8 @@ class Plugin:
         Raises:
             PluginLoadError: with the original exception as its cause.
         """
+        if self.held is not None:
+            return self.held
         try:
             return EntryPoint(self.name, self.target, self.group).load()
         except Exception as error:
@@ -71,7 +88,96 @@ class Plugin:
             ) from error
 
 
-@functools.cache
+class _Process:
+    """What code has registered in this process, and which general plug-ins were run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.registered: dict[str, dict[str, Plugin]] = {}
+        self.running = ""
+        """Distribution of the general plug-in that is being run."""
+        self.ran: tuple[Plugin, ...] | None = None
+
+
+_process = _Process()
+
+
+def register(group: str, name: str, target: Any) -> None:
+    """Register an object under a name, before any of an entry point.
+
+    Args:
+        target: the object, or ``"module:attribute"``, which is imported when it is asked for.
+
+    Raises:
+        KeyError: the group is not in :data:`GROUPS`.
+        PluginConflict: another plug-in registered another object under that name.
+    """
+    known = _by_entry_points(group).get(name)
+    held = None if isinstance(target, str) else target
+    path = target if held is None else f"{held.__module__}:{held.__qualname__}"
+    with _process.lock:
+        origin = _process.running or f"module {path.partition(':')[0]}"
+        names = _process.registered.setdefault(group, {})
+        other = names.get(name)
+        if other is not None and (other.target, other.distribution) != (path, origin):
+            raise _claimed_twice(group, name, other, Plugin(group, name, path, origin))
+        if known is not None and other is None:
+            logger.warning(
+                "%s: %r of %s (%s) replaces that of %s (%s)",
+                group, name, origin, path, known.distribution, known.target,
+            )  # fmt: skip
+        names[name] = Plugin(group, name, path, origin, held)
+
+
+def run_general() -> tuple[Plugin, ...]:
+    """Run the functions of ``headrace.general_plugins``, once in a process; returns their plug-ins.
+
+    ``HEADRACE_PLUGINS`` names those that are run; unset, all of them are.
+
+    Raises:
+        PluginNotFound: it names one that is not installed.
+        PluginLoadError: one cannot be imported, or raised; with the exception as cause.
+        PluginConflict: two registered one name.
+    """
+    with _process.lock:
+        if _process.ran is None:
+            wanted = _wanted(installed(GENERAL))
+            for plugin in wanted:
+                _run(plugin)
+            _process.ran = wanted
+        return _process.ran
+
+
+def _wanted(general: Mapping[str, Plugin]) -> tuple[Plugin, ...]:
+    choice = os.environ.get(CHOICE)
+    if choice is None:
+        return tuple(general.values())
+    names = [name.strip() for name in choice.split(",") if name.strip()]
+    for name in names:
+        if name not in general:
+            raise PluginNotFound(
+                f"{CHOICE} = {choice!r}: no general plug-in {name!r} is installed; installed: "
+                f"{', '.join(general) or 'none'}"
+            )
+    return tuple(general[name] for name in dict.fromkeys(names))
+
+
+def _run(plugin: Plugin) -> None:
+    function = plugin.load()
+    _process.running = plugin.distribution
+    try:
+        function()
+    except PluginConflict:
+        raise
+    except Exception as error:
+        raise PluginLoadError(
+            f"general plug-in {plugin.name!r} ({plugin.target}, from {plugin.distribution}) failed: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    finally:
+        _process.running = ""
+
+
 def installed(group: str) -> Mapping[str, Plugin]:
     """All plug-ins of a group by name, nothing imported.
 
@@ -79,6 +185,12 @@ def installed(group: str) -> Mapping[str, Plugin]:
         KeyError: the group is not in :data:`GROUPS`.
         PluginConflict: one name is claimed twice.
     """
+    known, registered = _by_entry_points(group), _process.registered.get(group)
+    return dict(sorted({**known, **registered}.items())) if registered else known
+
+
+@functools.cache
+def _by_entry_points(group: str) -> Mapping[str, Plugin]:
     if group not in GROUPS:
         raise KeyError(f"{group!r} is no plug-in group; groups are {sorted(GROUPS)}")
     return _index(group, entry_points(group=group))
@@ -92,13 +204,16 @@ def _index(group: str, entries: Iterable[EntryPoint]) -> Mapping[str, Plugin]:
         plugin = Plugin(group, entry.name, entry.value, origin)
         other = found.get(entry.name)
         if other is not None and (other.target, other.distribution) != (plugin.target, origin):
-            raise PluginConflict(
-                f"plug-in name {entry.name!r} of group {group!r} is claimed twice: by "
-                f"{other.distribution} ({other.target}) and by {origin} ({plugin.target}). "
-                "Uninstall one of them."
-            )
+            raise _claimed_twice(group, entry.name, other, plugin)
         found[entry.name] = plugin
     return dict(sorted(found.items()))
+
+
+def _claimed_twice(group: str, name: str, first: Plugin, second: Plugin) -> PluginConflict:
+    return PluginConflict(
+        f"plug-in name {name!r} of group {group!r} is claimed twice: by {first.distribution} "
+        f"({first.target}) and by {second.distribution} ({second.target}). Uninstall one of them."
+    )
 
 
 def load(group: str, name: str) -> Any:
@@ -121,5 +236,8 @@ def load(group: str, name: str) -> Any:
 
 
 def forget() -> None:
-    """Drop the cached listings, for tests that install plug-ins while running."""
-    installed.cache_clear()
+    """Drop the cached listings and what was registered, for tests that install plug-ins while running."""
+    _by_entry_points.cache_clear()
+    with _process.lock:
+        _process.registered.clear()
+        _process.ran = None

@@ -309,12 +309,7 @@ def _plan_memory(
     if not specs:
         return CachePlan.without_cache(profile, max_model_len, config.cache.max_memory_bytes)
     groups, device = plan_groups(specs), config.device.device
-    limits = Limits(
-        max_model_len,
-        config.scheduler.max_num_seqs or 1,
-        config.scheduler.max_num_batched_tokens,
-        caching=config.cache.enable_prefix_caching is not False,
-    )
+    limits = Limits.of(config, max_model_len)
     if fit_context:
         fits = fit_max_model_len(profile, groups, config.cache, limits, device=device)
         logger.info("max_model_len: -1 -> %d (the model's own: %d)", fits, max_model_len)

@@ -18,6 +18,7 @@ _HOMES = {
     "AsyncLLMEngine": "headrace.async_llm",
     "EngineArgs": "headrace.engine_args",
     "AsyncEngineArgs": "headrace.engine_args",
+    "ModelRegistry": "headrace_core.registry",
     "SamplingParams": "headrace_core.sampling",
     "PoolingParams": "headrace_core.pooling",
     "ClassificationOutput": "headrace_core.output",
@@ -47,6 +48,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "ModelRegistry",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -80,6 +82,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from headrace_core.pooling import PoolingParams
+    from headrace_core.registry import ModelRegistry
     from headrace_core.request import TextPrompt, TokensPrompt
     from headrace_core.sampling import SamplingParams
 

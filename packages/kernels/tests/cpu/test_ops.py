@@ -284,3 +284,28 @@ def test_fused_rotary_cache_write_is_its_parts(level, dtype):
     )
     assert bits_equal(query, normed[0])
     assert bits_equal(two, one)
+
+
+@pytest.mark.parametrize("blocks", [([-2], [1]), ([3], [1]), ([0], [-1]), ([0], [3])])
+def test_state_that_does_not_exist(ops, blocks):
+    x, state = rand(2, 5), torch.zeros(3, 5, 3)
+    where = [torch.tensor(block) for block in blocks]
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(IndexError, match=r"outside \[0, 3\)"):
+        ops["causal_conv"](x, rand(5, 4), None, state, *where, bounds)
+    assert not state.any()
+
+
+@pytest.mark.parametrize("bounds", [[0, 3], [1, 2], [0, 2, 1]])
+def test_requests_beyond_a_recurrences_rows(ops, bounds):
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    with pytest.raises(ConfigError, match="does not rise from 0 within the 2 rows"):
+        ops["causal_conv"](rand(2, 5), rand(5, 4), None, None, None, None, cu)
+
+
+def test_states_of_another_shape(ops):
+    one, bounds = torch.tensor([1]), torch.tensor([0, 2], dtype=torch.int32)
+    apart = torch.zeros(3, 5, 6)[:, :, ::2]
+    for state in (torch.zeros(3, 5, 4), torch.zeros(3, 5, 3).bfloat16(), apart):
+        with pytest.raises(ConfigError, match="a block dense"):
+            ops["causal_conv"](rand(2, 5), rand(5, 4), None, state, one, one, bounds)

@@ -8,6 +8,7 @@ both directions its attention does without a cache.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -70,7 +71,7 @@ class PoolingDecoder(Decoder):
 
     def make_embedding(self, context: BuildContext, prefix: str) -> Embedding:
         vocab = self.settings.integer("vocab_size")
-        return Embedding(context, f"{prefix}{self.embedding_name}", vocab, self.hidden_size())
+        return Embedding(context, f"{prefix}{self.embedding_name}", vocab, self.embedding_size())
 
     def make_head(self, context: BuildContext, prefix: str) -> None:
         assert context.pooling is not None
@@ -142,6 +143,11 @@ def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> ty
     name = generating.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     members = {
         "weight_rules": (*pooling_rules(generating), *adapter.head_rules),
+        "ignored_weights": {
+            **adapter.ignored_weights,
+            **getattr(generating, "ignored_weights", {}),
+            rf"{re.escape(generating.head_name)}\..*": "the head of a language model; this one pools",
+        },
         "__module__": generating.__module__,
         "__doc__": f"{generating.__name__}, made to pool.",
     }
@@ -151,8 +157,6 @@ def pooling_class(generating: type[Any], adapter: type[Any] | None = None) -> ty
 def pooling_rules(generating: type[Decoder]) -> list[WeightRule]:
     """The family's rules without the head's, each also without the base model's prefix."""
     base = generating.embedding_name.partition(".")[0] + "."
-    rules = {rule.source: rule for rule in generating.weight_rules if rule.target != "head"}
-    for source, rule in list(rules.items()):
-        bare = source.removeprefix(base)
-        rules.setdefault(bare, dataclasses.replace(rule, source=bare))
-    return list(rules.values())
+    own = [rule for rule in generating.weight_rules if rule.target != "head"]
+    bare = [dataclasses.replace(rule, source=rule.source.removeprefix(base)) for rule in own]
+    return list(dict.fromkeys((*own, *bare)))

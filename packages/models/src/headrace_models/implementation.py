@@ -104,7 +104,8 @@ def _unsupported(architectures: object, name: str, why: str) -> UnsupportedModel
         f"model {name!r}: config.json's architectures {architectures!r} are not supported. If the "
         "model has the shape of a supported one, say so with hf_overrides (--hf-overrides "
         f'\'{{"architectures": ["..."]}}\'). Nearest supported: {nearest}. '
-        f"Packages with models here: {', '.join(packages) or 'none'}. {why}"
+        f"Packages with models here: {', '.join(packages) or 'none'}. General plug-ins that were run: "
+        f"{', '.join(f'{p.name} ({p.distribution})' for p in plugins.run_general()) or 'none'}. {why}"
     )
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
@@ -37,6 +37,7 @@ from headrace_core.model import (
     WeightRule,
     ignore_progress,
 )
+from headrace_core.registry import check_constructor
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
@@ -85,6 +86,7 @@ def load_model(
     Raises:
         UnsupportedModel: the config asks for something that the family cannot do, or the class does
             not pool though it is to.
+        PluginError: the class cannot be imported, or has another constructor.
         ConfigError: ``load.load_format`` does not fit the checkpoint.
         WeightsError: a tensor is missing, left over, repeated, or of the wrong shape or dtype; or
             a file is unreadable. Names tensor and file.
@@ -94,13 +96,14 @@ def load_model(
     wanted = load.load_format.lower()
     chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
-        if isinstance(chosen, SharesByRank):
+        by_rank = cast(object, chosen)
+        if isinstance(by_rank, SharesByRank):
             group = context.communicator
-            shares = chosen.rank_tensors(info.path, group.rank, group.world_size, progress)
+            shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
             stored = _tensors(info, context, load, built, chosen, seed, progress)
-            model: object = built.model
+            model = cast(object, built.model)
             if isinstance(model, TranslatesWeights) and chosen is not None:
                 stored = model.translate(stored)
             fill(built, context, stored)
@@ -121,8 +124,10 @@ class Built(NamedTuple):
 
     @classmethod
     def of(cls, info: ModelInfo, context: BuildContext) -> Built:
-        """Raises: UnsupportedModel, see :func:`load_model`."""
-        model = model_class(info)(context)
+        """Raises: UnsupportedModel, PluginError, see :func:`load_model`."""
+        chosen = model_class(info)
+        check_constructor(chosen)
+        model = chosen(context)
         if info.pooling is not None and not isinstance(model, SupportsPooling):
             raise UnsupportedModel(f"model {info.name!r}: {info.architecture} has no pooler")
         leaves = {path: leaf for path, leaf in walk(model) if isinstance(leaf, WeightLayer)}
@@ -286,15 +291,16 @@ class _Filling:
             for path, slots in weights.slots.items()
         }
         self.loaded: set[str] = set()
+        self.left_over: list[str] = []
+        """Tensors for nobody. From the first on names are compared, and nothing is loaded."""
         self.scratch = _Scratch()
 
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
         if match is None:
             if not self._is_harmless(name):
-                raise WeightsError(
-                    f"{file}: tensor {name!r} {list(tensor.shape)} belongs to no layer of the model"
-                )
+                self.left_over.append(f"tensor {name!r} {list(tensor.shape)} of {file.name}")
+                return
             logger.debug("%s: tensor %r passed over", file, name)
             return
         places, rule = self.weights.stack(match), match.rule
@@ -308,6 +314,8 @@ class _Filling:
         _check_tensor(slot, parts, rule, name, tensor, file)
         for part in parts:
             self._claim(place, part, name, file)
+        if self.left_over:
+            return
         arrived = self.arrived[place.leaf]
         for part in parts:
             arrived.parts.setdefault(place, {})[part] = (tensor, rule, name, file)
@@ -327,10 +335,15 @@ class _Filling:
     def close(self, path: Path) -> None:
         """Load what waits only for optional tensors or for other leaves; complain of the rest."""
         missing = [w for w in self.weights.wanted() if not self._has(w.place, w.part)]
+        wrong = []
         if missing:
-            named = ", ".join(f"{w.source!r} {list(w.shape)}" for w in missing[:10])
-            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-            raise WeightsError(f"{path}: tensors are missing from the checkpoint: {named}{more}")
+            named = _listed([f"{w.source!r} {list(w.shape)}" for w in missing])
+            wrong.append(f"tensors are missing from the checkpoint: {named}")
+        if self.left_over:
+            one = "belongs" if len(self.left_over) == 1 else "belong"
+            wrong.append(f"{_listed(self.left_over)} {one} to no layer of the model")
+        if wrong:
+            raise WeightsError(f"{path}: {'; '.join(wrong)}")
         for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
             if leaf not in self.loaded:
                 self._load(leaf)
@@ -407,6 +420,12 @@ class _Filling:
         heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
         tied = "weight" not in self.weights.slots.get("head", ("weight",))
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first ten, and how many more there are."""
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(names[:10]) + more
 
 
 def _unstacked(

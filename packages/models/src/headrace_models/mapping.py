@@ -76,7 +76,8 @@ class WeightMap:
         place, rule = match
         if not rule.stacked:
             return [place]
-        slots, found = self.slots[place.leaf], []
+        slots = self.slots[place.leaf]
+        found: list[Place] = []
         while (key := _numbered(place.key, len(found))) in slots:
             found.append(Place(place.leaf, key))
         return found

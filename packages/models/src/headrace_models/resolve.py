@@ -17,6 +17,7 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import without_head
+from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.formats.contents import (
     stated_config,
     stated_generation_config,
@@ -65,7 +66,9 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         ConfigError: the model cannot be found, or a setting does not fit it.
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
+        PluginError: a general plug-in failed.
     """
+    plugins.run_general()
     path = checkpoint_folder(config, load)
     assert config.model is not None
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
@@ -84,7 +87,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     stored_generation = stated_generation_config(path)
     generation = generation_config(config, path)
     dtype = _dtype(config, text, entries, platform)
-    length = _max_model_len(config, text, traits, sentence)
+    length = _max_model_len(config, architecture, text, traits, sentence)
     pooling = None
     if traits is not None:
         late = late_interaction(path, sentence, length) if sentence.multi_vector else None
@@ -229,6 +232,7 @@ def _dtype(
 
 def _max_model_len(
     config: ModelConfig,
+    architecture: str,
     text: Mapping[str, Any],
     traits: PoolingTraits | None,
     sentence: SentenceModules,
@@ -239,7 +243,7 @@ def _max_model_len(
     wanted = config.max_model_len
     if wanted is None or wanted == -1:
         return min(derived, sentence.max_seq_length or derived)
-    if wanted > derived:
+    if wanted > derived and not _has_no_positions(architecture, text):
         if os.environ.get("HEADRACE_ALLOW_LONG_MAX_MODEL_LEN") != "1":
             raise ConfigError(
                 f"model.max_model_len = {wanted}: must be at most {derived}, which follows from "
@@ -249,6 +253,13 @@ def _max_model_len(
             )
         logger.warning("max_model_len %d is above the model's own limit %d", wanted, derived)
     return wanted
+
+
+def _has_no_positions(architecture: str, text: Mapping[str, Any]) -> bool:
+    """Whether nothing ends the context: the model is all recurrences, and its config states no length."""
+    row = ARCHITECTURES.get(architecture)
+    stated = any(text.get(key) is not None for key in LENGTH_KEYS)
+    return row is not None and row.caches == ("recurrent",) and not stated
 
 
 def _positions(text: Mapping[str, Any], traits: PoolingTraits | None) -> int:

@@ -56,6 +56,12 @@ class RoundedWeight(IntegerMethod):
     def create(self, spec: LinearSpec) -> Mapping[str, TensorSpec]:
         return {"weight": TensorSpec((spec.out_features, spec.in_features), None, in_dim=1)}
 
+    def kept_bytes(self, spec: LinearSpec) -> int:
+        """Integers, and float32 scales of outputs or bfloat16 scales of groups."""
+        rows, columns, group = spec.out_features, spec.in_features, self.rounding.group_size
+        scales = 4 * rows if group is None else 2 * rows * -(-columns // group)
+        return rows * columns * self.rounding.bits // 8 + scales
+
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         try:
             return self.ops.quant_linear.round(

@@ -52,7 +52,7 @@ def _of_best_groups(
 ) -> Tensor:
     """``ranked``, with -inf for the experts of all other groups."""
     counted = scores if bias is None else ranked  # sums of two are of scores
-    grouped = counted.unflatten(1, (num_groups, -1))  # [T, G, E / G]
+    grouped = torch.unflatten(counted, 1, (num_groups, -1))  # [T, G, E / G]
     if group_score == "max":
         best = ranked.view(grouped.shape).amax(-1)
     else:

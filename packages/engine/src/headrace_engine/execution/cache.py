@@ -13,6 +13,7 @@ from headrace_core.attention import AttentionBackend
 from headrace_core.errors import ConfigError
 from headrace_core.kv import (
     STATE_ALIGNMENT,
+    CacheSpec,
     CrossAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -33,6 +34,17 @@ _TORCH_DTYPES = {
 
 Buffers = list[list[Tensor]]
 """By pool: tensors of bytes, each with all blocks of the pool in ascending order."""
+
+
+def cache_specs(
+    layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer]
+) -> dict[str, CacheSpec]:
+    """By layer's name: those of attention, in execution order, then recurrent ones; layers that cache
+    nothing, or in another's place, are left out."""
+    specs: dict[str, CacheSpec] = {
+        name: layer.kv_spec for name, layer in layers.items() if layer.kv_spec is not None
+    }
+    return specs | {name: layer.kv_spec for name, layer in states.items()}
 
 
 def bind_cache(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace_core.config import EngineConfig
 from headrace_core.kv import CrossAttentionSpec, KVCacheConfig, KVCacheGroup, RecurrentSpec
 from headrace_engine.kv.kinds import Request, kind_of
 
@@ -42,6 +43,16 @@ class Limits:
     """Most tokens of a step; known, it bounds what windows and chunks hold. None: every token."""
     caching: bool = False
     """Whether prefixes are cached."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int) -> Limits:
+        """Of an engine's settings."""
+        return cls(
+            max_model_len,
+            config.scheduler.max_num_seqs or 1,
+            config.scheduler.max_num_batched_tokens,
+            caching=config.cache.enable_prefix_caching is not False,
+        )
 
 
 def pool_needs(groups: Sequence[KVCacheGroup], limits: Limits) -> list[PoolNeed]:

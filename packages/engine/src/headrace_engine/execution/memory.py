@@ -72,9 +72,9 @@ class CachePlan:
     def describe(self) -> str:
         """A few lines for people."""
         head = (
-            f"memory: {_size(self.available)} were free at start",
-            f"  weights      {_size(self.weights):>12}",
-            f"  activations  {_size(self.activations):>12}",
+            f"memory: {readable(self.available)} were free at start",
+            f"  weights      {readable(self.weights):>12}",
+            f"  activations  {readable(self.activations):>12}",
         )
         return "\n".join((*head, *self._describe_cache()))
 
@@ -88,12 +88,14 @@ class CachePlan:
         )
         if len(pools) == 1:
             content = f"{self._describe_pool(0)}, by {self.decided_by}"
-            return (f"  KV cache     {_size(self.cache):>12}  {content}", room)
+            return (f"  KV cache     {readable(self.cache):>12}  {content}", room)
         parts = (
-            f"    pool {pool}     {_size(self._pool_bytes(pool)):>12}  {self._describe_pool(pool)}"
+            f"    pool {pool}     {readable(self._pool_bytes(pool)):>12}  {self._describe_pool(pool)}"
             for pool in pools
         )
-        head = f"  KV cache     {_size(self.cache):>12}  {len(pools)} pools, by {self.decided_by}"
+        head = (
+            f"  KV cache     {readable(self.cache):>12}  {len(pools)} pools, by {self.decided_by}"
+        )
         return (head, *parts, room)
 
     def _describe_pool(self, pool: int) -> str:
@@ -182,6 +184,30 @@ def fit_max_model_len(
     return fits
 
 
+def spare_bytes(
+    profile: MemoryProfile, groups: Sequence[KVCacheGroup], cache: CacheConfig, limits: Limits
+) -> int:
+    """What is left beside one request of the longest context; negative: what is missing.
+
+    The caps of a cache on a CPU do not count: they give way to a request that needs more.
+
+    Args:
+        groups: none for a model that caches nothing.
+    """
+    whole = profile.available if cache.max_memory_bytes is None else cache.max_memory_bytes
+    left = whole - profile.weights - profile.activations
+    if not groups:
+        return left
+    needs = pool_needs(groups, limits)
+    size = cache.kv_cache_memory_bytes
+    if cache.num_gpu_blocks_override is not None:
+        pools = _budget(profile, cache, needs, device="", num_requests=1).pools(needs)
+        size = sum(count * need.block_bytes for count, need in zip(pools, needs))
+    elif size is None:
+        size, _ = _share(profile, cache, needs, None)
+    return min(size, left) - least_bytes(needs)
+
+
 @dataclass(frozen=True, slots=True)
 class _Budget:
     """How large the cache may be."""
@@ -228,7 +254,7 @@ def _share(
     choices = [(share - profile.weights - profile.activations, by)]
     if num_requests is not None:
         capped = max(CPU_CACHE_BYTES, least_bytes(needs))
-        choices.append((capped, f"the {_size(CPU_CACHE_BYTES)} default on a CPU"))
+        choices.append((capped, f"the {readable(CPU_CACHE_BYTES)} default on a CPU"))
         useful = useful_bytes(needs, num_requests)
         choices.append((useful, f"need ({CPU_USEFUL_ROUNDS} full batches)"))
     return min(choices, key=lambda choice: choice[0])
@@ -238,8 +264,8 @@ def _check_limit(profile: MemoryProfile, cache: int, limit: int | None) -> None:
     needed = profile.weights + profile.activations + cache
     if limit is not None and needed > limit:
         raise CapacityError(
-            f"max_memory_bytes = {limit}: weights ({_size(profile.weights)}), activations "
-            f"({_size(profile.activations)}) and KV cache ({_size(cache)}) take {needed} bytes; "
+            f"max_memory_bytes = {limit}: weights ({readable(profile.weights)}), activations "
+            f"({readable(profile.activations)}) and KV cache ({readable(cache)}) take {needed} bytes; "
             "give it more, or use fewer max_num_batched_tokens or a smaller cache"
         )
 
@@ -272,7 +298,7 @@ def _too_small(
     least = least_bytes(needs)
     missing = least - sum(count * need.block_bytes for count, need in zip(pools, needs))
     states = sum(need.least_bytes for need in needs if need.most is not None)
-    of_states = f" ({_size(states)} of it for the states of recurrent layers)" if states else ""
+    of_states = f" ({readable(states)} of it for the states of recurrent layers)" if states else ""
     advice = (
         f"max_model_len of at most {fits} would fit; or raise kv_cache_memory_bytes, "
         f"max_memory_bytes or gpu_memory_utilization"
@@ -282,13 +308,14 @@ def _too_small(
     )
     return (
         f"the KV cache is too small for one request of max_model_len = {max_model_len}: it needs "
-        f"{_size(least)}{of_states}, {missing} bytes more than there are (size by "
-        f"{budget.decided_by}; {_size(profile.available)} free at start, weights "
-        f"{_size(profile.weights)}, activations {_size(profile.activations)}). {advice}"
+        f"{readable(least)}{of_states}, {missing} bytes more than there are (size by "
+        f"{budget.decided_by}; {readable(profile.available)} free at start, weights "
+        f"{readable(profile.weights)}, activations {readable(profile.activations)}). {advice}"
     )
 
 
-def _size(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
+    """A number of bytes for people."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"

@@ -26,8 +26,8 @@ from headrace_core.model import (
     SupportsEncoderDecoder,
     SupportsMultiModal,
     SupportsPooling,
-    SupportsPromptEmbeds,
     SupportsRecurrence,
+    takes_prompt_embeds,
 )
 from headrace_core.ops import OpTable
 from headrace_core.pooling import PoolingInfo
@@ -36,6 +36,7 @@ from headrace_engine.execution.binding import ThreadBinding
 from headrace_engine.execution.cache import (
     Buffers,
     bind_cache,
+    cache_specs,
     clear_blocks,
     cross_groups,
     group_backends,
@@ -167,7 +168,7 @@ class ModelWorker:
         before = self._meter.used()
         model = self._build_model()
         self._hold(model)
-        if self._prompt_embeds and not isinstance(model, SupportsPromptEmbeds):
+        if self._prompt_embeds and not takes_prompt_embeds(model):
             raise ConfigError(
                 "model.enable_prompt_embeds = True: must be False for this model "
                 f"({type(model).__name__}), which takes tokens only",
@@ -197,13 +198,9 @@ class ModelWorker:
             layer.bind_states(None, 0)
 
     def kv_specs(self) -> dict[str, CacheSpec]:
-        """By layer's name: those of attention, in execution order, then recurrent ones; layers that
-        cache nothing, or in another's place, are left out."""
+        """See :func:`~headrace_engine.execution.cache.cache_specs`."""
         self._loaded()
-        specs: dict[str, CacheSpec] = {
-            name: layer.kv_spec for name, layer in self._layers.items() if layer.kv_spec is not None
-        }
-        return specs | {name: layer.kv_spec for name, layer in self._states.items()}
+        return cache_specs(self._layers, self._states)
 
     @torch.inference_mode()
     def profile(self) -> MemoryProfile:

@@ -10,6 +10,7 @@ call assembles one engine and shares nothing with another: a process may hold se
 ``plugged``    plug-ins that the configuration names: tokenizer, logits processors, reasoning
 ``served``     checkpoint -> what front ends say of the model and check requests against
 ``media``      what prompts bring besides text: the model's processor
+``footprint``  what a model takes of the memory, told without loading it
 ``front``      intake and the way to a core; ``connect`` and ``front_end`` start here
 ``core``       scheduler, cache, executor: what lives in the engine's process
 ``worker``     the model: ops bound, quantization and attention chosen, weights read

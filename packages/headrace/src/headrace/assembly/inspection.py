@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from headrace.assembly.footprint import Footprint, Unknown, footprint
 from headrace.assembly.media import media_processor
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import resolve_engine
@@ -27,17 +28,23 @@ class Inspection(NamedTuple):
     model: ServedModel
     interfaces: tuple[str, ...]
     routes: tuple[str, ...]
+    memory: Footprint | Unknown | None = None
 
     def facts(self) -> dict[str, Any]:
         """Plain data."""
-        return inspection.facts(self.model, routes=self.routes, interfaces=self.interfaces)
+        found = inspection.facts(self.model, routes=self.routes, interfaces=self.interfaces)
+        return found if self.memory is None else {**found, "memory": self.memory.facts()}
 
     def __str__(self) -> str:
-        return inspection.describe(self.model, routes=self.routes, interfaces=self.interfaces)
+        text = inspection.describe(self.model, routes=self.routes, interfaces=self.interfaces)
+        return text if self.memory is None else f"{text}\n{self.memory}"
 
 
-def inspect_model(config: EngineConfig) -> Inspection:
+def inspect_model(config: EngineConfig, *, memory: bool = False) -> Inspection:
     """Look at a model. Imports its class, and with it torch; reads no weights.
+
+    Args:
+        memory: also say what it takes, for which it is built.
 
     Raises:
         HeadraceError: whatever would keep an engine from starting before weights are read.
@@ -50,7 +57,8 @@ def inspect_model(config: EngineConfig) -> Inspection:
     model = served_model(resolved, read_tokenizer(resolved), None, modalities)
     if TASK in info.tasks and (lacking := missing_libraries()):
         model = dataclasses.replace(model, unmet={**model.unmet, TASK: lacking})
-    return Inspection(info, model, interfaces_of(model_class(info)), routes_of(model))
+    found = footprint(resolved) if memory else None
+    return Inspection(info, model, interfaces_of(model_class(info)), routes_of(model), found)
 
 
 def routes_of(model: ServedModel) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from headrace.engine_args import EngineArgs
 def main(words: Sequence[str]) -> int:
     parser = Parser(
         prog="headrace inspect",
-        description="Say what a model would be served as: class, tasks, routes, interfaces, and what "
-        "is missing of an interface that it comes close to. No weights are loaded.",
+        description="Say what a model would be served as: class, tasks, routes, interfaces, what is "
+        "missing of an interface that it comes close to, and whether it fits into this machine's "
+        "memory. No weights are loaded.",
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -23,6 +24,6 @@ def main(words: Sequence[str]) -> int:
         args.model = args.model_tag
     from headrace.assembly.inspection import inspect_model
 
-    found = inspect_model(EngineArgs.from_cli_args(args).create_engine_config())
+    found = inspect_model(EngineArgs.from_cli_args(args).create_engine_config(), memory=True)
     print(json.dumps(found.facts(), indent=2, default=str) if args.json else found)
     return 0

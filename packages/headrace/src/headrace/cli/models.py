@@ -47,6 +47,7 @@ def _rows() -> Iterable[dict[str, Any]]:
     """By name, plain data."""
     from headrace_models.catalogue import ARCHITECTURES
 
+    plugins.run_general()
     for name, plugin in plugins.installed("headrace.models").items():
         row = ARCHITECTURES.get(name)
         if row is None or row.entry != plugin.target:

@@ -30,6 +30,8 @@ def main(words: Sequence[str]) -> int:
         if wanted not in groups:
             parser.error(f"no role {args.group!r}; roles are {', '.join(g[9:] for g in groups)}")
         groups = [wanted]
+    if args.check:
+        plugins.run_general()
     failures = sum(_print_group(group, check=args.check) for group in groups)
     return 7 if failures else 0
 

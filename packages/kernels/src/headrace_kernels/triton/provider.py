@@ -49,8 +49,8 @@ class TritonProvider:
         from headrace_kernels.triton import (
             activations,
             cache_write,
-            moe,
             latent_attention,
+            moe,
             norms,
             recurrent,
             rotary,

@@ -14,6 +14,7 @@ ROWS = (
     Architecture(
         "Cohere2MoeForCausalLM", "cohere2_moe:Cohere2MoeForCausalLM", "Command with experts", _MIXED
     ),
+    Architecture("DbrxForCausalLM", "dbrx:DbrxForCausalLM", "DBRX"),
     Architecture("DeepseekForCausalLM", "deepseek:DeepseekForCausalLM", "DeepSeek-MoE 16B"),
     Architecture("Dots1ForCausalLM", "dots1:Dots1ForCausalLM", "dots.llm1", _MIXED),
     Architecture(
@@ -47,6 +48,8 @@ ROWS = (
         "Qwen2MoeForCausalLM", "qwen2_moe:Qwen2MoeForCausalLM", "Qwen1.5 and Qwen2 MoE", _MIXED
     ),
     Architecture("SolarOpenForCausalLM", "solar_open:SolarOpenForCausalLM", "Solar Open"),
+    Architecture("AfmoeForCausalLM", "afmoe:AfmoeForCausalLM", "Trinity", _MIXED),
+    Architecture("JetMoeForCausalLM", "jetmoe:JetMoeForCausalLM", "JetMoE 8B"),
     Architecture(
         "PhiMoEForCausalLM",
         "phimoe:PhimoeForCausalLM",

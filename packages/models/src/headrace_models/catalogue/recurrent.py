@@ -64,7 +64,7 @@ ROWS = (
     Architecture(
         "NemotronHForCausalLM",
         "nemotron_h:NemotronHForCausalLM",
-        "Nemotron-H, Nemotron Nano 2",
+        "Nemotron-H, Nemotron Nano 2 and 3",
         _HYBRID,
     ),
     Architecture(
@@ -98,4 +98,6 @@ ROWS = (
         ("sliding", "recurrent"),
     ),
     Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
+    Architecture("Zamba2ForCausalLM", "zamba:Zamba2ForCausalLM", "Zamba2", _HYBRID),
+    Architecture("ZambaForCausalLM", "zamba:ZambaForCausalLM", "Zamba 7B", _HYBRID),
 )

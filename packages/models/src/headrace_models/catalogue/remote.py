@@ -35,6 +35,12 @@ ROWS = (
         "IQuest-Coder V1",
         _MIXED,
     ),
+    Architecture(
+        "IQuestLoopCoderForCausalLM",
+        "iquest_loopcoder:IQuestLoopCoderForCausalLM",
+        "IQuest-Coder V1 Loop",
+        _MIXED,
+    ),
     Architecture("InternLM2ForCausalLM", "internlm2:InternLM2ForCausalLM", "InternLM 2 and 2.5"),
     Architecture("InternLM3ForCausalLM", "internlm3:InternLM3ForCausalLM", "InternLM 3"),
     Architecture("InternLMForCausalLM", "internlm:InternLMForCausalLM", "InternLM 1"),

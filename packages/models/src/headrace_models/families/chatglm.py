@@ -55,6 +55,8 @@ class ChatGLMModel(RenamedLlama):
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.settings.refuse("apply_residual_connection_post_layernorm", False)
         self.settings.refuse("post_layer_norm", True)
+        self.settings.refuse("position_encoding_2d", False)  # ChatGLM 1
+        self.settings.refuse("pre_seq_len")
         stretch = self.settings.positive("rope_ratio", 1.0)
         rope = rope_settings(self.settings.config, theta=10_000.0 * stretch, partial=0.5)
         self.rotary = rotary_table(context, rope, self.head_dim())

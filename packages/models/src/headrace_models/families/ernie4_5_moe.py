@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _STATICS = "mlp.moe_statics.e_score_correction_bias"
 
 
-class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM, MoEDecoder):
+class Ernie4_5_MoeForCausalLM(MoEDecoder, Ernie4_5ForCausalLM):
     """ERNIE-4.5-21B-A3B, 300B-A47B."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (

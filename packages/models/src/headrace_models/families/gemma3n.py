@@ -54,6 +54,8 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95
 class Gemma3nForCausalLM(Gemma3ForCausalLM):
     """Gemma 3n E2B and E4B, text."""
 
+    reads_ids: bool = False
+    """Whether layers have inputs of their own by token id, so that ids cannot be left out."""
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *GEMMA_RULES,
         *HEAD_NORM_RULES,
@@ -80,7 +82,14 @@ class Gemma3nForCausalLM(Gemma3ForCausalLM):
         self.prepare_per_layer(context, prefix)
         self.streams = Streams(context, f"{prefix}model.", self.hidden_size(), self._num_streams())
 
+    def embed_tokens(self, batch: ForwardBatch) -> Tensor:
+        return (
+            self.token_vectors(batch.input_ids) if self.reads_ids else super().embed_tokens(batch)
+        )
+
     def prepare_per_layer(self, context: BuildContext, prefix: str) -> None:
+        """Every layer's own input is looked up by token id: prompts that come as vectors have none."""
+        self.reads_ids = True
         vocab = self.settings.integer("vocab_size")
         self.per_layer = PerLayerInputs(
             context,

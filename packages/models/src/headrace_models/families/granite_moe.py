@@ -25,13 +25,16 @@ if TYPE_CHECKING:
 
 _MLP = "model.layers.{}.block_sparse_moe"
 _SHARED = "model.layers.{}.shared_mlp"
-_RULES = (
-    *(rule for rule in RULES if ".mlp." not in rule.target),
+_UNMIXED = tuple(rule for rule in RULES if ".mlp." not in rule.target)
+_PUBLISHED = (
     *router_rules(f"{_MLP}.router.layer"),
     *stacked_rules(f"{_MLP}.input_linear.weight", f"{_MLP}.output_linear.weight"),
-    *router_rules(f"{_MLP}.router"),  # as transformers 5 calls it
+)
+_RENAMED = (
+    *router_rules(f"{_MLP}.router"),
     *stacked_rules(f"{_MLP}.experts.gate_up_proj", f"{_MLP}.experts.down_proj"),
 )
+"""As transformers 5 names them, and later checkpoints do."""
 _SHARED_RULES = (
     WeightRule(f"{_SHARED}.input_linear", "layers.{}.mlp.shared.gate_up", split=ALL_PARTS),
     WeightRule(f"{_SHARED}.output_linear", "layers.{}.mlp.shared.down"),
@@ -41,7 +44,7 @@ _SHARED_RULES = (
 class GraniteMoeForCausalLM(GraniteForCausalLM):
     """Granite 3.0 and 3.1 1B-A400M and 3B-A800M, PowerMoE."""
 
-    weight_rules: ClassVar[Sequence[WeightRule]] = _RULES
+    weight_rules: ClassVar[Sequence[WeightRule]] = (*_UNMIXED, *_PUBLISHED, *_RENAMED)
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
         layer = name.removesuffix("mlp")
@@ -79,14 +82,18 @@ class GraniteMoeForCausalLM(GraniteForCausalLM):
 class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
     """With an MLP that all tokens go to."""
 
-    weight_rules: ClassVar[Sequence[WeightRule]] = (*_RULES, *_SHARED_RULES)
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *GraniteMoeForCausalLM.weight_rules,
+        *_SHARED_RULES,
+    )
 
 
 class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM, GraniteSWAForCausalLM):
     """With windows and sinks, too."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
-        *_RULES,
+        *_UNMIXED,
+        *_RENAMED,
         *_SHARED_RULES,
         WeightRule("model.layers.{}.self_attn.sinks", "layers.{}.attention.sinks.weight"),
     )

@@ -20,6 +20,8 @@ from headrace_models.layers.self_attention import self_attention
 from headrace_models.rope import rope_settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from headrace_core.model import BuildContext
 
 RULES = (
@@ -53,7 +55,9 @@ class LlamaForCausalLM(Decoder):
             self.settings.config, theta=self.default_theta, partial=self.default_partial_rotary
         )
         limit = self.settings.integer("max_position_embeddings", 2048)
-        self.rotary = rotary_table(context, rope, self.head_dim(), max_positions=limit)
+        self.rotary: Tensor | None = rotary_table(
+            context, rope, self.head_dim(), max_positions=limit
+        )
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return PreNormBlock(

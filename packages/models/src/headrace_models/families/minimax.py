@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
     from headrace_core.ops import OpTable
 
+MAX_HEADS = 65_536
+"""A table of rates has an entry for each."""
 _MIXER = f"{LAYER}.self_attn"
 _SPELLINGS = {
     "full_attn": "layernorm_full_attention",
@@ -133,7 +135,7 @@ class MiniMaxForCausalLM(LlamaForCausalLM):
             context,
             name,
             hidden_size=self.hidden_size(),
-            num_heads=self.settings.integer("num_attention_heads"),
+            num_heads=self.settings.integer("num_attention_heads", maximum=MAX_HEADS),
             head_dim=self.head_dim(),
             activation=self.settings.activation("hidden_act"),
             depth=index / (self.num_layers() - 1 + 1e-5),

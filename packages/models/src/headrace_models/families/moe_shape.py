@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES, LlamaForCausalLM
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
@@ -23,7 +24,7 @@ MOE_RULES = (*RULES, *router_rules(), *expert_rules(), *shared_rules())
 class MoEDecoder(LlamaForCausalLM):
     """Families say which layers are dense, how they route, and what sizes they have."""
 
-    weight_rules = MOE_RULES
+    weight_rules: ClassVar[Sequence[WeightRule]] = MOE_RULES
     mixture: ClassVar[Mapping[str, Any]] = {}
     """Arguments of :class:`SparseMoE` that all layers have."""
     shared_name: ClassVar[str] = "shared_experts"
@@ -38,6 +39,10 @@ class MoEDecoder(LlamaForCausalLM):
 
     def expert_size(self, index: int) -> int:
         return self.settings.integer("moe_intermediate_size")
+
+    def gate(self) -> str:
+        """The op's name of the experts' activation."""
+        return self.settings.activation("hidden_act")
 
     def shared_size(self, index: int) -> int:
         """Inner size of what all tokens go to; 0: nothing."""
@@ -56,7 +61,7 @@ class MoEDecoder(LlamaForCausalLM):
             "hidden_size": self.hidden_size(),
             "intermediate_size": self.expert_size(index),
             "routing": self.routing(index),
-            "activation": self.settings.activation("hidden_act"),
+            "activation": self.gate(),
             "shared": self.make_shared(context, index, f"{name}.{self.shared_name}"),
             **self.mixture,
             **differences,
@@ -70,8 +75,7 @@ class MoEDecoder(LlamaForCausalLM):
         size = self.shared_size(index)
         if not size:
             return None
-        act = self.settings.activation("hidden_act")
-        return GatedMLP(context, name, self.hidden_size(), size, act)
+        return GatedMLP(context, name, self.hidden_size(), size, self.gate())
 
 
 def deepseek_routing(settings: Settings) -> Routing:

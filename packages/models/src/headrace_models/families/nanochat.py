@@ -34,6 +34,7 @@ class NanoChatForCausalLM(LlamaForCausalLM):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         super().prepare(context, prefix)
+        assert self.rotary is not None
         cosines, sines = self.rotary.chunk(2, dim=-1)
         self.rotary = torch.cat((cosines, -sines), dim=-1)
         self.embed_norm = self.make_norm(context, f"{prefix}model.embed_norm")

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron Nano 2: blocks of Mamba 2, of attention and of MLPs, in a pattern that the
-config spells out. NVIDIA 2025, arXiv:2504.03624."""
+"""Nemotron-H, Nemotron Nano 2 and 3: blocks of Mamba 2, of attention and of MLPs or experts, in a pattern
+that the config spells out. NVIDIA 2025, arXiv:2504.03624."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ from headrace_core.model import WeightRule
 from headrace_models.families.llama import LlamaForCausalLM
 from headrace_models.families.mamba2 import scan_rules
 from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.base import Part
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.hybrid_block import FeedForwardBlock, MixerBlock
+from headrace_models.layers.linear import Linear
 from headrace_models.layers.mamba2 import Mamba2Mixer, Mamba2Sizes
 from headrace_models.layers.mlp import MLP, MLPLayer
 from headrace_models.layers.norm import NormLayer
+from headrace_models.layers.routed_mlps import RoutedMLPs
+from headrace_models.layers.router import Router, Routing
 from headrace_models.recurrent_settings import MAX_TAPS
-from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS
+from headrace_models.settings import MAX_EXPERTS, MAX_HEAD_DIM, MAX_LAYERS
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_KNOWN = {kind: kind for kind in LETTERS.values()}
 _OLD = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
@@ -38,6 +43,14 @@ def _rules(base: str) -> tuple[WeightRule, ...]:
         WeightRule(f"{mixer}.o_proj", "layers.{}.mixer.out"),
         WeightRule(f"{mixer}.up_proj", "layers.{}.mixer.up"),
         WeightRule(f"{mixer}.down_proj", "layers.{}.mixer.down"),
+        WeightRule(f"{mixer}.gate", "layers.{}.mixer.router"),
+        WeightRule(f"{mixer}.gate.e_score_correction_bias", "layers.{}.mixer.router.correction"),
+        WeightRule(f"{mixer}.experts.{{}}.up_proj", "layers.{}.mixer.experts.{}.up"),
+        WeightRule(f"{mixer}.experts.{{}}.down_proj", "layers.{}.mixer.experts.{}.down"),
+        WeightRule(f"{mixer}.shared_experts.up_proj", "layers.{}.mixer.shared.up"),
+        WeightRule(f"{mixer}.shared_experts.down_proj", "layers.{}.mixer.shared.down"),
+        WeightRule(f"{mixer}.fc1_latent_proj", "layers.{}.mixer.to_latent"),
+        WeightRule(f"{mixer}.fc2_latent_proj", "layers.{}.mixer.from_latent"),
         WeightRule(f"{base}.norm_f", "final_norm"),
     )
 
@@ -76,9 +89,11 @@ class NemotronHForCausalLM(LlamaForCausalLM):
         pattern = self.context.config.get("hybrid_override_pattern")
         listed = self.context.config.get("layers_block_type")
         if listed is None and isinstance(pattern, str):
-            listed = [LETTERS.get(letter, letter) for letter in pattern]
-        kinds = [_OLD.get(kind, kind) for kind in listed] if isinstance(listed, list) else []
-        if not 0 < len(kinds) <= MAX_LAYERS or not all(k in LETTERS.values() for k in kinds):
+            listed = [LETTERS.get(letter) for letter in pattern]
+        known = {**_KNOWN, **_OLD}
+        given = listed if isinstance(listed, list) else []
+        kinds = [known[kind] for kind in given if isinstance(kind, str) and kind in known]
+        if not 0 < len(kinds) == len(given) <= MAX_LAYERS:
             raise UnsupportedModel(
                 f"config.json: hybrid_override_pattern = {pattern!r:.200}, layers_block_type = "
                 f"{listed!r:.200}: one must say of each layer whether it is one of "
@@ -123,17 +138,54 @@ class NemotronHForCausalLM(LlamaForCausalLM):
         )
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
+        inner = self.settings.integer("intermediate_size")
         if self.kinds()[index] == "moe":
-            raise UnsupportedModel(
-                "config.json: layers_block_type has 'moe': Nemotron-H with mixtures of experts is not "
-                "supported"
-            )
+            return self.make_experts(context, name)
+        return self.mlp(context, name, self.hidden_size(), inner)
+
+    def mlp(
+        self, context: BuildContext, name: str, outer: int, inner: int, *, biased: bool = True
+    ) -> MLP:
         return MLP(
             context,
             f"{name}.up_proj",
             f"{name}.down_proj",
-            self.hidden_size(),
-            self.settings.integer("intermediate_size"),
+            outer,
+            inner,
             self.settings.activation("mlp_hidden_act", default="relu2"),
-            bias=self.settings.flag("mlp_bias", False),
+            bias=biased and self.settings.flag("mlp_bias", False),
+        )
+
+    def make_experts(self, context: BuildContext, name: str) -> RoutedMLPs:
+        """Experts that may work on a projection of the stream, and one for all tokens."""
+        hidden = self.hidden_size()
+        latent = self.settings.optional_integer("moe_latent_size")
+        inner = self.settings.integer("moe_intermediate_size")
+        shared = self.settings.integer("moe_shared_expert_intermediate_size")
+        routing = Routing(
+            num_experts=self.settings.integer("n_routed_experts", maximum=MAX_EXPERTS),
+            top_k=self.settings.integer("num_experts_per_tok", 2),
+            scoring="sigmoid",
+            renormalise=self.settings.flag("norm_topk_prob", True),
+            scale=self.settings.positive("routed_scaling_factor", 1.0),
+            num_groups=self.settings.integer("n_group", 1),
+            top_groups=self.settings.integer("topk_group", 1),
+            group_score="top2",
+        )
+        experts = [
+            self.mlp(context, f"{name}.experts.{index}", latent or hidden, inner, biased=False)
+            for index in range(routing.num_experts)
+        ]
+        bias = self.settings.flag("mlp_bias", False)
+        down = up = None
+        if latent is not None:
+            down = Linear(context, f"{name}.fc1_latent_proj", hidden, [Part(latent)], bias=bias)
+            up = Linear(context, f"{name}.fc2_latent_proj", latent, [Part(hidden)], bias=bias)
+        return RoutedMLPs(
+            context,
+            Router(context, f"{name}.gate", hidden, routing, corrected=True, exact=True),
+            experts,
+            self.mlp(context, f"{name}.shared_experts", hidden, shared),
+            down,
+            up,
         )

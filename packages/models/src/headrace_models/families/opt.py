@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.biogpt import FIRST_POSITION
 from headrace_models.families.gpt2 import without_prefix
@@ -71,6 +72,11 @@ class OPTForCausalLM(GPTDecoder):
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         if small != hidden:
+            if context.pooling is not None:
+                raise UnsupportedModel(
+                    f"config.json: word_embed_proj_dim = {small}: must be hidden_size = {hidden} for a "
+                    "model that pools"
+                )
             name = f"{prefix}model.decoder"
             self.project_in = Linear(context, f"{name}.project_in", small, [Part(hidden)])
             self.project_out = Linear(context, f"{name}.project_out", hidden, [Part(small)])

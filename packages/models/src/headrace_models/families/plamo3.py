@@ -20,6 +20,7 @@ from headrace_models.layers.norm import NormLayer, RMSNorm
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.rope import rope_settings
+from headrace_models.settings import Spelling
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -48,6 +49,7 @@ class Plamo3ForCausalLM(LlamaForCausalLM):
         WeightRule("lm_head", "head"),
     )
     blocks_name: ClassVar[str] = "model.layers.layers"
+    spelling: ClassVar[Spelling] = {"sliding_window": ("interleaved_sliding_window", "window_size")}
     ties_embeddings: ClassVar[bool] = True
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
@@ -67,16 +69,17 @@ class Plamo3ForCausalLM(LlamaForCausalLM):
     def _windows(self) -> list[int | None]:
         """Of each layer, None if it sees everything; in each of the ways that configs say it."""
         layers, kinds = self.num_layers(), self.settings.layer_types()
-        stated = self.settings.config.get("interleaved_sliding_window")
-        if stated is not None:
-            good = isinstance(stated, list) and len(stated) == layers
-            if not good or not all(w is None or (type(w) is int and w > 0) for w in stated):
+        stated = self.settings.config.get("sliding_window")
+        if isinstance(stated, list):
+            if len(stated) != layers or not all(
+                w is None or (type(w) is int and w > 0) for w in stated
+            ):
                 raise UnsupportedModel(
-                    f"config.json: interleaved_sliding_window = {stated!r:.200}: must be {layers} "
-                    "sizes of windows or nulls"
+                    f"config.json: sliding_window = {stated!r:.200}: must be {layers} sizes of windows "
+                    "or nulls, or one size"
                 )
             return list(stated)
-        window = self.settings.integer("window_size", 2048)
+        window = self.settings.integer("sliding_window", 2048)
         every = self.settings.integer("sliding_window_pattern", 8)
         if kinds is None:
             names = ("sliding_attention", "full_attention")

@@ -39,7 +39,8 @@ class SolarForCausalLM(LlamaForCausalLM):
                 )
 
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        ops, residual = self.context.ops, None
+        ops = self.context.ops
+        residual: Tensor | None = None
         before: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             for pair, (kept, mixed) in enumerate(self.pairs):

@@ -53,6 +53,7 @@ class TeleChat2ForCausalLM(RenamedLlama):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.settings.refuse("embed_layernorm", False)
+        self.settings.refuse("apply_residual_connection_post_layernorm", False)
         super().prepare(context, prefix)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -93,14 +92,14 @@ def read_pickled(file: Path, *, eager: bool = False) -> dict[str, Tensor]:
     try:
         mapped = not eager and zipfile.is_zipfile(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except pickle.UnpicklingError as error:
-        raise WeightsError(
-            f"{file}: not read: it is damaged, or needs more than tensors, which could run code of "
-            f"the file's author: {_reason(error)}. Convert it to safetensors where you trust it"
-        ) from error
     except MemoryError as error:
         raise WeightsError(f"{file}: not a valid PyTorch file: it asks for {error}") from error
     except Exception as error:  # whatever the unpickler trips over in a damaged file
+        if type(error).__name__ == "UnpicklingError":
+            raise WeightsError(
+                f"{file}: not read: it is damaged, or needs more than tensors, which could run code "
+                f"of the file's author: {_reason(error)}. Convert it to safetensors where you trust it"
+            ) from error
         raise WeightsError(
             f"{file}: not a valid PyTorch file (truncated?): {type(error).__name__}: "
             f"{_reason(error)}"

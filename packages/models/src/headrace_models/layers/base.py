@@ -115,6 +115,11 @@ class WeightLayer(Layer, ABC):
         """Needed tensors by their name below the leaf (``weight``). Leaves without any are
         loaded last."""
 
+    def replaced_slots(self) -> Mapping[str, int]:
+        """Bytes of what :meth:`load` keeps in the place of a slot's tensor, where that is something
+        else (integers)."""
+        return {}
+
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors, of the slots' shapes and dtypes, on the model's device."""

@@ -65,7 +65,8 @@ class CausalConv(WeightLayer):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         weight = tensors["weight"].squeeze(1)
         if self.multipliers:  # a product with an input is one with its taps
-            parts = zip(weight.split([part.size for part in self.parts]), self.multipliers)
+            sizes = [part.size for part in self.parts]
+            parts = zip(torch.split(weight, sizes), self.multipliers)
             weight = torch.cat([part * factor for part, factor in parts])
         self.weight = weight.T.contiguous().T  # [C, K], the channels side by side
         self.bias = tensors.get("bias")

@@ -223,7 +223,7 @@ class KimiDeltaAttention(DeltaNet):
         """x [T, hidden_size] -> the same shape."""
         sizes = self.sizes
         for_decay, for_gate = torch.split(self.down(x), [sizes.key_dim, sizes.value_dim], dim=-1)
-        decay = self.decay(for_decay).unflatten(1, (-1, sizes.key_dim))
+        decay = by_heads(self.decay(for_decay), sizes.key_dim)
         return self.mix(self.inputs(x), decay, self.beta(x), self.gate(for_gate), batch)
 
 

@@ -105,6 +105,11 @@ class Experts(WeightLayer):
                     wanted[f"{index}.{place}.bias"] = Slot((spec.out_features,), parts=parts)
         return wanted
 
+    def replaced_slots(self) -> Mapping[str, int]:
+        halves = ((i, half) for i, pair in enumerate(self.halves) for half in pair)
+        kept = {f"{i}.{h.place}.weight": h.method.kept_bytes(h.spec) for i, h in halves}
+        return {name: count for name, count in kept.items() if count is not None}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         if self.is_plain:
             self.packed = self.ops.moe.pack(

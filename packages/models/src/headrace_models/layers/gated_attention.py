@@ -22,6 +22,8 @@ class GatedAttention(Attention):
     """``out(attention * sigmoid(gate(x)))``, the gate of each head projected beside its query.
 
     Args:
+        gate_name: the checkpoint's module of the gates, which has no bias; None: they are in the
+            queries'.
         arguments: of :class:`~headrace_models.layers.attention.Attention`.
     """
 
@@ -35,6 +37,7 @@ class GatedAttention(Attention):
         num_kv_heads: int,
         head_dim: int,
         qkv_bias: bool = False,
+        gate_name: str | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(
@@ -46,6 +49,7 @@ class GatedAttention(Attention):
             head_dim=head_dim,
             **arguments,
         )
+        names = ("q_proj", gate_name or "q_proj", "k_proj", "v_proj")
         units = (num_heads, num_heads, num_kv_heads, num_kv_heads)
         self.qkv = column_parallel(
             context,
@@ -54,7 +58,8 @@ class GatedAttention(Attention):
             tuple(count * head_dim for count in units),
             units=units,
             bias=qkv_bias,
-            part_names=tuple(f"{name}.{part}_proj" for part in "qqkv"),
+            unbiased=() if gate_name is None else (1,),
+            part_names=tuple(f"{name}.{part}" for part in names),
         )
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:

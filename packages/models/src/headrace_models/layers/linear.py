@@ -90,6 +90,10 @@ class Linear(WeightLayer):
             wanted["bias"] = Slot((sum(part.size for part in parts),), parts=tuple(parts))
         return wanted
 
+    def replaced_slots(self) -> Mapping[str, int]:
+        kept = self.method.kept_bytes(self.spec)
+        return {} if kept is None else {"weight": kept}
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         own = dict(tensors)
         bias = own.pop("bias", None)
@@ -242,6 +246,10 @@ class QuantizedTiedLinear(WeightLayer):
         """A bias that need not be there, for a leaf with one that must be could come before the other
         layer."""
         return {"bias": Slot((self.spec.out_features,), required=False)} if self.spec.bias else {}
+
+    def replaced_slots(self) -> Mapping[str, int]:
+        kept = self.method.kept_bytes(self.spec)
+        return {} if kept is None else {"weight": kept}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.bias = tensors.get("bias")

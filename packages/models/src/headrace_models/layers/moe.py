@@ -24,7 +24,7 @@ class SparseMoE(MLPLayer):
         name: of the mixture, as the checkpoint spells it.
         router_name, experts_name: below that; the experts are numbered from 0.
         expert_names: the checkpoint's names of an expert's gate, up and down.
-        router_bias, corrected, correction_shape, exact_router: see :class:`Router`.
+        router_bias, corrected, correction_shape, exact_router, router_soft_cap: see :class:`Router`.
         expert_bias: of all of an expert's products.
         shared: an expert that all tokens go to.
     """
@@ -45,6 +45,7 @@ class SparseMoE(MLPLayer):
         corrected: bool = False,
         correction_shape: tuple[int, ...] | None = None,
         exact_router: bool = False,
+        router_soft_cap: float = 0.0,
         expert_bias: bool = False,
         shared: MLPLayer | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class SparseMoE(MLPLayer):
             corrected=corrected,
             correction_shape=correction_shape,
             exact=exact_router,
+            soft_cap=router_soft_cap,
         )
         self.experts = Experts(
             context,

@@ -14,6 +14,7 @@ from headrace_core.kv import StateShape
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import column_parallel, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -109,7 +110,7 @@ class RGLRU(WeightLayer):
 
     def __call__(self, x: Tensor, state: StateArguments) -> Tensor:
         """x [T, C] -> the same shape."""
-        blocks = x.unflatten(1, (self.blocks, -1))
+        blocks = by_heads(x, self.channels // self.blocks)
         opens, decays = (self.ops.head_linear(blocks, packed).flatten(1) for packed in self.packed)
         return self.ops.rg_lru(
             x,

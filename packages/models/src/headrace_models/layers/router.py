@@ -58,6 +58,7 @@ class Router(WeightLayer):
         corrected: there is a term of each score that counts in choosing and not in weighing.
         correction_shape: as the checkpoint has that term; default [E].
         exact: score in float32 whatever the activations are.
+        soft_cap: what tanh keeps the linear layer's results within; 0: nothing (Grok).
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Router(WeightLayer):
         corrected: bool = False,
         correction_shape: tuple[int, ...] | None = None,
         exact: bool = False,
+        soft_cap: float = 0.0,
     ) -> None:
         self.name = name
+        self.soft_cap = soft_cap
         self.ops = context.ops
         self.routing = routing
         self.hidden_size = hidden_size
@@ -107,8 +110,11 @@ class Router(WeightLayer):
         assert self.packed is not None, self.name
         x = self.ops.to_float32(x) if self.exact else x
         how = self.routing
+        scores = self.ops.linear(x, self.packed, self.bias)
+        if self.soft_cap:
+            scores = self.ops.to_float32(scores, soft_cap=self.soft_cap)
         return self.ops.route_experts(
-            self.ops.linear(x, self.packed, self.bias),
+            scores,
             how.top_k,
             scoring=how.scoring,
             bias=self.correction,

@@ -41,7 +41,7 @@ def read_mask(function: MaskFunction, length: int) -> MaskFacts:
     seen_first = _asked(function, keys, torch.tensor([0]))  # by which queries is key 0 seen?
     causal = length == 1 or not bool(row(0)[1:].any())
     reach = int(seen_first.long().argmin()) if not bool(seen_first.all()) else length
-    if reach == length:
+    if reach == 0 or reach == length:  # none sees the first key: whatever it is, it is not this
         facts = MaskFacts(causal)
     elif causal and not bool(row(reach)[reach - 1]):
         facts = MaskFacts(causal, chunk=reach)

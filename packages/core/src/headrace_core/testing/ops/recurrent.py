@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
-from headrace_core.testing.ops.inputs import bits_equal, wide
+from headrace_core.testing.ops.inputs import bits_equal, call_wide, wide
 from headrace_core.testing.ops.suite import OpSuite
 
 BLOCKS = 9
@@ -68,7 +68,7 @@ class RecurrentConformance(OpSuite):
     def _selective_scan(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
         channels, length = (50, 16) if variant == 0 else (7, 3)
         fused = self.rand(tokens, 2 * channels + 2 * length, dtype=dtype, seed=1)
-        inner, gate, b, c = fused.split([channels, channels, length, length], dim=1)
+        inner, gate, b, c = torch.split(fused, [channels, channels, length, length], dim=1)
         by_token = {"x": inner, "dt": self.rand(tokens, channels, dtype=dtype), "b": b, "c": c}
         whole = {"a": -self.rand(channels, length, seed=2).exp(), "d": self.rand(channels, seed=3)}
         if variant == 0:
@@ -79,9 +79,9 @@ class RecurrentConformance(OpSuite):
     def _state_space_scan(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
         heads, size, groups, length = ((6, 8, 2, 200), (3, 5, 1, 16), (2, 9, 2, 7))[variant]
         fused = self.rand(tokens, heads * size + 2 * groups * length, dtype=dtype, seed=1)
-        x, b, c = fused.split([heads * size, groups * length, groups * length], dim=1)
-        x = x.unflatten(1, (heads, size))
-        b, c = (v.unflatten(1, (groups, length)) for v in (b, c))
+        x, b, c = torch.split(fused, [heads * size, groups * length, groups * length], dim=1)
+        x = torch.unflatten(x, 1, (heads, size))
+        b, c = (torch.unflatten(v, 1, (groups, length)) for v in (b, c))
         by_token = {"x": x, "b": b, "c": c}
         whole: dict[str, Any] = {"a": -self.rand(heads, seed=2).exp() * 0.3, "d": None, "dt": None}
         if variant != 1:
@@ -95,12 +95,12 @@ class RecurrentConformance(OpSuite):
     def _delta_rule(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
         keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16))[variant]
         fused = self.rand(tokens, 2 * keys * length + heads * size, dtype=dtype, seed=1)
-        query, key, value = fused.split([keys * length, keys * length, heads * size], dim=1)
+        query, key, value = torch.split(fused, [keys * length, keys * length, heads * size], dim=1)
         gates = (heads, length) if variant == 1 else (heads,)
         by_token = {
-            "query": query.unflatten(1, (keys, length)),
-            "key": key.unflatten(1, (keys, length)) * (0.2 if variant == 2 else 1.0),
-            "value": value.unflatten(1, (heads, size)),
+            "query": torch.unflatten(query, 1, (keys, length)),
+            "key": torch.unflatten(key, 1, (keys, length)) * (0.2 if variant == 2 else 1.0),
+            "value": torch.unflatten(value, 1, (heads, size)),
             "gate": self.rand(tokens, *gates, dtype=dtype, seed=2),
             "beta": self.rand(tokens, heads, dtype=dtype, seed=3),
         }
@@ -228,9 +228,13 @@ class RecurrentConformance(OpSuite):
         x, gate = fused.chunk(2, dim=1)
         for size, activation in ((width, "silu"), (group or width, "sigmoid")):
             weight = self.rand(size, dtype=dtype, seed=1)
-            options = {"group_size": group, "norm_first": norm_first, "activation": activation}
+            options: dict[str, Any] = {
+                "group_size": group,
+                "norm_first": norm_first,
+                "activation": activation,
+            }
             out = op("gated_rms_norm")(x, gate, weight, 1e-5, **options)
-            expected = reference.gated_rms_norm(*map(wide, (x, gate, weight)), 1e-5, **options)
+            expected = call_wide(reference.gated_rms_norm, x, gate, weight, 1e-5, **options)
             self.check(out, expected, dtype)
 
     def test_gated_rms_norm_is_row_invariant(

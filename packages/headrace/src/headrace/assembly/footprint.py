@@ -1,0 +1,245 @@
+"""What a model takes of this machine's memory, without loading it.
+
+The model is built, which makes its tables (rotary ones are as long as the context) and says what each
+layer caches; no weight is read. What transformers' code runs says so only when it is tried, and is
+filled with made-up weights for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace.assembly.resolved import Resolved
+from headrace.assembly.worker import build_context, choose_ops, cpu_threads
+from headrace_core.config import LoadConfig
+from headrace_core.errors import CapacityError, HeadraceError
+from headrace_core.executor import MemoryProfile
+from headrace_core.kv import (
+    CacheSpec,
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
+    LatentAttentionSpec,
+    RecurrentSpec,
+    SlidingWindowSpec,
+)
+from headrace_core.model import SupportsRecurrence
+from headrace_core.platform import BringsWorker
+
+if TYPE_CHECKING:
+    from headrace_core.model import CausalLM
+
+UNIT = 1000
+"""Tokens that a cache's cost is told for."""
+
+
+class CachedKind(NamedTuple):
+    """Layers that cache alike. Costs in bytes, over all of them."""
+
+    kind: str
+    layers: int
+    bytes_per_1000_tokens: int
+    """0 for a state, whose size does not grow."""
+    bytes_per_request: int
+    """Of states; 0 for what grows with the tokens."""
+    kept_tokens: int | None
+    """Most tokens that a request keeps (a window, a chunk, an encoder's states); None: all."""
+
+    def __str__(self) -> str:
+        from headrace_engine.execution.memory import readable
+
+        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''} of {self.kind}"
+        if self.bytes_per_request:
+            return f"{readable(self.bytes_per_request)} for each request in {layers}"
+        kept = "" if self.kept_tokens is None else f", which keep at most {self.kept_tokens}"
+        return f"{readable(self.bytes_per_1000_tokens)} for 1,000 tokens in {layers}{kept}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """A model's memory. Sizes in bytes."""
+
+    dtype: str
+    weights: int
+    """With tables; what kernels pad is not in it."""
+    activations: int
+    """At least; a start measures them."""
+    cache: tuple[CachedKind, ...]
+    available: int
+    max_model_len: int
+    longest: int
+    """Longest context of which one request fits, up to ``max_model_len``; 0: none."""
+    spare: int
+    """What is left beside one request of ``max_model_len`` tokens; negative: what is missing."""
+    why_not: str = ""
+    """Why an engine would not start; empty: it would."""
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data."""
+        cache = [kind._asdict() for kind in self.cache]
+        return {**dataclasses.asdict(self), "cache": cache, "fits": self.fits}
+
+    def __str__(self) -> str:
+        from headrace_engine.execution.memory import readable
+
+        rows = [("weights", f"{readable(self.weights)} in {self.dtype}")]
+        rows += [("cache", str(kind)) for kind in self.cache] or [("cache", "none")]
+        rows.append(("activations", f"at least {readable(self.activations)}; measured at start"))
+        rows.append(("longest context", f"{self.longest} of {self.max_model_len} tokens"))
+        if self.fits:
+            verdict = (
+                f"yes: {readable(self.spare)} of {readable(self.available)} are left beside one"
+            )
+            verdict += " request of the longest context" if self.cache else " step"
+        else:
+            verdict = f"no: {self.why_not}"
+        rows.append(("fits here", verdict))
+        return "\n".join(["memory:", *(f"  {title:<16}{text}" for title, text in rows)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Stands for a :class:`Footprint` where a model cannot be built."""
+
+    reason: str
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"unknown": self.reason}
+
+    def __str__(self) -> str:
+        return f"memory: unknown: {self.reason}"
+
+
+def footprint(resolved: Resolved) -> Footprint | Unknown:
+    """Build a model, and reckon. Whatever keeps it from being built is the result's reason."""
+    if isinstance(resolved.platform, BringsWorker):
+        return Unknown(f"{type(resolved.platform).__name__} makes its own worker, which builds no model")
+    try:
+        model, weights = _built(resolved)
+        return _reckoned(resolved, weights, _specs(model))
+    except HeadraceError as error:
+        return Unknown(str(error))
+    except Exception as error:  # whatever a foreign class raises
+        return Unknown(f"{type(error).__name__}: {error}")
+
+
+def _built(resolved: Resolved) -> tuple[CausalLM, int]:
+    """The model without weights, and the bytes that it will keep."""
+    from headrace_engine.startup import StartupTimeline
+    from headrace_models.footprint import kept_bytes
+    from headrace_models.loader import Built, load_model
+
+    info, available = resolved.info, resolved.platform.available_memory()
+    ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
+    model: Any = Built.of(info, build_context(resolved, ops)).model
+    weights = kept_bytes(model, info.dtype)
+    if info.source != "transformers":
+        return model, weights
+    if weights > available:
+        raise CapacityError(f"the weights take {weights} bytes, of which {available} are free")
+    filled = load_model(info, build_context(resolved, ops), load=LoadConfig(load_format="dummy"))
+    return filled, weights
+
+
+def _specs(model: CausalLM) -> Mapping[str, CacheSpec]:
+    from headrace_engine.execution.cache import cache_specs
+
+    states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
+    return cache_specs(model.attention_layers(), states)
+
+
+def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) -> Footprint:
+    from headrace_engine.execution.division import Limits
+    from headrace_engine.execution.memory import (
+        CachePlan,
+        fit_max_model_len,
+        plan_cache,
+        readable,
+        spare_bytes,
+    )
+    from headrace_engine.kv.grouping import plan_groups
+
+    config, info, platform, _ = resolved
+    limits = Limits.of(config, info.max_model_len)
+    available = platform.available_memory()
+    profile = MemoryProfile(weights, _logits(resolved, limits.max_num_seqs), available, 0.0)
+    groups = plan_groups(specs) if specs else ()
+    spare = spare_bytes(profile, groups, config.cache, limits)
+    longest, why_not = info.max_model_len, ""
+    try:
+        if groups:
+            longest = 0
+            longest = fit_max_model_len(
+                profile, groups, config.cache, limits, device=platform.device
+            )
+            wanted = longest if resolved.fit_context else info.max_model_len
+            limits = dataclasses.replace(limits, max_model_len=wanted)
+            plan_cache(profile, groups, config.cache, limits, device=platform.device)
+            spare = spare_bytes(profile, groups, config.cache, limits)
+        else:
+            CachePlan.without_cache(profile, info.max_model_len, config.cache.max_memory_bytes)
+        if spare < 0:
+            why_not = f"{readable(-spare)} more than there are"
+    except CapacityError as error:
+        why_not = str(error)
+    if not groups and why_not:
+        longest = 0
+    return Footprint(
+        dtype=info.dtype,
+        weights=weights,
+        activations=profile.activations,
+        cache=tuple(_kinds(specs)),
+        available=available,
+        max_model_len=info.max_model_len,
+        longest=longest,
+        spare=spare,
+        why_not=why_not,
+    )
+
+
+def _logits(resolved: Resolved, max_num_seqs: int) -> int:
+    """float32, of as many rows as a step samples: what any step takes at least."""
+    info, tokens = resolved.info, resolved.config.scheduler.max_num_batched_tokens
+    if info.pooling is not None:
+        return 0
+    return 4 * info.vocab_size * min(max_num_seqs, tokens or max_num_seqs)
+
+
+def _kinds(specs: Mapping[str, CacheSpec]) -> list[CachedKind]:
+    alike: dict[tuple[str, int | None], list[CacheSpec]] = {}
+    for spec in specs.values():
+        alike.setdefault(_kind(spec), []).append(spec)
+    return [_summed(kind, kept, inside) for (kind, kept), inside in alike.items()]
+
+
+def _summed(kind: str, kept: int | None, specs: Sequence[CacheSpec]) -> CachedKind:
+    states = sum(spec.page_bytes for spec in specs if isinstance(spec, RecurrentSpec))
+    tokens = sum(
+        UNIT * spec.page_bytes // spec.block_size
+        for spec in specs
+        if not isinstance(spec, RecurrentSpec)
+    )
+    return CachedKind(kind, len(specs), tokens, states, kept)
+
+
+def _kind(spec: CacheSpec) -> tuple[str, int | None]:
+    """Name, and most tokens that are kept."""
+    match spec:
+        case RecurrentSpec():
+            return "recurrence", None
+        case SlidingWindowSpec():
+            return "attention in a window", spec.sliding_window
+        case ChunkedLocalSpec():
+            return "attention in chunks", spec.attention_chunk_size
+        case CrossAttentionSpec():
+            return "attention to an encoder", spec.max_encoder_tokens
+        case LatentAttentionSpec():
+            return "latent attention", None
+        case _:
+            return "full attention", None

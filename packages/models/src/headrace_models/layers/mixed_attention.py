@@ -1,0 +1,100 @@
+"""Attention whose queries and outputs are projected by experts; keys and values all share.
+
+Shen et al. 2023, arXiv:2306.04640 (mixture of attention heads, as JetMoE has it). Letters: T tokens,
+H hidden size, k experts per token, Hk key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace_core.errors import UnsupportedModel
+from headrace_models.layers.attention import Attention
+from headrace_models.layers.base import Part
+from headrace_models.layers.expert_linear import Bias, ExpertLinear
+from headrace_models.layers.linear import column_parallel, shard_of
+from headrace_models.layers.router import Router, Routing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace_core.batch import ForwardBatch
+    from headrace_core.model import BuildContext
+
+
+class MixedAttention(Attention):
+    """Each chosen expert makes Hk queries, one for each key-value head, and takes what they found.
+
+    Which rows an expert gets depends on contents, so steps are not captured.
+
+    Args:
+        routing: of the experts.
+        arguments: of :class:`~headrace_models.layers.attention.Attention`.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        *,
+        routing: Routing,
+        hidden_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        **arguments: Any,
+    ) -> None:
+        self.communicator = context.communicator
+        ranks = self.communicator.world_size
+        if num_kv_heads % ranks:
+            raise UnsupportedModel(
+                f"{name}: {num_kv_heads} heads of each expert cannot be divided over "
+                f"tensor_parallel_size = {ranks}"
+            )
+        super().__init__(
+            context,
+            name,
+            hidden_size=hidden_size,
+            num_heads=routing.top_k * num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            **arguments,
+        )
+        del self.out  # experts project
+        experts, size = f"{name}.experts", num_kv_heads * head_dim
+        shard = shard_of(num_kv_heads, context.communicator, what=f"{name}, key-value heads")
+        self.qkv = column_parallel(
+            context, f"{name}.kv_proj", hidden_size, (size, size), units=(num_kv_heads,) * 2
+        )
+        self.router = Router(context, f"{experts}.router.layer", hidden_size, routing)
+        own, count = size // shard.count, routing.num_experts
+        self.queries = ExpertLinear(
+            context, f"{experts}.input_linear", count, hidden_size, Part(own, shard, num_kv_heads)
+        )
+        self.outs = ExpertLinear(
+            context, f"{experts}.output_linear", count, own, Part(hidden_size), shard
+        )
+        self.bias = Bias(f"{experts}.bias", hidden_size)
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, H] -> the same shape. A row's experts are summed in the order of their numbers."""
+        weights, ids = self.router(x)
+        tokens, kv_heads = x.shape[0], self.spec.num_kv_heads
+        chosen = x.new_empty((*ids.shape, kv_heads * self.head_dim))
+        experts = torch.unique(ids).tolist()
+        places = {expert: (ids == expert).nonzero(as_tuple=True) for expert in experts}
+        for expert, (rows, at) in places.items():
+            chosen[rows, at] = self.queries(expert, x[rows])
+        # Heads that read the same keys follow each other.
+        query = chosen.view(tokens, -1, kv_heads, self.head_dim).transpose(1, 2)
+        key, value = self.qkv(x).view(tokens, -1, self.head_dim).split(kv_heads, dim=1)
+        found = self.attend(query.flatten(1, 2), key, value, batch)
+        by_expert = found.view(tokens, kv_heads, -1, self.head_dim).transpose(1, 2).flatten(2)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert, (rows, at) in places.items():
+            out = self.outs(expert, by_expert[rows, at]).float()
+            total[rows] += out * weights[rows, at, None]
+        if self.communicator.world_size > 1:
+            total = self.communicator.all_reduce(total)
+        return self.bias(total).to(x.dtype)
