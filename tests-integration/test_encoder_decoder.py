@@ -143,6 +143,30 @@ async def test_alignment_beside_requests_that_generate(whisper, wanted, engine_p
     assert stats.num_free_blocks == stats.num_blocks
 
 
+@pytest.mark.spec("MODEL-ASR")
+def test_alignment_and_times_of_words_offline(whisper):
+    oracle, folder = whisper
+    clips = [0, 2, 3]
+    with LLM(str(folder), **SETTINGS) as llm:
+        sequences = [[*PREFIX, 17, 190, 34, 259, 60 + seed] for seed in clips]
+        aligned = llm.align([spoken(t, seed) for t, seed in zip(sequences, clips, strict=True)])
+        asked = [spoken(PREFIX, seed) for seed in clips]
+        outputs = llm.generate(asked, PARAMS, use_tqdm=False)
+        timed = llm.word_times(asked, outputs, language="en")
+        with pytest.raises(RequestError, match="must be token ids"):
+            llm.word_times(prompts()[:1], outputs[:1])
+        assert llm.engine.stats().num_free_blocks == llm.engine.stats().num_blocks
+    for tokens, seed, weights in zip(sequences, clips, aligned, strict=True):
+        expected = expected_weights(oracle, folder, tokens, seed)
+        torch.testing.assert_close(weights[len(PREFIX) :], expected, atol=2e-3, rtol=0)
+    for output, words, seed in zip(outputs, timed, clips, strict=True):
+        said = "".join(word.word for word in words)
+        assert "".join(said.split()) == "".join(output.outputs[0].text.split())
+        starts = [word.start for word in words]
+        assert starts == sorted(starts)
+        assert all(0 <= word.start <= word.end <= LENGTHS[seed] for word in words)
+
+
 def test_what_is_refused_by_name(whisper):
     silence = np.zeros(1600, np.float32)
     media = {"audio": silence}

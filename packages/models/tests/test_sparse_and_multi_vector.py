@@ -155,6 +155,30 @@ class TestDistilBertSplade(TestSplade):
 
 
 @pytest.mark.spec("POOL-TOKEN-EMBED")
+class _RobertaWords(test_encoders._Roberta):
+    makes: Any = "logits"
+
+    def hf_class(self) -> Any:
+        from transformers import RobertaForMaskedLM
+
+        return RobertaForMaskedLM
+
+
+@pytest.mark.spec("MODEL-POOL-TEXT")
+class TestRobertaSplade(TestDistilBertSplade):
+    """As granite-embedding-30m-sparse."""
+
+    Suite: Any = _RobertaWords
+
+    def test_a_plain_masked_language_model_is_refused(self, tmp_path: Path) -> None:
+        """Not this one, which embeds as its encoder."""
+        self.make(tmp_path)
+        info = self.Suite().resolve(tmp_path)
+        assert info.architecture == "RobertaForMaskedLM"
+        assert info.pooling is not None
+        assert not info.pooling.sparse
+
+
 class TestBgeM3:
     """Tokens 0 and 2 begin and end a text."""
 

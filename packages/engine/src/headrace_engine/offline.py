@@ -16,6 +16,7 @@ from typing import Any
 from headrace_core.engine import EngineStats, ServedModel
 from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, RequestOutput
+from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
@@ -255,6 +256,29 @@ class OfflineEngine:
             data_1, data_2, params, self._next_id(), chat_template=chat_template
         )
         return plan.outputs(self._pool(plan.jobs, on_output))
+
+    def align(self, prompts: Sequence[Prompt]) -> list[PackedArray]:
+        """Which part of its media each token of a sequence comes from; see
+        :meth:`headrace_core.engine.EngineClient.align`.
+
+        Raises: as :meth:`encode`.
+        """
+        pending: dict[str, int] = {}
+        found: dict[int, PackedArray] = {}
+        try:
+            for index, prompt in enumerate(prompts):
+                request = self._intake.alignment.prepare(prompt, self._next_id())
+                self._add(request)
+                pending[request.request_id] = index
+            while pending:
+                for state in self._advance():
+                    request_id = state.request.request_id
+                    if state.finished and request_id in pending:
+                        found[pending.pop(request_id)] = _pooled(state).outputs.data
+        except BaseException:
+            self._drop(list(pending))
+            raise
+        return [found[index] for index in range(len(prompts))]
 
     def _pool(
         self, jobs: Sequence[Job], on_output: Callable[[int, PooledOutput], None] | None

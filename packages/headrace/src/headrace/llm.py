@@ -25,6 +25,9 @@ from headrace_core.sampling import BeamSearchParams, RequestOutputKind, Sampling
 from headrace_core.scoring import ScoreInput
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.transcripts import WordTime
     from headrace_core.beam import BeamSearchOutput
     from headrace_core.text import Tokenizer
 
@@ -434,6 +437,54 @@ class LLM:
             return pooling.plugin(prompts, for_all(params), use_tqdm)
         pooling = self._pooling("LLM.encode", task)
         return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
+
+    def align(self, prompts: Prompt | Sequence[Prompt]) -> list[Tensor]:
+        """Which part of its media each token of a sequence comes from: for the times of words.
+
+        Args:
+            prompts: whole sequences with their media, output included, one or a list; for Whisper
+                ``{"encoder_prompt": ..., "decoder_prompt": token ids}``.
+
+        Returns:
+            One float32 tensor [tokens, encoder states] for each, in order
+            (:meth:`headrace_core.model.SupportsAlignment.align`).
+
+        Raises:
+            UnsupportedFeature: the checkpoint names no heads that align.
+            RequestError: a sequence is wrong; nothing is left running.
+        """
+        from headrace.pooling import as_tensor
+
+        return [as_tensor(weights) for weights in self.engine.align(as_prompts(prompts))]
+
+    def word_times(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        outputs: Sequence[RequestOutput],
+        *,
+        language: str | None = None,
+    ) -> list[list[WordTime]]:
+        """When the words of transcripts were said.
+
+        Args:
+            prompts: those of :meth:`generate`, each with one clip as ``(samples, rate)`` and its text
+                as token ids.
+            outputs: what came of them.
+            language: of the transcripts, an ISO 639-1 code; matters where words stand without spaces.
+
+        Returns:
+            The words of each transcript, with their times in seconds.
+
+        Raises: as :meth:`align`.
+        """
+        from headrace.transcripts import word_times
+
+        every = as_prompts(prompts)
+        if len(every) != len(outputs):
+            raise RequestError(
+                f"outputs: {len(outputs)} given for {len(every)} prompts", param="outputs"
+            )
+        return word_times(self.engine, self._speech, every, outputs, language)
 
     def _pooling(self, call: str, task: str | None) -> OfflinePooling:
         """The pooling half of the engine.

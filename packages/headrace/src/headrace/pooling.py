@@ -151,8 +151,8 @@ def completed(
     params: Params, *, truncate_prompt_tokens: int | None = None, prompt_name: str | None = None
 ) -> Params:
     """The parameters with those of the call's arguments that are given."""
-    given = {"truncate_prompt_tokens": truncate_prompt_tokens, "prompt_name": prompt_name}
-    given = {name: value for name, value in given.items() if value is not None}
+    named = {"truncate_prompt_tokens": truncate_prompt_tokens, "prompt_name": prompt_name}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not given:
         return params
     if params is None or isinstance(params, PoolingParams):

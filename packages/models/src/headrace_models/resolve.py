@@ -148,13 +148,19 @@ def _sentence_modules(
     return projected(found, entries) if architecture == "HF_ColBERT" else found
 
 
+_SPARSE: Mapping[str, str] = {"RobertaForMaskedLM": "RobertaSpladeSparseEmbeddingModel"}
+"""With ``SpladePooling``, of masked language models that embed as their encoder without it."""
+
+
 def _read_as(architecture: str, sentence: SentenceModules) -> str:
     """The class that the files make of an encoder with the head of its pre-training: that head is
     pooled, or passed over."""
+    if sentence.sparse:
+        return _SPARSE.get(architecture, architecture)
     registered = architecture in plugins.installed("headrace.models")
     passed_over = sentence.pools or sentence.multi_vector or not registered
     encoder = without_head(architecture)
-    if not passed_over or encoder == architecture or sentence.sparse:
+    if not passed_over or encoder == architecture:
         return architecture
     logger.info("%s: read as %s, without the head of its pre-training", architecture, encoder)
     return encoder

@@ -165,6 +165,9 @@ ROWS = (
     ),
     Architecture("RobertaModel", "roberta:RobertaModel", "RoBERTa", _NONE, "pool"),
     Architecture(
+        "RobertaSpladeSparseEmbeddingModel", "splade:RobertaSpladeModel", "SPLADE", _NONE, "pool"
+    ),
+    Architecture(
         "XLMRobertaForSequenceClassification",
         "roberta:RobertaForSequenceClassification",
         "XLM-RoBERTa, multilingual E5, BGE reranker v2",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.families.bert import BertModel
 from headrace_models.families.distilbert import DistilBertModel
+from headrace_models.families.roberta import RobertaModel
 from headrace_models.layers.encoder import Encoder
 from headrace_models.layers.encoder_embeddings import TextEmbeddings
 from headrace_models.pooling.activations import elementwise
@@ -28,7 +29,7 @@ _SCORES = "pooler.scores"
 _TWICE: Mapping[str, str] = {
     r"(.*\.)?pooler\..*": "made for guessing the next sentence",
     r"cls\.seq_relationship\..*": "made for guessing the next sentence",
-    r"(cls\.predictions\.decoder|vocab_projector)\.weight": "the table of words, again",
+    r"(cls\.predictions\.decoder|vocab_projector|lm_head\.decoder)\.weight": "the table of words, again",
 }
 
 
@@ -73,6 +74,24 @@ class DistilBertSpladeModel(DistilBertModel):
         names = ("vocab_transform", "vocab_layer_norm", "vocab_projector")
         activation = self.settings.activation("activation")
         return sparse_pooler(context, self, names, activation, 1e-12)
+
+
+class RobertaSpladeModel(RobertaModel):
+    """The same of RoBERTa, whose head has its activation built in."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *RobertaModel.weight_rules,
+        WeightRule("lm_head.dense", f"{_SCORES}.dense"),
+        WeightRule("lm_head.layer_norm", f"{_SCORES}.norm"),
+        WeightRule("lm_head.decoder.weight", f"{_SCORES}.out.table"),
+        WeightRule("lm_head.bias", f"{_SCORES}.out.bias"),
+        WeightRule("lm_head.decoder.bias", f"{_SCORES}.out.own_bias"),
+    )
+    ignored_weights: ClassVar[Mapping[str, str]] = _TWICE
+
+    def make_pooler(self, context: BuildContext, prefix: str) -> Pooler:
+        names = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder")
+        return sparse_pooler(context, self, names, "gelu", self.eps())
 
 
 def sparse_pooler(

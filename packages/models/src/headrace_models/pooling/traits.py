@@ -92,6 +92,11 @@ TRAITS: Mapping[str, PoolingTraits] = {
     "Qwen2ForProcessRewardModel": _PROCESS_REWARD,
     "Qwen2ForRewardModel": _REWARD,
     "RobertaForMaskedLM": _ROBERTA,
+    "RobertaSpladeSparseEmbeddingModel": dataclasses.replace(
+        _SPLADE,
+        token_types=_ROBERTA.token_types,
+        positions_follow_padding=_ROBERTA.positions_follow_padding,
+    ),
 }
 """Architecture -> traits, of headrace's own classes."""
 
@@ -138,7 +143,8 @@ def said_by_files(
         )
     if sentence.sparse and not traits.sparse:
         raise UnsupportedModel(
-            f"SpladePooling of {architecture}: must be that of BertForMaskedLM or DistilBertForMaskedLM"
+            f"SpladePooling of {architecture}: must be that of BertForMaskedLM, "
+            "DistilBertForMaskedLM or RobertaForMaskedLM"
         )
     if not sentence.multi_vector:
         return traits
