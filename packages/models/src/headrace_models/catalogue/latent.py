@@ -28,4 +28,16 @@ ROWS = (
     ),
     Architecture("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM 3", _LATENT),
     Architecture("YoutuForCausalLM", "youtu:YoutuForCausalLM", "Youtu-LLM", _LATENT),
+    Architecture(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32:DeepseekV32ForCausalLM",
+        "DeepSeek V3.2, contexts up to 2,048",
+        _LATENT,
+    ),
+    Architecture(
+        "PanguUltraMoEForCausalLM",
+        "pangu_ultra_moe:PanguUltraMoEForCausalLM",
+        "openPangu Ultra MoE",
+        _LATENT,
+    ),
 )
