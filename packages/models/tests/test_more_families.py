@@ -349,3 +349,21 @@ class TestPanguUltraMoE(RelaidConformance):
             name = name.replace("mlp.0.", "mlp.")
             found |= apart(name, tensor) if ".experts." in name else {name: tensor}
         return found
+
+
+class TestMistral4(FamilyConformance):
+    """Mistral Large 3's kind; queries grow from the fifth token on."""
+
+    flips_ties = False
+
+    def hf_class(self) -> Any:
+        from transformers import Mistral4ForCausalLM
+
+        return Mistral4ForCausalLM
+
+    def hf_config(self, **overrides: Any) -> Any:
+        from transformers import Mistral4Config
+
+        rope = {**YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}
+        own = {"first_k_dense_replace": 1, "rope_parameters": rope, "attention_bias": True}
+        return Mistral4Config(**{**LATENT, **EXPERTS, **own, **overrides})

@@ -40,4 +40,12 @@ ROWS = (
         "openPangu Ultra MoE",
         _LATENT,
     ),
+    Architecture("Mistral4ForCausalLM", "mistral4:Mistral4ForCausalLM", "Mistral 4, text", _LATENT),
+    Architecture(
+        "MistralLarge3ForCausalLM",
+        "mistral4:Mistral4ForCausalLM",
+        "Mistral Large 3, text",
+        _LATENT,
+        alias_of="Mistral4ForCausalLM",
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn.functional import pad
 
 from headrace_core.errors import UnsupportedModel
@@ -79,7 +80,7 @@ class NarrowValueAttention(Attention):
         """x [T, hidden_size] -> query [T, Hq, D], key and value [T, Hk, D]."""
         tokens, size, kv = x.shape[0], self.head_dim, self.spec.num_kv_heads
         sizes = [self.spec.num_heads * size, kv * size, kv * self.value_dim]
-        query, key, value = self.qkv(x).split(sizes, dim=1)
+        query, key, value = torch.split(self.qkv(x), sizes, dim=1)
         wide = pad(value.view(tokens, kv, self.value_dim), (0, size - self.value_dim))
         return query.view(tokens, -1, size), key.view(tokens, kv, size), wide
 
