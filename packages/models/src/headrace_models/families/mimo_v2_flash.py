@@ -89,12 +89,16 @@ class MiMoV2FlashForCausalLM(MoEDecoder):
         return self.settings.integer("sliding_window", 129) if before is None else before + 1
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
-        self.settings.refuse("add_full_attention_sink_bias", False)
         sliding, kv_heads = self.is_sliding(index), self.settings.num_kv_heads()
-        for what in ("swa_head_dim", "head_dim"), ("swa_v_head_dim", "v_head_dim"):
-            self.settings.refuse(what[0], self.settings.config.get(what[1]))
         heads = self.settings.integer("num_attention_heads")
-        self.settings.refuse("swa_num_attention_heads", heads)
+        value_dim = self.settings.integer("v_head_dim", 128, maximum=MAX_HEAD_DIM)
+        for key, served in (
+            ("add_full_attention_sink_bias", False),
+            ("swa_num_attention_heads", heads),
+            ("swa_head_dim", self.head_dim()),
+            ("swa_v_head_dim", value_dim),
+        ):
+            self.settings.refuse(key, served)
         if sliding:
             kv_heads = self.settings.integer("swa_num_key_value_heads", 2 * kv_heads)
         if heads % kv_heads:
@@ -109,7 +113,7 @@ class MiMoV2FlashForCausalLM(MoEDecoder):
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=self.head_dim(),
-            value_dim=self.settings.integer("v_head_dim", 128, maximum=MAX_HEAD_DIM),
+            value_dim=value_dim,
             value_scale=self.settings.optional_positive("attention_value_scale") or 1.0,
             rotary=self.local_rotary if sliding else self.rotary,
             sliding_window=self.window() if sliding else None,
