@@ -367,3 +367,19 @@ class TestMistral4(FamilyConformance):
         rope = {**YARN, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4}
         own = {"first_k_dense_replace": 1, "rope_parameters": rope, "attention_bias": True}
         return Mistral4Config(**{**LATENT, **EXPERTS, **own, **overrides})
+
+
+class TestLaguna(MoEConformance):
+    """Six heads in the layer with a window, four in the others; a gate for each head."""
+
+    stem = "Laguna"
+    own: ClassVar = {
+        **TINY_MOE, "num_experts": 8, "shared_expert_intermediate_size": 44, "head_dim": 20,
+        "num_attention_heads_per_layer": [4, 6, 4], "sliding_window": 9, "attention_bias": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "moe_routed_scaling_factor": 1.7, "moe_router_logit_softcapping": 0.7,
+    }  # fmt: skip
+
+
+class TestLagunaByElement(TestLaguna):
+    own: ClassVar = {**TestLaguna.own, "gating": "per-element"}
