@@ -11,6 +11,7 @@ import pytest
 import test_families as families
 import test_gated_families as gated
 import test_gpt_families as gpts
+import test_more_families as more
 import test_other_recurrences as others
 import test_qwen2_audio
 import test_recurrent_families as recurrent
@@ -63,6 +64,9 @@ SUITES.update(NomicBert=rotary.TestNomicBert(), Gte=rotary.TestGteForSequenceCla
 SUITES.update(Qwen2Audio=test_qwen2_audio.TestText(), Whisper=_Whisper())
 SUITES.update(Jamba=recurrent.TestJamba(), Qwen3Next=recurrent.TestQwen3Next())
 SUITES.update(NemotronH=recurrent.TestNemotronHMixture(), Kimi=others.TestKimiLinear())
+SUITES.update(
+    {name: getattr(more, f"Test{name}")() for name in ("Grok2", "JetMoe", "MiMoV2FlashAsPublished")}
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 100) | st.integers() | st.floats() | st.text(max_size=4)
     | st.sampled_from([10**12, 2**63, -(10**400), 10**400, "silu", "yarn", "longrope", "linear"]),

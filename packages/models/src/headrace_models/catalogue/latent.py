@@ -28,4 +28,24 @@ ROWS = (
     ),
     Architecture("MiniCPM3ForCausalLM", "minicpm3:MiniCPM3ForCausalLM", "MiniCPM 3", _LATENT),
     Architecture("YoutuForCausalLM", "youtu:YoutuForCausalLM", "Youtu-LLM", _LATENT),
+    Architecture(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32:DeepseekV32ForCausalLM",
+        "DeepSeek V3.2, contexts up to 2,048",
+        _LATENT,
+    ),
+    Architecture(
+        "PanguUltraMoEForCausalLM",
+        "pangu_ultra_moe:PanguUltraMoEForCausalLM",
+        "openPangu Ultra MoE",
+        _LATENT,
+    ),
+    Architecture("Mistral4ForCausalLM", "mistral4:Mistral4ForCausalLM", "Mistral 4, text", _LATENT),
+    Architecture(
+        "MistralLarge3ForCausalLM",
+        "mistral4:Mistral4ForCausalLM",
+        "Mistral Large 3, text",
+        _LATENT,
+        alias_of="Mistral4ForCausalLM",
+    ),
 )

@@ -51,6 +51,13 @@ ROWS = (
     Architecture("AfmoeForCausalLM", "afmoe:AfmoeForCausalLM", "Trinity", _MIXED),
     Architecture("JetMoeForCausalLM", "jetmoe:JetMoeForCausalLM", "JetMoE 8B"),
     Architecture(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash:MiMoV2FlashForCausalLM", "MiMo-V2-Flash", _MIXED
+    ),
+    Architecture("ArcticForCausalLM", "arctic:ArcticForCausalLM", "Arctic"),
+    Architecture("Grok1ModelForCausalLM", "grok:Grok1ModelForCausalLM", "Grok-1"),
+    Architecture("Grok1ForCausalLM", "grok:Grok1ForCausalLM", "Grok-2, contexts up to 1,024"),
+    Architecture("LagunaForCausalLM", "laguna:LagunaForCausalLM", "Laguna", _MIXED),
+    Architecture(
         "PhiMoEForCausalLM",
         "phimoe:PhimoeForCausalLM",
         "Phi-3.5-MoE",

@@ -22,7 +22,7 @@ from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.moe import SparseMoE
 from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.router import Routing
-from headrace_models.rope import rope_settings
+from headrace_models.rope import RopeSettings, rope_settings
 from headrace_models.settings import MAX_EXPERTS, MAX_HEAD_DIM
 
 if TYPE_CHECKING:
@@ -43,10 +43,14 @@ class LatentDecoder(LlamaForCausalLM):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.sizes = self.latent_sizes()
-        self.rope = rope_settings(context.config)
+        self.rope = self.rope_settings(context)
         limit = self.settings.integer("max_position_embeddings", 2048)
         size = self.sizes.rope_head_dim
         self.rotary = rotary_table(context, self.rope, size, max_positions=limit)
+
+    def rope_settings(self, context: BuildContext) -> RopeSettings:
+        """Of the part of a head that turns."""
+        return rope_settings(context.config)
 
     def latent_sizes(self) -> LatentSizes:
         settings = self.settings

@@ -26,7 +26,7 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         super().prepare(context, prefix)
-        self.temperature = self._query_temperature(context)
+        self.temperature = query_temperature(context)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         window = self.settings.optional_integer("sliding_window")
@@ -34,16 +34,17 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
             context, name, sliding_window=window, query_temperature=self.temperature
         )
 
-    def _query_temperature(self, context: BuildContext) -> Tensor | None:
-        """[P] float32: ``1 + beta * log(1 + position // original context)``; None without beta."""
-        block = Settings(scaling_block(context.config))
-        if block.config.get("llama_4_scaling_beta") is None:
-            return None
-        beta = block.number("llama_4_scaling_beta")
-        if beta < 0:
-            raise UnsupportedModel(
-                f"config.json: llama_4_scaling_beta = {beta:g}: must be a number of at least 0"
-            )
-        original = rope_settings(context.config).original_max_position_embeddings
-        positions = torch.arange(context.max_model_len, dtype=torch.float32)
-        return (1 + beta * torch.log1p(positions // original)).to(context.device)
+
+def query_temperature(context: BuildContext) -> Tensor | None:
+    """[P] float32: ``1 + beta * log(1 + position // original context)``; None without beta."""
+    block = Settings(scaling_block(context.config))
+    if block.config.get("llama_4_scaling_beta") is None:
+        return None
+    beta = block.number("llama_4_scaling_beta")
+    if beta < 0:
+        raise UnsupportedModel(
+            f"config.json: llama_4_scaling_beta = {beta:g}: must be a number of at least 0"
+        )
+    original = rope_settings(context.config).original_max_position_embeddings
+    positions = torch.arange(context.max_model_len, dtype=torch.float32)
+    return (1 + beta * torch.log1p(positions // original)).to(context.device)

@@ -18,6 +18,7 @@ from headrace_core.attention import (
     AttentionNeed,
     KVViews,
 )
+from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import (
     CACHE_DTYPES,
     ChunkedLocalSpec,
@@ -231,7 +232,7 @@ class Attention(ProjectedAttention, CachedAttention):
         self.sinks = Sinks(f"{name}.sinks", num_heads, shard) if sinks else None
         self.temperature: Tensor | None = None
         if query_temperature is not None:
-            self.temperature = _temperature_table(query_temperature, self.head_dim)
+            self.temperature = temperature_table(query_temperature, self.head_dim)
         if alibi_slopes is not None:
             alibi_slopes = alibi_slopes.chunk(shard.count)[shard.index].to(context.device)
         self.spec = replace(
@@ -385,8 +386,17 @@ def _cache_spec(context: BuildContext, spec: AttentionLayerSpec) -> KVCacheSpec:
     return FullAttentionSpec(*facts)
 
 
-def _temperature_table(factors: Tensor, head_dim: int) -> Tensor:
+def temperature_table(factors: Tensor, head_dim: int) -> Tensor:
     """[P] -> [P, D]: a rotary table whose angles are 0 and whose cosines are the factors, so that
-    to rotate by it is to multiply."""
+    to rotate by it is to multiply.
+
+    Raises:
+        UnsupportedModel: the head's size is odd.
+    """
+    if head_dim % 2:
+        raise UnsupportedModel(
+            f"config.json: heads of {head_dim}: must be an even number of dimensions where queries "
+            "grow with their position"
+        )
     cosines = factors[:, None].expand(-1, head_dim // 2)
     return torch.cat((cosines, torch.zeros_like(cosines)), dim=1)

@@ -27,7 +27,7 @@ from headrace_core.kv import CACHE_DTYPES, KVCacheSpec, LatentAttentionSpec
 from headrace_core.linear import LinearSpec
 from headrace_core.model import WeightRule
 from headrace_core.ops import PackedLinear
-from headrace_models.layers.attention import CachedAttention
+from headrace_models.layers.attention import CachedAttention, temperature_table
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import (
@@ -89,6 +89,7 @@ class LatentAttention(CachedAttention):
         rotary: cosines and sines [positions, P]; None: nothing turns (Kimi Linear).
         scale: of the scores; default ``(K + P) ** -0.5``.
         latent_scale: latents are multiplied by it once normed (LongCat).
+        query_temperature: as :class:`~headrace_models.layers.attention.Attention`'s (Mistral 4).
         bias: of the projections to latents; out_bias: of the last one.
         expands: whether prompts of :data:`EXPAND_FROM` tokens and more, none of which is cached, are
             computed expanded. That gives other bits than absorbed, so None, the default, means: where
@@ -108,6 +109,7 @@ class LatentAttention(CachedAttention):
         interleaved: bool = True,
         scale: float | None = None,
         latent_scale: float = 1.0,
+        query_temperature: Tensor | None = None,
         norm_eps: float = 1e-6,
         bias: bool = False,
         out_bias: bool = False,
@@ -129,6 +131,9 @@ class LatentAttention(CachedAttention):
         )
         width = sizes.kv_lora_rank + sizes.rope_head_dim
         head_dim = sizes.nope_head_dim + sizes.rope_head_dim
+        self.temperature: Tensor | None = None
+        if query_temperature is not None:
+            self.temperature = temperature_table(query_temperature, head_dim)
         self.spec = AttentionLayerSpec(
             name=name,
             num_heads=self.num_heads,
@@ -206,6 +211,10 @@ class LatentAttention(CachedAttention):
         if self.rotary is not None:
             key = rope_key[:, None]
             self.ops.rotary(rope, key, batch.positions, self.rotary, interleaved=self.interleaved)
+        if self.temperature is not None:
+            self.ops.rotary(
+                query, query[:, :0], batch.positions, self.temperature, interleaved=False
+            )
         if self.kv_cache is None or not batch.groups:  # memory is being profiled
             metadata, kv_cache = None, None
         else:

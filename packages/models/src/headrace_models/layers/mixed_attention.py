@@ -88,7 +88,8 @@ class MixedAttention(Attention):
             chosen[rows, at] = self.queries(expert, x[rows])
         # Heads that read the same keys follow each other.
         query = chosen.view(tokens, -1, kv_heads, self.head_dim).transpose(1, 2)
-        key, value = self.qkv(x).view(tokens, -1, self.head_dim).split(kv_heads, dim=1)
+        both = self.qkv(x).view(tokens, -1, self.head_dim)
+        key, value = torch.split(both, kv_heads, dim=1)
         found = self.attend(query.flatten(1, 2), key, value, batch)
         by_expert = found.view(tokens, kv_heads, -1, self.head_dim).transpose(1, 2).flatten(2)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
