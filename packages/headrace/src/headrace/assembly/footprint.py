@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.assembly.resolved import Resolved
-from headrace.assembly.worker import build_context, choose_ops, cpu_threads
+from headrace.assembly.worker import backend_chooser, build_context, choose_ops, cpu_threads
 from headrace_core.config import LoadConfig
 from headrace_core.errors import CapacityError, HeadraceError
 from headrace_core.executor import MemoryProfile
@@ -119,7 +119,9 @@ class Unknown:
 def footprint(resolved: Resolved) -> Footprint | Unknown:
     """Build a model, and reckon. Whatever keeps it from being built is the result's reason."""
     if isinstance(resolved.platform, BringsWorker):
-        return Unknown(f"{type(resolved.platform).__name__} makes its own worker, which builds no model")
+        return Unknown(
+            f"{type(resolved.platform).__name__} makes its own worker, which builds no model"
+        )
     try:
         model, weights = _built(resolved)
         return _reckoned(resolved, weights, _specs(model))
@@ -137,13 +139,14 @@ def _built(resolved: Resolved) -> tuple[CausalLM, int]:
 
     info, available = resolved.info, resolved.platform.available_memory()
     ops = choose_ops(resolved, StartupTimeline(), cpu_threads(resolved))
-    model: Any = Built.of(info, build_context(resolved, ops)).model
+    context = build_context(resolved, ops, backend_chooser(resolved, ops))
+    model: Any = Built.of(info, context).model
     weights = kept_bytes(model, info.dtype)
     if info.source != "transformers":
         return model, weights
     if weights > available:
         raise CapacityError(f"the weights take {weights} bytes, of which {available} are free")
-    filled = load_model(info, build_context(resolved, ops), load=LoadConfig(load_format="dummy"))
+    filled = load_model(info, context, load=LoadConfig(load_format="dummy"))
     return filled, weights
 
 
