@@ -98,7 +98,7 @@ def _unsupported(architectures: object, name: str, why: str) -> UnsupportedModel
     near: list[str] = []
     for architecture in architectures if isinstance(architectures, list) else []:
         near += difflib.get_close_matches(str(architecture), known, n=5, cutoff=0.5)
-    nearest = ", ".join(dict.fromkeys(near[:5])) or ", ".join(known) or "none is installed"
+    nearest = ", ".join(dict.fromkeys(near[:5])) or "none (`headrace models` lists all)"
     packages = sorted({plugin.distribution for plugin in known.values()})
     return UnsupportedModel(
         f"model {name!r}: config.json's architectures {architectures!r} are not supported. If the "
