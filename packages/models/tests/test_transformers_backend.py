@@ -160,21 +160,19 @@ class TestWhoseCode:
             assert getattr(native, name) == getattr(other, name), name
 
     def test_fallback_warns_unless_it_is_meant(
-        self,
-        folder: Path,
-        caplog: pytest.LogCaptureFixture,
-        monkeypatch: pytest.MonkeyPatch,
+        self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        meant = "BitNetForCausalLM"
-        monkeypatch.setattr(library, "BACKEND_ONLY", frozenset({meant}))
-        for name, level in ((FOREIGN, "WARNING"), (meant, "INFO")):
+        asked: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("WARNING", {"hf_overrides": {"architectures": [FOREIGN]}}),
+            ("INFO", {"model_impl": "transformers"}),
+        )
+        for level, settings in asked:
             caplog.clear()
             with caplog.at_level(logging.INFO, "headrace_models.implementation"):
-                info = found(folder, hf_overrides={"architectures": [name]})
-            assert (info.source, info.architecture) == ("transformers", name)
-            assert [record.levelname for record in caplog.records if name in record.message] == [
-                level
-            ]
+                info = found(folder, **settings)
+            assert info.source == "transformers"
+            told = [r.levelname for r in caplog.records if info.architecture in r.message]
+            assert told == [level]
 
     def test_headrace_alone(self, folder: Path) -> None:
         with pytest.raises(UnsupportedModel, match="allows no other class"):

@@ -57,7 +57,7 @@ def choose_implementation(
     if config.model_impl == "headrace":
         raise _unsupported(architectures, name, "model_impl = 'headrace' allows no other class")
     other = _offered(config, whole, found, name, architectures)
-    if own is not None or other in library.BACKEND_ONLY:
+    if own is not None:  # the user asked for it
         logger.info("model_impl: %s is run by transformers' code", other)
     else:
         logger.warning(

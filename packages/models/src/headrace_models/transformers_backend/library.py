@@ -15,9 +15,6 @@ OLDEST = (5, 17)
 """The first version whose interfaces are those that are used here."""
 INSTALL = "pip install 'headrace-models[transformers]'"
 
-BACKEND_ONLY = frozenset({"SmolLM3ForCausalLM"})
-"""Architectures that are meant to run here: no warning is due."""
-
 _OURS = (
     "quantization_config", "attn_implementation", "_attn_implementation", "experts_implementation",
     "_experts_implementation", "torch_dtype", "dtype", "transformers_version",
