@@ -11,6 +11,9 @@
 // from where it fetches them and where it puts them at both ends of the loop over K.
 #define HR_UNROLL _Pragma("GCC unroll 16")
 
+// For what gets a tile's accumulators: they stay in registers where they are.
+#define HR_INLINE __attribute__((always_inline))
+
 namespace headrace::HR_ISA {
 namespace {
 
