@@ -343,7 +343,10 @@ class PoolingParams:
 
     def clone(self) -> PoolingParams:
         """A deep copy."""
-        return copy.deepcopy(self)
+        clone = copy.copy(self)  # made for each request: only what can be changed is worth looking into
+        clone.returned_token_ids = copy.copy(self.returned_token_ids)
+        clone.extra_kwargs = copy.deepcopy(self.extra_kwargs)
+        return clone
 
     def verify(self, task: str, info: PoolingInfo | None, model_name: str = "") -> None:
         """Check against a task and a model, and fill in what was left open. Changes this object.

@@ -284,14 +284,20 @@ inline void act_mul_row(U* out, const T* gate, const T* up, int64_t n) {
   }
 }
 
-template <class T> inline void act_row(int32_t kind, T* out, const T* x, int64_t n) {
+// Calls f with an activation that the compiler knows, as its type's `value`.
+template <Activation kind> struct KnownActivation { static constexpr Activation value = kind; };
+template <class F> inline void with_activation(int32_t kind, const F& f) {
   switch (kind) {
-    case SILU: return act_row<SILU>(out, x, n);
-    case GELU: return act_row<GELU>(out, x, n);
-    case GELU_TANH: return act_row<GELU_TANH>(out, x, n);
-    case RELU: return act_row<RELU>(out, x, n);
-    case RELU2: return act_row<RELU2>(out, x, n);
+    case SILU: return f(KnownActivation<SILU>{});
+    case GELU: return f(KnownActivation<GELU>{});
+    case GELU_TANH: return f(KnownActivation<GELU_TANH>{});
+    case RELU: return f(KnownActivation<RELU>{});
+    case RELU2: return f(KnownActivation<RELU2>{});
   }
+}
+
+template <class T> inline void act_row(int32_t kind, T* out, const T* x, int64_t n) {
+  with_activation(kind, [&](auto known) { act_row<decltype(known)::value>(out, x, n); });
 }
 template <class T, class U>
 inline void act_mul_row(int32_t kind, U* out, const T* gate, const T* up, int64_t n) {
