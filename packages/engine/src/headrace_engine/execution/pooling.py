@@ -135,6 +135,8 @@ class PoolingRunner(ModelRunner):
         spans, end = [], 0
         for b, (request_id, count) in enumerate(zip(inputs.request_ids, counts)):
             start, end = end, end + count
+            if request_id in inputs.errors:
+                continue
             rows = self._asked[request_id].rows
             if rows == "all":
                 spans.append(_Span(b, start, end))
