@@ -198,7 +198,8 @@ class TestOneRequestFailsAlone:
         h = harness()
         prompt = PROMPTS["c"]
         bad, good = h.new("bad", prompt), h.new("good", prompt)
-        bad.constraint = Constraint(GrammarSpec("none", "regex", "a"), ())  # this worker knows no grammars
+        # This worker knows no grammars.
+        bad.constraint = Constraint(GrammarSpec("none", "regex", "a"), ())
         good.block_ids = (bad.block_ids[0][:4] + good.block_ids[0][4:],)
         good.num_computed_tokens = h.computed["good"] = 16
         result = h.step({"bad": len(prompt), "good": len(prompt) - 16}, [bad, good])

@@ -155,7 +155,7 @@ class PoolingRunner(ModelRunner):
             try:
                 hidden = self.graph.replay(captured)
             except ReplayFailed as error:
-                logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
+                self.run_again(error)
             else:
                 return (
                     hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden
