@@ -30,8 +30,18 @@ _VALUES = 32
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x), which is x where e^x would overflow."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + e^x), as max(x, 0) + log(1 + t) for t = e^-|x|. The logarithm is 2 atanh(t / (2 + t)),
+    whose series has the digits that 1 + t would lose; it ends at 1e-9 of itself."""
+    t = tl.exp(-tl.abs(x))
+    z = t / (2.0 + t)
+    q = z * z
+    p = q * (1.0 / 15.0) + 1.0 / 13.0
+    p = p * q + 1.0 / 11.0
+    p = p * q + 1.0 / 9.0
+    p = p * q + 1.0 / 7.0
+    p = p * q + 1.0 / 5.0
+    p = p * q + 1.0 / 3.0
+    return tl.where(x > 0.0, x, 0.0) + 2.0 * z * (1.0 + p * q)
 
 
 @triton.jit
@@ -105,7 +115,7 @@ def _causal_conv_kernel(
         # Ascending: an entry that is read lies behind those that are written.
         for tap in tl.static_range(kept):
             x = _conv_input(
-                x_ptr, state_ptr, end - kept + tap, first, before, row, stride, channel, inside,
+                x_ptr, state_ptr, zero + end - kept + tap, first, before, row, stride, channel, inside,
                 kept, HAS_STATE,
             )  # fmt: skip
             tl.store(state_ptr + after * stride + channel * kept + tap, x, mask=inside)
@@ -181,7 +191,10 @@ def _state_space_kernel(
         step = tl.full((), 1.0, tl.float32)
         if HAS_STEP:
             raw = tl.load(step_ptr + at * step_row + head).to(tl.float32)
-            step = tl.minimum(tl.maximum(_softplus(raw + bias), low), high)
+            step = _softplus(raw + bias)
+            # Not tl.maximum and tl.minimum, which would turn NaN into a limit.
+            step = tl.where(step < low, low, step)
+            step = tl.where(step > high, high, step)
         x = tl.load(x_ptr + at * x_row + head * x_head + p, mask=p < size, other=0.0).to(tl.float32)
         of_group = head // group
         key = tl.load(key_ptr + at * key_row + of_group * key_group + n, mask=n < length, other=0.0)
