@@ -44,7 +44,11 @@ from headrace_engine.execution.cache import (
     unbind,
 )
 from headrace_engine.execution.capture import Capture, capture_steps
-from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
+from headrace_engine.execution.kv_scales import (
+    measure_kv_scales,
+    measuring_batch,
+    one_byte_layers,
+)
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
@@ -442,6 +446,7 @@ class ModelWorker:
     def _measure_kv_scales(self, constants: ScaleConstants) -> None:
         model, runner, cache = self._loaded(), self._ready(), self._cache
         assert cache is not None
+        one_byte_layers(self._layers)  # before a prompt is laid out in blocks that there are not
         batch, blocks = measuring_batch(
             cache,
             vocab_size=self._vocab_size,
