@@ -411,6 +411,7 @@ class ModelWorker:
             raise UnsupportedFeature("reload_weights: this worker reads its weights once")
         self._free()
         self._cache = cache  # the plan stays, whatever happens now
+        self._binding.widen()
         self._hold(self._rebuild_model(self._load_changes))
         self.allocate_cache(cache)
         self.warm_up()
