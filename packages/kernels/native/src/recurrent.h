@@ -76,7 +76,7 @@ inline vf vsoftplus(vf x) {
 
 // --- convolution ------------------------------------------------------------------------------
 
-constexpr int64_t MAX_TAPS = 64;
+constexpr int64_t MAX_TAPS = 64;  // that of ops/recurrent.py
 constexpr int64_t CONV_RUN = 64;  // channels of a task
 
 template <class T> struct Conv {

@@ -7,7 +7,7 @@ import torch
 
 from headrace_core import reference
 from headrace_core.testing.attention import assert_near
-from headrace_core.testing.ops.recurrent import RecurrentConformance
+from headrace_core.testing.ops.recurrent import RecurrentCase, RecurrentConformance
 from headrace_kernels.triton import recurrent
 
 NAMES = ("causal_conv", "selective_scan", "state_space_scan", "delta_rule")
@@ -35,6 +35,24 @@ def test_recurrences(device: str, name: str, dtype: str) -> None:
         getattr(reference, name), slice(None), kept, *(w.cpu() for w in where), cu.cpu()
     )
     assert_near(out, expected, dtype)
+
+
+def test_a_head_whose_state_is_more_than_a_program_holds(device: str) -> None:
+    inputs = Inputs()
+    Inputs.device = device
+    x, keys = inputs.rand(2, 1, 40), inputs.rand(2, 2, 1, 130, seed=1)
+    by_token = {"x": x, "b": keys[0], "c": keys[1]}
+    rates = -inputs.rand(1, seed=2).exp()
+    case = RecurrentCase(
+        "state_space_scan", by_token, {"a": rates, "d": None, "dt": None}, (1, 40, 130)
+    )
+    state, cu = inputs.states(case), inputs.bounds((2,))
+    where, kept = (inputs.indices(1), inputs.indices(2)), state.cpu().double()
+    out = case.run(recurrent.state_space_scan, slice(None), state, *where, cu)
+    exact = (kept, *(w.cpu() for w in where), cu.cpu())
+    expected = case.widened().run(reference.state_space_scan, slice(None), *exact)
+    assert_near(out, expected, "float32")
+    assert_near(state, kept, "float32")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Recurrences, one program for each request and its head (or run of channels), token by token.
+"""Recurrences, one program for each request and its head (or run of its channels), token by token.
 
 The state is held in registers from a request's first token of the step to its last, in float32; how a
 request is cut into steps changes nothing. Decoding, where each request has one token, reads and writes the
@@ -26,12 +26,24 @@ _CHANNELS = 64
 """Of a convolution's program."""
 _VALUES = 32
 """Of a delta rule's program."""
+_STATE_VALUES = 8192
+"""Of the state of a program of Mamba 2's scan: 128 threads keep as many in registers."""
 
 
 @triton.jit
 def _softplus(x):
-    """log(1 + e^x), which is x where e^x would overflow."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """log(1 + e^x), as max(x, 0) + log(1 + t) for t = e^-|x|. The logarithm is 2 atanh(t / (2 + t)),
+    whose series has the digits that 1 + t would lose; it ends at 1e-9 of itself."""
+    t = tl.exp(-tl.abs(x))
+    z = t / (2.0 + t)
+    q = z * z
+    p = q * (1.0 / 15.0) + 1.0 / 13.0
+    p = p * q + 1.0 / 11.0
+    p = p * q + 1.0 / 9.0
+    p = p * q + 1.0 / 7.0
+    p = p * q + 1.0 / 5.0
+    p = p * q + 1.0 / 3.0
+    return tl.where(x > 0.0, x, 0.0) + 2.0 * z * (1.0 + p * q)
 
 
 @triton.jit
@@ -105,7 +117,7 @@ def _causal_conv_kernel(
         # Ascending: an entry that is read lies behind those that are written.
         for tap in tl.static_range(kept):
             x = _conv_input(
-                x_ptr, state_ptr, end - kept + tap, first, before, row, stride, channel, inside,
+                x_ptr, state_ptr, zero + end - kept + tap, first, before, row, stride, channel, inside,
                 kept, HAS_STATE,
             )  # fmt: skip
             tl.store(state_ptr + after * stride + channel * kept + tap, x, mask=inside)
@@ -161,14 +173,14 @@ def _state_space_kernel(
     heads, size, length, group, x_row, x_head, step_row, key_row, key_group, query_row, query_group,
     stride, low, high,
     HAS_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_STATE: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     head = tl.program_id(1)
-    p, n = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    p, n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     tile = (p < size)[:, None] & (n < length)[None, :]
     places = (head * size + p)[:, None] * length + n[None, :]
-    held = tl.zeros((SIZE, WIDTH), tl.float32)
+    held = tl.zeros((BLOCK, WIDTH), tl.float32)
     if HAS_STATE:
         held = _held(state_ptr, before, stride, places, tile)
     rate = tl.load(rate_ptr + head)
@@ -181,7 +193,10 @@ def _state_space_kernel(
         step = tl.full((), 1.0, tl.float32)
         if HAS_STEP:
             raw = tl.load(step_ptr + at * step_row + head).to(tl.float32)
-            step = tl.minimum(tl.maximum(_softplus(raw + bias), low), high)
+            step = _softplus(raw + bias)
+            # Not tl.maximum and tl.minimum, which would turn NaN into a limit.
+            step = tl.where(step < low, low, step)
+            step = tl.where(step > high, high, step)
         x = tl.load(x_ptr + at * x_row + head * x_head + p, mask=p < size, other=0.0).to(tl.float32)
         of_group = head // group
         key = tl.load(key_ptr + at * key_row + of_group * key_group + n, mask=n < length, other=0.0)
@@ -354,12 +369,14 @@ def state_space_scan(
     dt = None if dt is None else _dense(dt)
     (_, heads, size), (groups, length) = x.shape, b.shape[1:]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _state_space_kernel[(cu_seqlens_q.shape[0] - 1, heads)](
+    width = padded(length)
+    block = max(1, min(padded(size), _STATE_VALUES // width))
+    _state_space_kernel[(cu_seqlens_q.shape[0] - 1, heads, triton.cdiv(size, block))](
         x, dt, a, b, c, d, dt_bias, state, state_in, state_out, cu_seqlens_q, out,
         heads, size, length, heads // groups, *x.stride()[:2], 0 if dt is None else dt.stride(0),
         *b.stride()[:2], *c.stride()[:2], _stride(state), *dt_limits,
         HAS_STEP=dt is not None, HAS_BIAS=dt_bias is not None, HAS_SKIP=d is not None,
-        HAS_STATE=state is not None, SIZE=padded(size), WIDTH=padded(length), num_warps=4,
+        HAS_STATE=state is not None, BLOCK=block, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
 

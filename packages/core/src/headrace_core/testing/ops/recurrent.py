@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -218,6 +218,34 @@ class RecurrentConformance(OpSuite):
         out = case.run(run, many, state, *where, self.bounds((tokens,) * 3))
         assert bits_equal(out[tokens : 2 * tokens], whole)
         assert bits_equal(state[4], last)
+
+    STEPPED: ClassVar = ["selective_scan", "state_space_scan"]
+    """Recurrences whose step is a softplus."""
+
+    @pytest.mark.parametrize("name", STEPPED)
+    def test_small_steps_keep_their_digits(
+        self, op: Callable[[str], Any], dtype: str, name: str
+    ) -> None:
+        """The logarithm of 1 and little more is not taken of their sum."""
+        case, cu = self.case(name, dtype, 3, 0), self.bounds((3,))
+        case.by_token["dt"] = case.by_token["dt"] - 8
+        case.whole["d"] = torch.zeros_like(case.whole["d"])
+        out = case.run(op(name), slice(None), None, None, None, cu).cpu().double()
+        exact = case.widened()
+        wanted = exact.run(getattr(reference, name), slice(None), None, None, None, cu.cpu())
+        tolerance = self.tolerances[dtype] * float(wanted.abs().max())
+        torch.testing.assert_close(out, wanted, rtol=0.0, atol=tolerance)
+
+    @pytest.mark.parametrize("name", STEPPED)
+    def test_a_step_that_is_no_number_is_seen(
+        self, op: Callable[[str], Any], dtype: str, name: str
+    ) -> None:
+        for variant in (0, 2) if name == "state_space_scan" else (0,):
+            case = self.case(name, dtype, 3, variant)
+            case.by_token["dt"][1] = torch.nan
+            out = case.run(op(name), slice(None), None, None, None, self.bounds((3,)))
+            assert bool(out[0].isfinite().all())
+            assert bool(out[1:].isnan().all())
 
     @pytest.mark.parametrize("norm_first", [False, True])
     @pytest.mark.parametrize(("width", "group"), [(64, None), (100, 25), (36, 12), (257, None)])

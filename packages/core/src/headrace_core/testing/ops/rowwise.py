@@ -129,6 +129,18 @@ class RowwiseConformance(OpSuite):
         with pytest.raises(ConfigError, match="clamped_swiglu"):
             op("activation")(self.rand(1, 8, dtype=dtype), "clamped_swiglu")
 
+    def test_activations_pass_on_what_is_no_number(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """A broken layer shows in its output."""
+        whole, parts = self.rand(2, 70, dtype=dtype), self.rand(4, 70, dtype=dtype)
+        whole[1, ::3] = parts[1, 3::9] = parts[2, 38::9] = torch.nan
+        for kind in ACTIVATIONS:
+            assert torch.equal(op("activation")(whole, kind).isnan(), whole.isnan()), kind
+        bad = parts[:, :35].isnan() | parts[:, 35:].isnan()
+        for kind in GATED_ACTIVATIONS:
+            assert torch.equal(op("activation_and_mul")(parts, kind).isnan(), bad), kind
+
     def test_activation_and_mul_of_a_slice(self, op: Callable[[str], Any], dtype: str) -> None:
         x = self.rand(5, 100, dtype=dtype)[:, 6:86]
         out = op("activation_and_mul")(x, "silu")

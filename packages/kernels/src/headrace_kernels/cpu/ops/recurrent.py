@@ -21,6 +21,9 @@ from headrace_kernels.cpu.ops.arguments import (
 )
 from headrace_kernels.cpu.ops.norms import norm_weight
 
+MAX_TAPS = 64
+"""Of a convolution: its kernel has room for as many inputs of a channel."""
+
 
 class States(NamedTuple):
     """The states of one layer as kernels take them, and the tensors that must live meanwhile."""
@@ -115,8 +118,11 @@ class CausalConv:
     ) -> Tensor:
         x, tokens, stride = matrix(x)
         channels, taps = weight.shape
-        if x.shape[1] != channels or weight.dtype is not x.dtype:
-            raise ConfigError(f"causal_conv: x is {describe(x)}, weight is {describe(weight)}")
+        if x.shape[1] != channels or weight.dtype is not x.dtype or not 1 <= taps <= MAX_TAPS:
+            raise ConfigError(
+                f"causal_conv: x is {describe(x)}, weight is {describe(weight)}; they must be [T, C] "
+                f"and [C, K] of one dtype, K from 1 to {MAX_TAPS}"
+            )
         if bias is not None:
             bias = vector(bias, x.dtype, channels, "causal_conv: bias")
         states = states_for(
