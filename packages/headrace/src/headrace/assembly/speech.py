@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
 DEFAULT_FILE_MB = 25.0
 DEFAULT_SECONDS = 7200.0
+OFFLINE_BYTES, OFFLINE_SECONDS = 1 << 40, 1e8
+"""Of a file of one's own: a terabyte, three years of sound."""
+OFFLINE_DECODE_SECONDS = 3600.0
 
 
 class ServedSpeech(DeclaredSpeech):
@@ -104,6 +107,24 @@ def served_speech(resolved: Resolved) -> ServedSpeech | None:
     model: type[Any] = model_class(info)
     decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
     return ServedSpeech(model, info, decoder)
+
+
+def offline_decoder(config: SpeechConfig) -> AudioDecoder:
+    """For files of one's own: bounded only where the configuration says so.
+
+    Raises:
+        MissingDependency: the libraries that decode audio are not installed; names the extra.
+    """
+    try:
+        from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
+    except ImportError as error:
+        raise missing(error) from error
+    limits = AudioLimits(
+        config.max_audio_file_bytes or OFFLINE_BYTES,
+        config.max_audio_seconds or OFFLINE_SECONDS,
+        max(config.audio_decode_seconds, OFFLINE_DECODE_SECONDS),
+    )
+    return AudioDecoder(limits, config.audio_decoders)
 
 
 def audio_limits(config: SpeechConfig, environ: Mapping[str, str]) -> AudioLimits:
