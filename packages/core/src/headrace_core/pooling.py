@@ -223,6 +223,17 @@ class LateInteraction:
 
 
 @dataclass(frozen=True, slots=True)
+class PairChat:
+    """Pairs that are scored are conversations of the roles ``query`` and ``document``, with the default
+    prompt as the system's message, which the checkpoint's chat template renders."""
+
+    content_format: str = "auto"
+    """``auto``, ``string`` or ``openai``: what the template expects ``content`` to be."""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the template gets besides."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingInfo:
     """Everything that a checkpoint and the user say of pooling: nothing left open. Plain data."""
 
@@ -259,6 +270,8 @@ class PoolingInfo:
     ``late_interaction`` (of token embeddings); "" = not at all."""
     score_template: str | None = None
     """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
+    pair_chat: PairChat | None = None
+    """None: pairs are two texts."""
     sparse: bool = False
     """Embeddings have an entry for each token of the vocabulary, nearly all of them 0."""
     sparse_sum: bool = False

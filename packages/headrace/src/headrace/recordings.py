@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def _is_one(audio: object) -> bool:
 
 def read_ahead(
     recordings: Sequence[Recording], decoder: AudioDecoder, sample_rate: int
-) -> Iterator[AudioClip]:
+) -> Generator[AudioClip, None, None]:
     """Recordings as one channel of that rate, in order; the next is read while this one is in use.
 
     Raises:
