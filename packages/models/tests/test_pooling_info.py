@@ -421,6 +421,16 @@ class TestSentenceTransformers:
         assert info.pooling.lower_case
         assert run(folder, max_model_len=64).max_model_len == 64, "the model has the positions"
 
+    @pytest.mark.parametrize("included", [True, False])
+    def test_whether_a_prompt_is_pooled(self, folder: Path, included: bool) -> None:
+        sentence_transformer(folder)
+        config = {"embedding_dimension": 16, "pooling_mode": "mean", "include_prompt": included}
+        write(folder, {"1_Pooling/config.json": config})
+        assert pooling(folder).include_prompt is included
+        write(folder, {"1_Pooling/config.json": {**config, "include_prompt": "no"}})
+        with pytest.raises(UnsupportedModel, match="include_prompt = 'no'"):
+            run(folder)
+
     def test_prompts(self, folder: Path) -> None:
         sentence_transformer(folder)
         write(folder, {"config_sentence_transformers.json": {"prompts": {"query": "q: "}}})

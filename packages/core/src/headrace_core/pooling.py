@@ -36,7 +36,7 @@ TOKEN_TASKS = ("token_embed", "token_classify")
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 
 VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
-    "embed": ("dimensions", "normalize", "prompt_name"),
+    "embed": ("dimensions", "normalize", "prompt_name", "num_left_out"),
     "token_embed": ("dimensions", "normalize", "prompt_name"),
     "classify": ("use_activation",),
     "score": ("use_activation",),
@@ -283,6 +283,8 @@ class PoolingInfo:
     """Named texts to put before those that are embedded (Sentence Transformers' ``prompts``)."""
     default_prompt_name: str | None = None
     """The prompt of requests that name none; of :attr:`prompts`. None: then nothing is put."""
+    include_prompt: bool = True
+    """False: such a prompt's tokens are read, and left out of what is pooled (types CLS and MEAN)."""
     lower_case: bool = False
     """Texts are made lower-case first (Sentence Transformers' ``do_lower_case``)."""
     token_types: bool = False
@@ -340,6 +342,10 @@ class PoolingParams:
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     prompt_name: str | None = None
     """The prompt to put before texts, of :attr:`PoolingInfo.prompts`; None: the default one."""
+    num_left_out: int | None = None
+    """First tokens that an embedding of type CLS or MEAN is not made of, though they are read; at least
+    one token is kept. None: those of the prompt, where the checkpoint says so
+    (:attr:`PoolingInfo.include_prompt`), else none."""
 
     def __post_init__(self) -> None:
         assert self.output_kind is RequestOutputKind.FINAL_ONLY, "pooling has final outputs only"
@@ -385,7 +391,7 @@ class PoolingParams:
             self._check_dimensions(info, model_name)
         if self.prompt_name is not None and task in EMBED_TASKS and info is not None:
             info.prompt_text(self.prompt_name)
-        offending = [n for n in (*_MODEL_DEFAULTS, "prompt_name")
+        offending = [n for n in (*_MODEL_DEFAULTS, "prompt_name", "num_left_out")
                      if getattr(self, n) is not None and n not in VALID_PARAMS[task]]  # fmt: skip
         if offending:
             _fail_params(task, VALID_PARAMS[task], offending)
@@ -395,6 +401,9 @@ class PoolingParams:
         for name in ("normalize", "use_activation", "softmax", "activation"):
             if getattr(self, name) not in (None, True, False):
                 _fail(name, getattr(self, name), "True, False or None")
+        left_out: Any = self.num_left_out
+        if left_out is not None and (type(left_out) is not int or left_out < 0):
+            _fail("num_left_out", left_out, "at least 0")
         labels = info.num_labels if info is not None else 0
         columns: Any = self.returned_token_ids
         if columns is not None:

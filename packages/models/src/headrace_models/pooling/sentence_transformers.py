@@ -5,7 +5,6 @@ Format: the files that ``SentenceTransformer.save`` writes (sbert.net, versions 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -16,8 +15,6 @@ from headrace_core.pooling import DenseModule, PairChat
 from headrace_models.json_object import read_json, read_object
 from headrace_models.pooling.labels import torch_activation
 from headrace_models.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 POOLING_MODES: Mapping[str, str] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 """Their name -> ours."""
@@ -55,6 +52,8 @@ class SentenceModules:
 
     pools: bool = False
     """There is a pooling module."""
+    include_prompt: bool = True
+    """See :attr:`~headrace_core.pooling.PoolingInfo.include_prompt`."""
     pooling_type: str | None = None
     """None: not said, or a mode that the user has replaced."""
     dense: tuple[DenseModule, ...] = ()
@@ -291,11 +290,7 @@ def _mask(path: Path, found: SentenceModules) -> SentenceModules:
 
 def _pooling(path: Path, found: SentenceModules, wanted: str | None) -> SentenceModules:
     config = read_object(path / "config.json", required=True)
-    if config.get("include_prompt") is False:
-        logger.warning(
-            "%s: include_prompt is false, but a prompt's tokens cannot be told from the text's: "
-            "embeddings of texts with a prompt differ from Sentence Transformers'", path
-        )  # fmt: skip
+    found = replace(found, include_prompt=Settings(config).flag("include_prompt", True))
     if wanted is not None:
         return replace(found, pools=True)
     modes = _modes(config)
