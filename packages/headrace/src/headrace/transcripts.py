@@ -58,7 +58,7 @@ def need_speech(engine: OfflineEngine, speech: SpeechModel | None) -> SpeechMode
     Raises:
         UnsupportedFeature: it has none; says why, where that is known.
     """
-    if speech is not None:
+    if speech is not None and "transcription" in engine.model.tasks:
         return speech
     why = "".join(f"; {reason}" for reason in engine.model.unmet.get("transcription", ()))
     raise UnsupportedFeature(f"{engine.model.name}: does not transcribe{why}", param="model")
