@@ -66,7 +66,7 @@ def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
     return TokenClassifier(tuple(tokens), difference)
 
 
-def scored_by(config: Mapping[str, Any], tokens: tuple[int, ...]) -> Mapping[str, Any]:
+def scored_by(config: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
     """A config that asks for a classifier of the head's rows for these tokens, unless it asks for one
     already.
 
