@@ -32,6 +32,14 @@ def calls(dtype):
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
     yield "route_experts", (x, 3), {}
+    yield "embedding", (positions, x), {"beyond": 0}
+    yield "add", (x, x), {}
+    yield "gate", (x, x[:, :4]), {"activation": "softplus"}
+    yield "clamp", (x, -1.0, 1.0), {}
+    yield "copy_rows", (x, torch.empty_like(x)), {}
+    yield "mix", (heads, rand(5, 3, 4)), {}
+    yield "match_rms", (x, x, 1e-5), {}
+    yield "gaussian_topk", (x, 1.6), {}
     yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
     yield "rotary", (heads, heads, positions, cos_sin), {"interleaved": False}
     yield "cache_write", (heads, heads, *caches, positions), {}
@@ -71,6 +79,9 @@ def test_packed_ops():
         packed = module.moe.pack(rand(3, 8, 16), rand(3, 16, 4))
         routing = torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64)
         assert module.moe(x, packed, *routing, "silu").shape == (5, 16)
+        packed = module.expert_linear.pack(rand(3, 8, 16))
+        assert module.expert_linear(x, packed, routing[1]).shape == (5, 2, 8)
+        assert module.expert_linear(x, packed, routing[1], routing[0]).shape == (5, 8)
 
 
 def test_meta_tensors_stay_meta():

@@ -57,23 +57,6 @@ template <class T> inline void scatter(T* p, vf x, int64_t stride, int64_t left)
   for (int64_t i = 0; i < min_of(W, left); ++i) from_float(part[i], p[i * stride]);
 }
 
-// log(1 + t) for t in [0, 1]: 2 atanh(t / (2 + t)), whose series ends at 1e-9 of itself.
-inline vf vlog1p_unit(vf t) {
-  const vf z = vdiv(t, vadd(t, vset(2.0f))), q = vmul(z, z);
-  vf p = vset(1.0f / 15.0f);
-  p = vfma(p, q, vset(1.0f / 13.0f));
-  p = vfma(p, q, vset(1.0f / 11.0f));
-  p = vfma(p, q, vset(1.0f / 9.0f));
-  p = vfma(p, q, vset(1.0f / 7.0f));
-  p = vfma(p, q, vset(1.0f / 5.0f));
-  p = vfma(p, q, vset(1.0f / 3.0f));
-  const vf twice = vadd(z, z);
-  return vfma(vmul(p, q), twice, twice);
-}
-inline vf vsoftplus(vf x) {
-  return vadd(vmax(vzero(), x), vlog1p_unit(vexp(vsub(vzero(), vabs(x)))));
-}
-
 // --- convolution ------------------------------------------------------------------------------
 
 constexpr int64_t MAX_TAPS = 64;

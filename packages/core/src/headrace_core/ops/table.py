@@ -15,7 +15,13 @@ from headrace_core.ops.attention import (
     RotaryOp,
     VarlenAttentionOp,
 )
-from headrace_core.ops.linear import HeadLinearOp, LinearOp, MoEOp, QuantLinearOp
+from headrace_core.ops.linear import (
+    ExpertLinearOp,
+    HeadLinearOp,
+    LinearOp,
+    MoEOp,
+    QuantLinearOp,
+)
 from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
@@ -31,9 +37,14 @@ from headrace_core.ops.rowwise import (
     AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
+    ClampOp,
+    CopyRowsOp,
     EmbeddingOp,
     GateOp,
+    GaussianTopKOp,
     LayerNormOp,
+    MatchRMSOp,
+    MixOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
@@ -61,6 +72,11 @@ class OpTable:
     add: AddOp
     scale: ScaleOp
     gate: GateOp
+    clamp: ClampOp
+    copy_rows: CopyRowsOp
+    mix: MixOp
+    match_rms: MatchRMSOp
+    gaussian_topk: GaussianTopKOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp
     rotary: RotaryOp
@@ -81,6 +97,7 @@ class OpTable:
     quant_linear: QuantLinearOp
     head_linear: HeadLinearOp
     moe: MoEOp
+    expert_linear: ExpertLinearOp
     sample: SampleOp
     top_logprobs: TopLogprobsOp
     providers: Mapping[str, str] = field(default_factory=dict)

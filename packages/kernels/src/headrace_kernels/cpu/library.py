@@ -37,7 +37,7 @@ BAD_VALUES = 3
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
-    "embedding": (_I, [_P] * 3 + [_L] * 4),
+    "embedding": (_I, [_P] * 3 + [_L] * 5),
     "rms_norm": (None, [_P] * 3 + [_L] * 5 + [_F] * 2 + [_I] * 2),
     "add_rms_norm": (None, [_P] * 4 + [_L] * 2 + [_F] * 2 + [_I] * 2),
     "layer_norm": (None, [_P] * 4 + [_L] * 5 + [_F] + [_I] * 2),
@@ -47,7 +47,12 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "xielu": (None, [_P] * 2 + [_L] + [_F] * 4 + [_I]),
     "add": (None, [_P] * 3 + [_L] * 4 + [_I]),
     "scale": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
-    "gate": (None, [_P] * 3 + [_L] * 4 + [_I] * 2),
+    "gate": (None, [_P] * 3 + [_L] * 5 + [_I] * 2),
+    "clamp": (None, [_P] * 2 + [_L] * 3 + [_F] * 2 + [_I]),
+    "copy_rows": (None, [_P] * 2 + [_L] * 7),
+    "mix": (None, [_P] * 4 + [_L] * 10 + [_I]),
+    "match_rms": (None, [_P] * 3 + [_L] * 4 + [_F, _I]),
+    "gaussian_topk": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
     "to_float32": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
     "route_experts": (_I, [_P] * 4 + [_L] * 6 + [_F] * 2 + [_I] * 4),
     "rotary": (_I, [_P] * 4 + [_L] * 11 + [_I] * 2),
@@ -64,7 +69,8 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "quant_linear": (None, [_P] * 4 + [_L] * 5 + [_I] * 5),
     "quant_linear_gated": (None, [_P] * 4 + [_L] * 5 + [_I] * 6),
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
-    "moe": (_I, [_P] * 8 + [_L] * 6 + [_I] * 2),
+    "moe": (_I, [_P] * 8 + [_L] * 7 + [_F] + [_I] * 2),
+    "expert_linear": (_I, [_P] * 5 + [_L] * 7 + [_I]),
     "paged_attention": (_I, [_P] * 10 + [_L] * 11 + [_F] * 2 + [_I] * 2),
     "varlen_attention": (_I, [_P] * 7 + [_L] * 13 + [_F] * 2 + [_I]),
     "latent_cache_write": (_I, [_P] * 4 + [_L] * 9 + [_I]),
