@@ -153,9 +153,10 @@ class ProjectedAttention(Layer):
 
         A layer that makes no keys has [T, 0, D] for both.
         """
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
+        projected = self.qkv(x)
         if self.clip is not None:
-            heads = heads.clamp(-self.clip, self.clip)
+            projected = self.ops.clamp(projected, -self.clip, self.clip)
+        heads = projected.view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
         if not self.makes_keys:
             return heads, heads[:, :0], heads[:, :0]
         kv = self.spec.num_kv_heads
