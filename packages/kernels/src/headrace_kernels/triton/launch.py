@@ -1,4 +1,7 @@
-"""What all host functions decide the same way."""
+"""What all host functions decide the same way, and what several kernels compute."""
+
+# Kernels are traced by triton, not called: their parameters have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -26,3 +30,14 @@ def padded(size: int, least: int = 1) -> int:
 def num_warps(block: int) -> int:
     """Warps for one row of ``block`` values: about 8 to 16 values a thread."""
     return min(16, max(1, block // 512))
+
+
+def dense(x: Tensor) -> Tensor:
+    """x with adjacent values along the last axis; rows may lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), which is x where e^x would overflow; x float32."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
