@@ -25,7 +25,14 @@ MAX_LEN = 120
 VARIANTS = {
     **{family: (family, {"dtype": "float32"}) for family in FAMILIES},
     **{f"{family}-bfloat16": (family, {"dtype": "bfloat16"}) for family in ("qwen3", "gemma3")},
-    "qwen3-int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
+    **{
+        f"{family}-{method}": (family, {"dtype": "bfloat16", "quantization": method})
+        for family, method in (
+            ("qwen3", "int8"),
+            ("qwen3_moe", "int4_g32"),
+            ("deepseek_v3", "int8"),
+        )
+    },
     **{
         f"gemma3-{kind}-cache": (
             "gemma3",
@@ -96,10 +103,10 @@ def test_every_instruction_set(qwen3, level, monkeypatch):
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(tmp_path, caplog):
-    """Quantized experts are computed one by one; torch sorts out their rows."""
-    save_model("mixtral", tmp_path)
+    """Kernels that are torch's because a user insists."""
+    save_model("llama", tmp_path)
     caplog.set_level(logging.INFO, "headrace_engine.execution.capture")
-    with LLM(str(tmp_path), quantization="int8", **SETTINGS) as llm:
+    with LLM(str(tmp_path), kernels={"activation_and_mul": "reference"}, **SETTINGS) as llm:
         output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
     assert len(output[0].outputs[0].token_ids) == 4
     (line,) = [m for m in caplog.messages if m.startswith("steps run eagerly")]

@@ -11,7 +11,7 @@ checkpoint can treat layers differently; it never asks which method is active.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -117,6 +117,23 @@ class LinearMethod(ABC):
         here; a method whose op does both in one pass overrides this.
         """
         return ops.activation_and_mul(self.apply(state, x, bias), kind)
+
+    def join(self, states: Sequence[Any]) -> Any:
+        """Several layers' states, of one spec but for its name, as one for :meth:`apply_routed`; None:
+        each is applied by itself."""
+        return None
+
+    def apply_routed(
+        self,
+        state: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply by the layers that ``ids`` say, of joined states: see
+        :class:`headrace_core.ops.ExpertLinearOp`; biases [E, out_features]."""
+        raise NotImplementedError(f"{type(self).__name__} joins no layers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@
 #include "packed_rows.h"
 #include "head_linear.h"
 #include "moe.h"
+#include "quant_experts.h"
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
@@ -60,6 +61,7 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_round),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
+    HR_ENTRY(quant_routed),
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
     HR_ENTRY(expert_linear),

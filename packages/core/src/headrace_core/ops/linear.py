@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -163,6 +164,25 @@ class QuantLinearOp(Protocol):
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         """As :meth:`LinearOp.gated`."""
+        ...
+
+    def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
+        """Packed weights as the experts of :meth:`routed`; nothing is copied.
+
+        Returns:
+            None: they are not of one shape and kind.
+        """
+        ...
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """As :class:`ExpertLinearOp`, of weights that were joined; biases [E, N] in x's dtype."""
         ...
 
 

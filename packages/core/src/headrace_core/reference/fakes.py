@@ -206,6 +206,17 @@ class _FakeQuantLinear(QuantLinear):
     ) -> Tensor:
         return _like(x, x.shape[0], packed.out_features // 2)
 
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        rows = ids.shape if weights is None else ids.shape[:1]
+        return _like(x, *rows, packed.out_features)
+
 
 class _FakeHeadLinear(HeadLinear):
     def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:

@@ -47,8 +47,8 @@ class MoE:
     ) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = packed.data
         experts = gate_up.shape[0]
-        chosen = _lines(x, topk_ids, packed.out_features)
-        for expert, rows, places in _chosen_experts(topk_ids, experts + identities):
+        chosen = lines(x, topk_ids, packed.out_features)
+        for expert, rows, places in chosen_experts(topk_ids, experts + identities):
             if expert >= experts:
                 chosen[rows, places] = x[rows].to(chosen.dtype) * identity_scale
                 continue
@@ -56,7 +56,7 @@ class MoE:
             hidden = activation_and_mul(inner, kind)
             result = F.linear(hidden, down[expert], _of(down_bias, expert))
             chosen[rows, places] = result.to(chosen.dtype)
-        return _summed(chosen, topk_weights).to(x.dtype)
+        return summed(chosen, topk_weights).to(x.dtype)
 
 
 class ExpertLinear:
@@ -76,19 +76,19 @@ class ExpertLinear:
     def __call__(
         self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        chosen = _lines(x, ids, packed.out_features)
-        for expert, rows, places in _chosen_experts(ids, packed.data.shape[0]):
+        chosen = lines(x, ids, packed.out_features)
+        for expert, rows, places in chosen_experts(ids, packed.data.shape[0]):
             own = x[rows] if x.dim() == 2 else x[rows, places]
             chosen[rows, places] = F.linear(own, packed.data[expert]).to(chosen.dtype)
-        return (chosen if weights is None else _summed(chosen, weights)).to(x.dtype)
+        return (chosen if weights is None else summed(chosen, weights)).to(x.dtype)
 
 
-def _lines(x: Tensor, ids: Tensor, width: int) -> Tensor:
+def lines(x: Tensor, ids: Tensor, width: int) -> Tensor:
     """A line for each row and place: [T, k, width] in the dtype of sums."""
     return widened(torch.zeros((*ids.shape, width), dtype=x.dtype, device=x.device))
 
 
-def _chosen_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+def chosen_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(expert, rows, places) of all that are chosen.
 
     Raises:
@@ -100,7 +100,7 @@ def _chosen_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tens
         yield expert, *(ids == expert).nonzero(as_tuple=True)
 
 
-def _summed(chosen: Tensor, weights: Tensor | None) -> Tensor:
+def summed(chosen: Tensor, weights: Tensor | None) -> Tensor:
     """[T, k, N] -> [T, N], in order: addition does not commute in bits."""
     out = torch.zeros_like(chosen[:, 0])
     for place in range(chosen.shape[1]):

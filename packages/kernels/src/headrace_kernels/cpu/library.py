@@ -68,6 +68,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "quant_linear_round": (_I, [_P] * 2 + [_L] * 4 + [_I] * 3),
     "quant_linear": (None, [_P] * 4 + [_L] * 5 + [_I] * 5),
     "quant_linear_gated": (None, [_P] * 4 + [_L] * 5 + [_I] * 6),
+    "quant_routed": (_I, [_P] * 6 + [_L] * 8 + [_I] * 5),
     "linear_rows": (_I, [_P] * 3 + [_L] * 3 + [_I]),
     "moe": (_I, [_P] * 8 + [_L] * 7 + [_F] + [_I] * 2),
     "expert_linear": (_I, [_P] * 5 + [_L] * 7 + [_I]),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 class ExpertLinear(WeightLayer):
     """``x @ weight[e].T``: one matrix for each expert, all of one size; together in core's
-    ``expert_linear`` op if all come down to plain floats, else each by its own method.
+    ``expert_linear`` op if all come down to plain floats, together through their quantization method if
+    that can join them, else each by itself.
 
     Args:
         name: as the checkpoint spells it; it holds all experts' in one tensor [E, out, in].
@@ -52,6 +53,7 @@ class ExpertLinear(WeightLayer):
         self.ops = context.ops
         self.packed: PackedLinear | None = None
         self.states: list[Any] = []
+        self.joined: Any = None
 
     def slots(self) -> Mapping[str, Slot]:
         return {
@@ -71,11 +73,15 @@ class ExpertLinear(WeightLayer):
             self.packed = self.ops.expert_linear.pack(weights)
         else:
             self.states = [method.finish(spec, own) for method, spec, own in layers]
+            if len({type(method) for method in self.methods}) == 1:
+                self.joined = self.methods[0].join(self.states)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
         """See :class:`headrace_core.ops.ExpertLinearOp`."""
         if self.packed is not None:
             return self.ops.expert_linear(x, self.packed, ids, weights)
+        if self.joined is not None:
+            return self.methods[0].apply_routed(self.joined, x, ids, weights)
         return self._one_by_one(x, ids, weights)
 
     def _one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:

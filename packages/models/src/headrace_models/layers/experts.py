@@ -36,8 +36,8 @@ class _Half(NamedTuple):
 
 class Experts(WeightLayer):
     """``down_e(act(gate_e(x)) * up_e(x))``, or ``down_e(act(up_e(x)))``: together in core's ``moe`` or
-    ``expert_linear`` op if all come down to plain floats, else each through the methods that quantization
-    chooses for it.
+    ``expert_linear`` op if all come down to plain floats, together through their quantization method if
+    that can join them, else each by itself.
 
     Args:
         names: of the experts' modules, as the checkpoint spells them.
@@ -99,8 +99,10 @@ class Experts(WeightLayer):
         self.takes_views = self.is_plain
         self.packed: PackedLinear | None = None
         self.ungated: tuple[PackedLinear, PackedLinear] | None = None
+        self.routed: tuple[Any, Any] | None = None
         self.states: list[tuple[Any, Any]] = []
         self.biases: list[tuple[Tensor | None, Tensor | None]] = []
+        self.stacked_biases: list[Tensor | None] = [None, None]
 
     def slots(self) -> Mapping[str, Slot]:
         wanted: dict[str, Slot] = {}
@@ -135,6 +137,19 @@ class Experts(WeightLayer):
             self.states.append((states[0], states[1]))
             gate_up = tensors.get(f"{index}.gate_up.bias")
             self.biases.append((gate_up, self._once(tensors.get(f"{index}.down.bias"))))
+        self._join(tensors)
+
+    def _join(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let the method run all experts together, if it can."""
+        methods = [{type(pair[at].method) for pair in self.halves} for at in (0, 1)]
+        if self.identities or any(len(kinds) > 1 for kinds in methods):
+            return
+        first, second = (
+            self.halves[0][at].method.join([pair[at] for pair in self.states]) for at in (0, 1)
+        )
+        if first is not None and second is not None:
+            self.routed = first, second
+            self.stacked_biases = [self._stacked_bias(tensors, at) for at in (0, 1)]
 
     def _stacked(self, tensors: Mapping[str, Tensor], at: int) -> Tensor:
         """All experts' weights of one product [E, out, in]."""
@@ -173,7 +188,25 @@ class Experts(WeightLayer):
             up, down = self.ungated
             inner = self.ops.activation(self.ops.expert_linear(x, up, ids), self.activation)
             return self.ops.expert_linear(inner, down, ids, weights)
+        if self.routed is not None:
+            return self._routed(self.routed, x, weights, ids)
         return self._one_by_one(x, weights, ids)
+
+    def _routed(
+        self, states: tuple[Any, Any], x: Tensor, weights: Tensor | None, ids: Tensor
+    ) -> Tensor:
+        first, second = (half.method for half in self.halves[0])
+        bias, down_bias = self.stacked_biases
+        both = first.apply_routed(states[0], x, ids, None, bias)  # [T, k, I or 2 I]
+        if self.gated:
+            inner = self.ops.activation_and_mul(both.flatten(0, 1), self.activation)
+        else:
+            inner = self.ops.activation(both.flatten(0, 1), self.activation)
+        inner = inner.view(*ids.shape, -1)
+        if weights is not None:
+            return second.apply_routed(states[1], inner, ids, weights, down_bias)
+        out = second.apply_routed(states[1], inner, ids, None, down_bias)
+        return out[:, 0] if ids.shape[1] == 1 else out.sum(1)
 
     def _one_by_one(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> Tensor:
         """Which rows an expert gets depends on contents, so such steps are not captured."""

@@ -151,6 +151,6 @@ class SharedTransformer(Layer):
         """out [T, all outputs] with what the adapter makes of x, in place."""
         if adapter is not None:
             more = adapter(x)
-            for part, own in zip(out.split([each.shape[1] for each in more], dim=1), more):
+            for part, own in zip(torch.split(out, [each.shape[1] for each in more], dim=1), more):
                 self.ops.copy_rows(self.ops.add(part, own), part)
         return out

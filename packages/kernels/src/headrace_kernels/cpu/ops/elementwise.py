@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -123,7 +123,8 @@ class Mix:
         (rows, terms, width), sums = x.shape, weights.shape[1]
         if weights.shape != (rows, sums, terms) or weights.dtype is not torch.float32:
             raise ConfigError(f"mix: x is {describe(x)}, weights are {describe(weights)}")
-        strides, address = (0, 0), None
+        strides: Sequence[int] = (0, 0)
+        address = None
         if residual is not None:
             if residual.shape != (rows, sums, width) or residual.dtype is not x.dtype:
                 raise ConfigError(

@@ -18,6 +18,9 @@ from headrace_kernels.cpu.ops.arguments import (
     int64,
     matrix,
     mismatch,
+    pointer,
+    routed_rows,
+    weights_for,
 )
 
 
@@ -79,15 +82,15 @@ class MoE:
         dtype, (tokens, top_k) = x.dtype, topk_ids.shape
         if x.shape[1] != packed.in_features or NAMES.get(dtype) != packed.dtype:
             raise ConfigError(mismatch("moe", x, packed))
-        weights = _weights_for("moe", topk_weights, topk_ids)
+        weights = weights_for("moe", topk_weights, topk_ids)
         if tokens != rows:
             raise ConfigError(f"moe: x is {describe(x)}, topk_ids {describe(topk_ids)}")
         gate_up, gate_up_bias, down, down_bias, experts, intermediate = packed.data
         ids = int64(topk_ids)
         out = torch.empty(rows, packed.out_features, dtype=dtype)
         status = self._kernel(
-            out.data_ptr(), x.data_ptr(), gate_up.data_ptr(), _pointer(gate_up_bias),
-            down.data_ptr(), _pointer(down_bias), _pointer(weights), ids.data_ptr(), rows, top_k,
+            out.data_ptr(), x.data_ptr(), gate_up.data_ptr(), pointer(gate_up_bias),
+            down.data_ptr(), pointer(down_bias), pointer(weights), ids.data_ptr(), rows, top_k,
             experts, packed.in_features, intermediate, stride, identities, identity_scale,
             gate_code(kind), CODES[dtype],
         )  # fmt: skip
@@ -118,21 +121,14 @@ class ExpertLinear:
     def __call__(
         self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
     ) -> Tensor:
-        (rows, top_k), own = ids.shape, x.dim() == 3
-        shape = (rows, top_k) if own else (rows,)
-        if x.shape != (*shape, packed.in_features) or NAMES.get(x.dtype) != packed.dtype:
-            raise ConfigError(f"{mismatch('expert_linear', x, packed)}, ids {describe(ids)}")
-        weights = _weights_for("expert_linear", weights, ids)
-        if own:
-            x, share, stride = x.contiguous(), 1, packed.in_features
-        else:
-            x, _, stride = matrix(x)
-            share = max(1, top_k)
+        rows, top_k = ids.shape
+        x, share, stride = routed_rows("expert_linear", x, packed, ids)
+        weights = weights_for("expert_linear", weights, ids)
         experts, ids = packed.data.shape[0], int64(ids)
         shape = (rows,) if weights is not None else (rows, top_k)
         out = torch.empty(*shape, packed.out_features, dtype=x.dtype)
         status = self._kernel(
-            out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), _pointer(weights),
+            out.data_ptr(), x.data_ptr(), packed.data.data_ptr(), pointer(weights),
             ids.data_ptr(), rows, top_k, share, experts, packed.out_features,
             packed.in_features, stride, CODES[x.dtype],
         )  # fmt: skip
@@ -155,16 +151,5 @@ def _pack_all(library: Library, weight: Tensor) -> Tensor:
     return data
 
 
-def _weights_for(op: str, weights: Tensor | None, ids: Tensor) -> Tensor | None:
-    """float32, as the kernels read them; None for ones."""
-    if weights is not None and weights.shape != ids.shape:
-        raise ConfigError(f"{op}: ids are {describe(ids)}, weights {describe(weights)}")
-    return None if weights is None else weights.float().contiguous()
-
-
 def _kept(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.detach().clone().contiguous()
-
-
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
