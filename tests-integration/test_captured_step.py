@@ -106,7 +106,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(tmp_path, caplog):
     """Kernels that are torch's because a user insists."""
     save_model("llama", tmp_path)
     caplog.set_level(logging.INFO, "headrace_engine.execution.capture")
-    with LLM(str(tmp_path), kernels={"activation_and_mul": "reference"}, **SETTINGS) as llm:
+    with LLM(str(tmp_path), kernels={"rms_norm": "reference"}, **SETTINGS) as llm:
         output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
     assert len(output[0].outputs[0].token_ids) == 4
     (line,) = [m for m in caplog.messages if m.startswith("steps run eagerly")]
