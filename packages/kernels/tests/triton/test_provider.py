@@ -80,6 +80,7 @@ def test_offers_known_ops_only() -> None:
         "gate",
         "head_linear",
         "linear",
+        "mlstm",
         "quant_linear",
         "rg_lru",
         "sample",

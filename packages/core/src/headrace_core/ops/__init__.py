@@ -31,6 +31,7 @@ from headrace_core.ops.attention import (
     RotaryOp,
     VarlenAttentionOp,
     check_mask,
+    check_prefix,
 )
 from headrace_core.ops.binding import (
     CapturesSteps,
@@ -53,6 +54,7 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    MLSTMOp,
     RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
@@ -111,6 +113,7 @@ __all__ = [
     "LatentCacheWriteOp",
     "LayerNormOp",
     "LinearOp",
+    "MLSTMOp",
     "MoEOp",
     "OpTable",
     "PackedLinear",
@@ -136,4 +139,5 @@ __all__ = [
     "XIELUOp",
     "bind_ops",
     "check_mask",
+    "check_prefix",
 ]

@@ -74,6 +74,12 @@ ROWS = (
         _HYBRID,
     ),
     Architecture(
+        "Plamo2ForCausalLM",
+        "plamo2:Plamo2ForCausalLM",
+        "PLaMo 2",
+        ("full", "sliding", "recurrent"),
+    ),
+    Architecture(
         "Qwen3NextForCausalLM",
         "qwen3_next:Qwen3NextForCausalLM",
         "Qwen3-Next",
