@@ -122,3 +122,33 @@ class Weight(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(shape))
+
+
+class PlainMLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = linear(hidden, inner), linear(hidden, inner)
+        self.down_proj = linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainDecoder(nn.Module):
+    """Embedding, layers, norm and an own head under Llama's names."""
+
+    def __init__(self, config: Any, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.eps, self.model = config.rms_norm_eps, nn.Module()
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(layers)
+        self.model.norm = Weight(config.hidden_size)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.model.embed_tokens(ids)
+        for layer in self.model.layers:
+            x = layer(x)
+        return self.lm_head(rms_norm(x, self.model.norm.weight, self.eps))

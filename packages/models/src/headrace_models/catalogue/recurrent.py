@@ -6,6 +6,31 @@ _RECURRENT = ("recurrent",)
 _HYBRID = ("full", "recurrent")
 
 ROWS = (
+    Architecture(
+        "BailingHybridForCausalLM",
+        "bailing_hybrid:BailingHybridForCausalLM",
+        "Ling 3",
+        ("latent", "recurrent"),
+    ),
+    Architecture(
+        "BailingMoeLinearV2ForCausalLM",
+        "bailing_hybrid:BailingMoeLinearV2ForCausalLM",
+        "Ring-linear 2",
+        _HYBRID,
+    ),
+    Architecture(
+        "BailingMoeV2_5ForCausalLM",
+        "bailing_hybrid:BailingMoeV2_5ForCausalLM",
+        "Ling 2.5 and 2.6, Ring 2.5",
+        ("latent", "recurrent"),
+    ),
+    Architecture(
+        "BailingMoeV3ForCausalLM",
+        "bailing_hybrid:BailingHybridForCausalLM",
+        "Ling 3",
+        ("latent", "recurrent"),
+        alias_of="BailingHybridForCausalLM",
+    ),
     Architecture("BambaForCausalLM", "bamba:BambaForCausalLM", "Bamba", _HYBRID),
     Architecture(
         "FalconH1ForCausalLM",
