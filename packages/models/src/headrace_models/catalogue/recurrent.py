@@ -131,4 +131,5 @@ ROWS = (
     Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
     Architecture("Zamba2ForCausalLM", "zamba:Zamba2ForCausalLM", "Zamba2", _HYBRID),
     Architecture("ZambaForCausalLM", "zamba:ZambaForCausalLM", "Zamba 7B", _HYBRID),
+    Architecture("xLSTMForCausalLM", "xlstm:XLSTMForCausalLM", "xLSTM", _RECURRENT),
 )
