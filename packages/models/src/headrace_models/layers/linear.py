@@ -45,6 +45,9 @@ class Linear(WeightLayer):
         in_shard: which columns of the weight this rank keeps.
         reduce: sum the result over the ranks.
         unbiased: with ``bias``, the fused parts whose module has none.
+
+    Raises:
+        UnsupportedModel: there are several ranks, and the method needs whole layers.
     """
 
     def __init__(
@@ -76,6 +79,11 @@ class Linear(WeightLayer):
             part_names=part_names,
         )
         self.method = context.quant.for_layer(self.spec)
+        if self.method.needs_whole and context.communicator.world_size > 1:
+            raise UnsupportedModel(
+                f"{name}: the way in which its weights are quantized cannot be divided over "
+                f"tensor_parallel_size = {context.communicator.world_size}: set 1"
+            )
         self.takes_views = self.method.takes_views
         self.state: Any = None
         self.bias: Tensor | None = None
