@@ -60,6 +60,9 @@ ROWS = (
     Architecture("Lfm2ForCausalLM", "lfm2:Lfm2ForCausalLM", "LFM2", _HYBRID),
     Architecture("Lfm2MoeForCausalLM", "lfm2:Lfm2MoeForCausalLM", "LFM2 8B-A1B", _HYBRID),
     Architecture(
+        "Lfm3ForCausalLM", "lfm3:Lfm3ForCausalLM", "LFM3", ("full", "sliding", "recurrent")
+    ),
+    Architecture(
         "Mamba2ForCausalLM",
         "mamba2:Mamba2ForCausalLM",
         "Codestral-Mamba",

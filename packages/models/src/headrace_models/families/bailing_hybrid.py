@@ -17,7 +17,7 @@ from headrace_models.families.moe_shape import is_dense_by_list
 from headrace_models.layers.alibi import alibi_slopes
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.delta_net import DeltaSizes, DirectDeltaAttention
-from headrace_models.layers.gated_latent import GatedLatentAttention
+from headrace_models.layers.head_gate import HeadGatedLatentAttention
 from headrace_models.layers.hybrid_block import HybridBlock, Mixer
 from headrace_models.layers.latent_attention import (
     LatentAttention,
@@ -207,7 +207,7 @@ class BailingHybridForCausalLM(BailingMoeV2_5ForCausalLM):
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *_SHARED_RULES,
         *_LATENT_RULES,
-        WeightRule(f"{_ATTENTION}.g_proj", f"{_MIXER}.gate"),
+        WeightRule(f"{_ATTENTION}.g_proj", f"{_MIXER}.gate.projection"),
         *(
             WeightRule(f"{_ATTENTION}.{name}_proj", f"{_MIXER}.inputs", part=part)
             for part, name in enumerate("qkvfg")
@@ -236,7 +236,7 @@ class BailingHybridForCausalLM(BailingMoeV2_5ForCausalLM):
         self.settings.refuse("use_mla_nope", False)
 
     def make_full(self, context: BuildContext, index: int, name: str) -> Mixer:
-        return self.latent_attention(context, name, GatedLatentAttention)
+        return self.latent_attention(context, name, HeadGatedLatentAttention)
 
     def make_recurrence(self, context: BuildContext, index: int, name: str) -> Mixer:
         """transformers writes the latent heads' size where published configs have that of these."""
