@@ -134,5 +134,8 @@ ROWS = (
     Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
     Architecture("Zamba2ForCausalLM", "zamba:Zamba2ForCausalLM", "Zamba2", _HYBRID),
     Architecture("ZambaForCausalLM", "zamba:ZambaForCausalLM", "Zamba 7B", _HYBRID),
+    Architecture(
+        "ZayaForCausalLM", "zaya:ZayaForCausalLM", "ZAYA1", ("full", "sliding", "recurrent")
+    ),
     Architecture("xLSTMForCausalLM", "xlstm:XLSTMForCausalLM", "xLSTM", _RECURRENT),
 )

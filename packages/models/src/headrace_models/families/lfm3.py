@@ -34,7 +34,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
         WeightRule(f"{_ATTENTION}.o_proj", "layers.{}.mixer.out"),
         WeightRule(f"{_ATTENTION}.q_norm", "layers.{}.mixer.query_norm"),
         WeightRule(f"{_ATTENTION}.k_norm", "layers.{}.mixer.key_norm"),
-        WeightRule(f"{_ATTENTION}.g_proj", "layers.{}.mixer.gate.projection"),
+        WeightRule(f"{_ATTENTION}.gate_proj", "layers.{}.mixer.gate.projection"),
         WeightRule(f"{LAYER}.post_operator_norm", "layers.{}.mixer_out_norm"),
         WeightRule(f"{LAYER}.post_ffn_norm", "layers.{}.mlp_out_norm"),
     )
@@ -95,6 +95,7 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
             rotary=self.tables[kind],
             sliding_window=self.settings.integer("sliding_window", 256) if windowed else None,
             head_norm_eps=self.norm_eps(),
+            gate_name="gate_proj",
             qkv_bias=bias,
             out_bias=bias,
         )

@@ -188,23 +188,34 @@ class PlainLinear(WeightLayer):
     """A small layer that no method quantizes (a router)."""
 
     def __init__(
-        self, context: BuildContext, name: str, in_features: int, out_features: int
+        self,
+        context: BuildContext,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
     ) -> None:
         self.name = name
+        self.has_bias = bias
+        self.bias: Tensor | None = None
         self.ops = context.ops
         self.takes_views = context.ops.linear.pack_copies
         self.shape = (out_features, in_features)
         self.packed: PackedLinear | None = None
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"weight": Slot(self.shape)}
+        wanted = {"weight": Slot(self.shape)}
+        return {**wanted, "bias": Slot(self.shape[:1])} if self.has_bias else wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed = self.ops.linear.pack(tensors["weight"])
+        if self.has_bias:
+            self.bias = tensors["bias"].clone()
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed)
+        return self.ops.linear(x, self.packed, self.bias)
 
 
 class TiedLinear(WeightLayer):
