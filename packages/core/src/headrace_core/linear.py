@@ -57,6 +57,8 @@ class TensorSpec:
     required: bool = True
     any_float: bool = False
     """The checkpoint's may be of any floating dtype, and is converted to ``dtype``."""
+    by_part: bool = False
+    """Along ``part_dim`` each fused part has one entry, whatever its size."""
 
 
 class LinearMethod(ABC):
@@ -65,6 +67,9 @@ class LinearMethod(ABC):
     is_plain: ClassVar[bool] = False
     """True if the layer comes down to one floating weight, which :meth:`weight` gives; then several
     layers (experts) may be run by one op."""
+
+    needs_whole: ClassVar[bool] = False
+    """True if what a rank needs of a layer cannot be cut out of the checkpoint's tensors: one rank only."""
 
     takes_views: bool = False
     """True if :meth:`finish` keeps nothing of the tensors that it gets: they may then be views of

@@ -76,6 +76,7 @@ const Entry entries[] = {
     HR_ENTRY(delta_rule),
     HR_ENTRY(rg_lru),
     HR_ENTRY(wkv),
+    HR_ENTRY(mlstm),
     HR_ENTRY(gated_rms_norm),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),

@@ -80,6 +80,7 @@ def test_offers_known_ops_only() -> None:
         "copy_rows",
         "embedding",
         "linear",
+        "mlstm",
         "quant_linear",
         "sample",
         "scale",

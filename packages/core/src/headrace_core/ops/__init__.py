@@ -31,6 +31,7 @@ from headrace_core.ops.attention import (
     RotaryOp,
     VarlenAttentionOp,
     check_mask,
+    check_prefix,
 )
 from headrace_core.ops.binding import (
     CapturesSteps,
@@ -54,6 +55,7 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    MLSTMOp,
     RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
@@ -125,6 +127,7 @@ __all__ = [
     "LinearOp",
     "MatchRMSOp",
     "MixOp",
+    "MLSTMOp",
     "MoEOp",
     "OpTable",
     "PackedLinear",
@@ -150,4 +153,5 @@ __all__ = [
     "XIELUOp",
     "bind_ops",
     "check_mask",
+    "check_prefix",
 ]

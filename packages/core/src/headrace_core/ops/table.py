@@ -26,6 +26,7 @@ from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    MLSTMOp,
     RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
@@ -92,6 +93,7 @@ class OpTable:
     delta_rule: DeltaRuleOp
     rg_lru: RGLRUOp
     wkv: WKVOp
+    mlstm: MLSTMOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp

@@ -159,6 +159,10 @@ def wkv(key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(value, *value.shape)
 
 
+def mlstm(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(x, *x.shape)
 

@@ -195,12 +195,22 @@ def _state_space_kernel(
 
 
 @triton.jit
+def _log_decay(opened, rate, lower, BOUNDED: tl.constexpr):
+    """Of the delta rule: any negative number, or one above a bound."""
+    if BOUNDED:
+        log = lower * tl.sigmoid(rate * opened)
+    else:
+        log = -rate * softplus(opened)
+    return log
+
+
+@triton.jit
 def _delta_kernel(
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, rate_ptr, bias_ptr, state_ptr, in_ptr,
     out_index_ptr, cu_ptr, out_ptr,
     heads, size, length, group, query_row, query_head, key_row, key_head, value_row, value_head,
-    gate_row, gate_head, beta_row, stride, scale, eps, beta_scale,
-    BY_CHANNEL: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr, WIDTH: tl.constexpr,
+    gate_row, gate_head, beta_row, stride, scale, eps, beta_scale, lower,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, end, before, after = tokens_of(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
@@ -229,10 +239,11 @@ def _delta_kernel(
             opened = gate.to(tl.float32) + tl.load(
                 bias_ptr + head * length + n, mask=known, other=0.0
             )
-            held = tl.exp(-rate * softplus(opened))[:, None] * held
+            held = tl.exp(_log_decay(opened, rate, lower, BOUNDED))[:, None] * held
         else:
             gate = tl.load(gate_ptr + at * gate_row + head * gate_head).to(tl.float32)
-            held = tl.exp(-rate * softplus(gate + tl.load(bias_ptr + head))) * held
+            opened = gate + tl.load(bias_ptr + head)
+            held = tl.exp(_log_decay(opened, rate, lower, BOUNDED)) * held
         beta = tl.load(beta_ptr + at * beta_row + head).to(tl.float32)
         strength = beta_scale / (1.0 + tl.exp(-beta))
         recalled = tl.sum(held * key[:, None], axis=0)
@@ -376,6 +387,7 @@ def delta_rule(
     scale: float,
     l2_norm_eps: float | None = None,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.DeltaRuleOp`."""
     query, key, value, gate, beta = (dense(v) for v in (query, key, value, gate, beta))
@@ -387,7 +399,8 @@ def delta_rule(
         cu_seqlens_q, out, heads, size, length, heads // key_heads, *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], *gate.stride()[:2], beta.stride(0), _stride(state),
         scale, 0.0 if l2_norm_eps is None else l2_norm_eps, beta_scale,
-        BY_CHANNEL=gate.dim() == 3, UNIT=l2_norm_eps is not None, HAS_STATE=state is not None,
+        0.0 if lower_bound is None else lower_bound, BY_CHANNEL=gate.dim() == 3,
+        BOUNDED=lower_bound is not None, UNIT=l2_norm_eps is not None, HAS_STATE=state is not None,
         WIDTH=padded(length), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

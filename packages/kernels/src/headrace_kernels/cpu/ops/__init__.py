@@ -24,6 +24,7 @@ from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, MatchRMS, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.recurrent import (
+    MLSTM,
     RGLRU,
     WKV,
     CausalConv,
@@ -79,6 +80,7 @@ def native_ops(library: Library) -> NativeOps:
         "delta_rule": DeltaRule(library),
         "rg_lru": RGLRU(library),
         "wkv": WKV(library),
+        "mlstm": MLSTM(library),
         "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
         "head_linear": HeadLinear(library),
