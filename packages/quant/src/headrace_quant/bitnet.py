@@ -145,7 +145,10 @@ class BitNet(QuantMethod):
         unknown = [key for key in config if key not in _KNOWN]
         if unknown:
             raise ConfigError(f"quantization_config: unknown keys {unknown} for bitnet")
-        kind, mode = config.get("linear_class", "bitlinear"), config.get("quantization_mode", "offline")
+        kind, mode = (
+            config.get("linear_class", "bitlinear"),
+            config.get("quantization_mode", "offline"),
+        )
         for key, value, known in (
             ("linear_class", kind, ("bitlinear", "autobitlinear")),
             ("quantization_mode", mode, ("online", "offline")),

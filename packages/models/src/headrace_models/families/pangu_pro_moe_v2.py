@@ -66,7 +66,8 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
         self.settings.refuse("block_post_layernorm_idx", [])
         self.settings.refuse("sandwich_norm", True)
         self.key_dims = [
-            self.settings.integer(key, maximum=MAX_HEAD_DIM) for key in ("qk_nope_dim", "qk_rope_dim")
+            self.settings.integer(key, maximum=MAX_HEAD_DIM)
+            for key in ("qk_nope_dim", "qk_rope_dim")
         ]
         size = self.head_dim()
         rope = rope_settings(self.settings.config, theta=self.default_theta)

@@ -34,9 +34,7 @@ _MIXER, _ROUTER = "layers.{}.attention.mixer", "layers.{}.mlp.router"
 
 
 def _scale_rules(source: str, target: str) -> tuple[WeightRule, ...]:
-    return tuple(
-        WeightRule(f"{source}{name}", f"{target}.{name}") for name in ("scale", "bias")
-    )
+    return tuple(WeightRule(f"{source}{name}", f"{target}.{name}") for name in ("scale", "bias"))
 
 
 class ZayaForCausalLM(LlamaForCausalLM):
@@ -93,7 +91,9 @@ class ZayaForCausalLM(LlamaForCausalLM):
             for kind, theta in _THETAS.items()
         }
         self.rotary = self.tables["hybrid"]
-        self.input_scale = RowScale(context, f"{prefix}model.input_hidden_states", self.hidden_size())
+        self.input_scale = RowScale(
+            context, f"{prefix}model.input_hidden_states", self.hidden_size()
+        )
 
     def head_dim(self) -> int:
         return self.settings.head_dim(128)
@@ -145,7 +145,10 @@ class ZayaForCausalLM(LlamaForCausalLM):
         )
 
     def make_experts(self, context: BuildContext, index: int, name: str) -> SteeredExperts:
-        hidden, count = self.hidden_size(), self.settings.integer("num_experts", maximum=MAX_EXPERTS)
+        hidden, count = (
+            self.hidden_size(),
+            self.settings.integer("num_experts", maximum=MAX_EXPERTS),
+        )
         router = SteeredRouter(
             context,
             f"{name}.gate",
@@ -231,7 +234,8 @@ class SteeredRouter(Layer):
         self.down = PlainLinear(context, f"{name}.down_proj", hidden_size, size, bias=True)
         self.norm = RMSNorm(context, f"{inner}.norm", size, eps)
         self.inner = [
-            PlainLinear(context, f"{inner}.{part}", size, size, bias=True) for part in ("fc1", "fc2")
+            PlainLinear(context, f"{inner}.{part}", size, size, bias=True)
+            for part in ("fc1", "fc2")
         ]
         self.out = PlainLinear(context, f"{inner}.out_proj", size, classes)
         self.pick = Pick(name, size, classes, is_first=is_first)

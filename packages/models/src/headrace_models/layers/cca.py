@@ -73,9 +73,7 @@ class ConvolvedAttention(Attention):
         UnsupportedModel: there are several ranks.
     """
 
-    def __init__(
-        self, context: BuildContext, name: str, sizes: CCASizes, **arguments: Any
-    ) -> None:
+    def __init__(self, context: BuildContext, name: str, sizes: CCASizes, **arguments: Any) -> None:
         if context.communicator.world_size > 1:
             raise UnsupportedModel(
                 f"{name}: its convolutions cannot be divided over tensor_parallel_size = "

@@ -25,6 +25,4 @@ class SkippingExperts(Experts):
 
     def _one_by_one(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         skips = ids == len(self.halves)
-        return super()._one_by_one(
-            x, weights.masked_fill(skips, 0.0), ids.masked_fill(skips, 0)
-        )
+        return super()._one_by_one(x, weights.masked_fill(skips, 0.0), ids.masked_fill(skips, 0))
