@@ -33,8 +33,15 @@ def calls(dtype):
     yield "activation", (x, "silu"), {}
     yield "activation_and_mul", (x, "silu"), {}
     yield "route_experts", (x, 3), {}
-    yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
+    yield "embedding", (positions, x), {"beyond": 0}
     yield "add", (x, x), {}
+    yield "gate", (x, x[:, :4]), {"activation": "softplus"}
+    yield "clamp", (x, -1.0, 1.0), {}
+    yield "copy_rows", (x, torch.empty_like(x)), {}
+    yield "mix", (heads, rand(5, 3, 4)), {}
+    yield "match_rms", (x, x, 1e-5), {}
+    yield "gaussian_topk", (x, 1.6), {}
+    yield "xielu", (x, 0.8, 0.9), {"beta": 0.4}
     yield "scale", (x, 0.5), {}
     yield "gate", (x[:, 8:], x[:, :8]), {"activation": "silu"}
     yield "to_float32", (x,), {"soft_cap": 3.0}
@@ -105,9 +112,15 @@ def test_packed_ops():
             1,
             24,
         )
+        joined, ids = module.quant_linear.join([packed] * 3), torch.zeros(5, 2, dtype=torch.int64)
+        assert module.quant_linear.routed(x, joined, ids).shape == (5, 2, 24)
+        assert module.quant_linear.routed(x, joined, ids, torch.ones(5, 2)).shape == (5, 24)
         packed = module.moe.pack(rand(3, 8, 16), rand(3, 16, 4))
         routing = torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int64)
         assert module.moe(x, packed, *routing, "silu").shape == (5, 16)
+        packed = module.expert_linear.pack(rand(3, 8, 16))
+        assert module.expert_linear(x, packed, routing[1]).shape == (5, 2, 8)
+        assert module.expert_linear(x, packed, routing[1], routing[0]).shape == (5, 8)
 
 
 def test_meta_tensors_stay_meta():

@@ -63,9 +63,13 @@ struct Attention {
   int64_t chunk;   // 0 = none; else keys of the query's own chunk of positions are seen
   bool causal;     // false: keys after a query are seen too, with a window those less than it away
   const float* slopes;  // [q_heads] of ALiBi, null = none
+  bool slope_roots;     // they weigh the root of the distance
   Bias bias;
   const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
   int64_t rope_row, rope_head;
+  // What every row sees besides, [prefix, kv_heads, dim] of the query's dtype; 0 = nothing.
+  const void *prefix_keys, *prefix_values;
+  int64_t prefix;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -365,13 +369,44 @@ inline int64_t position_of(const Attention& g, const Tile& t) {
   return context_of(g, t.request) - length + t.first;
 }
 
-// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum.
-inline void begin_row(const Attention& g, const State& state, int64_t r, int64_t head) {
+// One key that every row sees, with its value, into the state of a row.
+template <class TQ>
+inline void see(const Attention& g, const State& state, int64_t r, const TQ* query, const TQ* key, const TQ* value,
+                float value_scale) {
+  const float score = g.scale * LOG2E * hsum(sum_lanes(g.dim, [&](int64_t d, int64_t left) {
+    return vmul(ld_upto(query + d, left), ld_upto(key + d, left));
+  }));
+  const float now = state.best[r] > score ? state.best[r] : score;
+  const vf keep = exp2_of<false>(vset(state.best[r] - now)), add = exp2_of<false>(vset(score - now));
+  float kept[W], added[W];
+  st(kept, keep);
+  st(added, add);
+  state.best[r] = now;
+  state.sum[r] = state.sum[r] * kept[0] + added[0];
+  const vf weight = vset(added[0] / value_scale);
+  float* acc = state.acc + r * lanes_of(g.value_dim);
+  for (int64_t d = 0; d < g.value_dim; d += W) {
+    st(acc + d, vfma(ld_upto(value + d, g.value_dim - d), weight, vmul(ld(acc + d), keep)));
+  }
+}
+
+// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum, and what
+// every row sees.
+template <class TQ>
+inline void begin_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
+  const int64_t group = g.q_heads / g.kv_heads, head = kv_head * group + r % group;
   const float sink = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
   state.best[r] = sink * LOG2E;
   state.sum[r] = sink == -__builtin_inff() ? 0.0f : 1.0f;
   const int64_t lanes = lanes_of(g.value_dim);
   for (int64_t d = 0; d < lanes; d += W) st(state.acc + r * lanes + d, vzero());
+  const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
+  const TQ* query = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
+  for (int64_t i = 0; i < g.prefix; ++i) {
+    const int64_t at = i * g.kv_heads + kv_head;
+    see(g, state, r, query, static_cast<const TQ*>(g.prefix_keys) + at * g.dim,
+        static_cast<const TQ*>(g.prefix_values) + at * g.value_dim, scale_of(g.values, kv_head));
+  }
 }
 
 inline void merge_row(const Attention& g, const State& into, const State& from, int64_t r) {
@@ -605,7 +640,8 @@ struct UnitRows {
     }
   }
 
-  // slope * (key's position - the row's), ATTN-REF's ALiBi. Requests that are visited together stand
+  // slope * (key's position - the row's), ATTN-REF's ALiBi; or less slope times the root of what the key
+  // lies back. Requests that are visited together stand
   // at positions of their own.
   void add_slope(int64_t r, int64_t base, float* line, int from, int to) const {
     const int64_t p = t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
@@ -614,8 +650,16 @@ struct UnitRows {
     for (int i = 0; i < W; ++i) distance[i] = float(base + from + i - p);
     for (int j = from; j < to; j += W) {
       const vf away = vadd(ld(distance), vset(float(j - from)));
-      st(line + j, vfma(slope, away, ld(line + j)));
+      st(line + j, vfma(slope, g.slope_roots ? vsub(vzero(), root_of(vsub(vzero(), away))) : away, ld(line + j)));
     }
+  }
+
+  // Of what is not negative; else 0.
+  static vf root_of(vf x) {
+    float part[W];
+    st(part, vmax(vzero(), x));
+    for (int i = 0; i < W; ++i) part[i] = __builtin_sqrtf(part[i]);
+    return ld(part);
   }
 
   void add_bias(int64_t r, int64_t base, float* line, Span own) const {
