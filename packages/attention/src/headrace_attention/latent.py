@@ -24,6 +24,7 @@ class LatentOpsBackend(LatentBackend):
 
     name: ClassVar[str] = "latent"
     supported_devices = ("cpu", "cuda")
+    supports_picked = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
         return PagedMetadata.of(batch, group)
@@ -37,6 +38,8 @@ class LatentOpsBackend(LatentBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: PagedMetadata | None,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`headrace_core.attention.LatentBackend.attend`."""
         if kv_cache is None or metadata is None:
@@ -55,4 +58,5 @@ class LatentOpsBackend(LatentBackend):
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
             scale=layer.scale,
+            picked=picked,
         )

@@ -58,6 +58,8 @@ class AttentionNeed:
     alibi: bool = False
     latent: bool = False
     """Latent attention (:class:`LatentBackend`); ``head_dim`` is that of its cache."""
+    picked: bool = False
+    """Latent attention to tokens that an indexer picks (``picked`` of :meth:`LatentBackend.attend`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class BackendFacts(ABC):
     supports_alibi: ClassVar[bool] = False
     is_latent: ClassVar[bool] = False
     """Whether it is a :class:`LatentBackend`: those serve latent attention and nothing else."""
+    supports_picked: ClassVar[bool] = False
 
     def __init__(self, ops: OpTable) -> None:
         self.ops = ops
@@ -153,6 +156,7 @@ class BackendFacts(ABC):
             (cls.supports_alibi or not need.alibi, "ALiBi not supported"),
             (cls.is_latent == need.latent,
              "latent attention not supported" if need.latent else "latent attention only"),
+            (cls.supports_picked or not need.picked, "attention to picked tokens not supported"),
         )  # fmt: skip
         return [reason for served, reason in checks if not served]
 
@@ -235,6 +239,8 @@ class LatentBackend(AttentionBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: Any,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -242,6 +248,8 @@ class LatentBackend(AttentionBackend):
             query, rope_query: [T, num_heads, R] and [T, num_heads, P].
             latent, rope_key: [T, R] and [T, P] to be written first, or None if the caller has.
             kv_cache, metadata: as :meth:`AttentionBackend.forward`.
+            picked: the tokens that each token sees, as :class:`headrace_core.ops.LatentAttentionOp`
+                takes them; given only if the need said so.
 
         Returns:
             [T, num_heads, R], contiguous, query's dtype.

@@ -9,7 +9,7 @@ from headrace_core import reference
 from headrace_core.ops import OP_NAMES, KernelNeed, QuantizedWeight
 from headrace_core.reference import fakes
 from headrace_core.reference.provider import PROVIDER
-from headrace_core.testing.ops import paged_case, rand, varlen_case
+from headrace_core.testing.ops import index_case, paged_case, rand, varlen_case
 
 
 def described(value):
@@ -51,6 +51,10 @@ def test_shapes_are_those_of_the_reference(dtype):
     case = paged_case([(2, 5)], dtype=dtype)
     assert described(case.run(fakes.paged_attention)) == described(
         case.run(reference.paged_attention)
+    )
+    picking = index_case([(2, 5)], dtype=dtype, top_k=3)
+    assert described(picking.run(fakes.index_tokens)) == described(
+        picking.run(reference.index_tokens)
     )
     rows = varlen_case([2, 5], dtype=dtype)
     assert described(rows.run(fakes.varlen_attention)) == described(

@@ -49,17 +49,58 @@ int32_t latent_cache_write(const void* latent, const void* rope_key, void* cache
   return status;
 }
 
+// Makes each token a request of its own, whose context is what was picked for it: its table names places
+// of single tokens. A place is a block of one at every multiple of the distance between tokens. False if
+// rows of the requests contradict each other.
+inline bool single_out(paged::Attention& g, const int32_t* picked, int64_t picks) {
+  const int64_t size = g.keys.block_size, apart = g.keys.block_stride / g.keys.token_stride;
+  const size_t numbers = size_t(g.tokens * (picks + 3) + 1);
+  int32_t* table = static_cast<int32_t*>(scratch(SCRATCH_D, numbers * sizeof(int32_t)));
+  int32_t *lengths = table + g.tokens * picks, *owners = lengths + g.tokens, *starts = owners + g.tokens;
+  for (int64_t t = 0; t < g.tokens; ++t) owners[t] = -1;
+  for (int64_t t = 0; t <= g.tokens; ++t) starts[t] = int32_t(t);
+  for (int64_t b = 0; b < g.requests; ++b) {
+    const int64_t begin = g.cu_seqlens_q[b], end = g.cu_seqlens_q[b + 1];
+    if (begin < 0 || end < begin || end > g.tokens) return false;
+    for (int64_t t = begin; t < end; ++t) owners[t] = int32_t(b);
+  }
+  parallel_ranges(g.tokens, g.tokens * picks, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const int32_t *from = picked + t * picks, *blocks = g.block_table + owners[t] * g.table_stride;
+      int64_t many = 0;
+      for (; owners[t] >= 0 && many < picks && from[many] >= 0; ++many) {
+        const int64_t column = from[many] / size, block = column < g.table_width ? blocks[column] : -1;
+        const bool known = block >= 0 && block < g.keys.blocks;
+        table[t * picks + many] = known ? int32_t(block * apart + from[many] % size) : -1;
+      }
+      lengths[t] = int32_t(many);
+    }
+  });
+  g.block_table = table;
+  g.cu_seqlens_q = starts;
+  g.seq_lens = lengths;
+  g.requests = g.tokens;
+  g.table_stride = g.table_width = picks;
+  g.keys.blocks *= apart;
+  g.keys.block_size = 1;
+  g.keys.block_stride = g.keys.token_stride;
+  g.values = g.keys;
+  return true;
+}
+
+// picked: [tokens, picks], null for none.
 int32_t latent_attention(void* out, const void* query, const void* rope_query, const void* cache,
                          const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                         int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim, int64_t value_dim,
-                         int64_t q_row, int64_t q_head, int64_t rope_row, int64_t rope_head, int64_t blocks,
-                         int64_t block_size, int64_t block_stride, int64_t token_stride, int64_t table_stride,
-                         int64_t table_width, float scale, int32_t dtype) {
+                         const int32_t* picked, int64_t tokens, int64_t requests, int64_t q_heads, int64_t dim,
+                         int64_t value_dim, int64_t q_row, int64_t q_head, int64_t rope_row, int64_t rope_head,
+                         int64_t blocks, int64_t block_size, int64_t block_stride, int64_t token_stride,
+                         int64_t table_stride, int64_t table_width, int64_t picks, float scale, int32_t dtype) {
   const Cache both{const_cast<void*>(cache), blocks, block_size, block_stride, token_stride, 0, 1,
                    AS_COMPUTED, nullptr};
   paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, nullptr, both, both, tokens, requests,
                      q_heads, 1, dim, value_dim, q_row, q_head, table_stride, table_width, scale, 0.0f, 0, 0,
                      true, nullptr, {nullptr, 0}, rope_query, rope_row, rope_head};
+  if (picked != nullptr && !single_out(g, picked, picks)) return BAD_LENGTHS;
   g.kv_heads = head_groups(g);
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;

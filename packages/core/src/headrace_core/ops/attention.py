@@ -220,6 +220,7 @@ class LatentAttentionOp(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
+        picked: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
@@ -227,5 +228,36 @@ class LatentAttentionOp(Protocol):
         vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
         :class:`PagedAttentionOp`. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
+
+        picked [T, k] int32: a token sees these positions of its request and no others. They rise along
+        a row and are none after the token's own; behind them stands -1. None: all up to its own.
+        """
+        ...
+
+
+class IndexTokensOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        top_k: int,
+    ) -> Tensor:
+        """The ``top_k`` tokens of a request that each of its new tokens is to attend to.
+
+        query [T, Hq, D] (may be a strided slice), weights [T, Hq] of the same dtype, cache [N, S, D] with
+        this step's keys in it; the rest as :class:`PagedAttentionOp`. For a token the key j of its
+        request, up to its own, scores ``sum_h weights[h] * max(0, query[h] . key_j)``, and of equal
+        scores the earlier key is the better one.
+
+        Returns [T, top_k] int32: the positions of the best, ascending, and -1 behind them where there are
+        fewer; rows past ``cu_seqlens_q[-1]`` are -1. Source: the lightning indexer of DeepSeek-AI 2025,
+        arXiv:2512.02556.
         """
         ...

@@ -11,6 +11,7 @@ claim row invariance.
 
 from headrace_core.reference.activations import activation, activation_and_mul, xielu
 from headrace_core.reference.attention import (
+    index_tokens,
     latent_attention,
     paged_attention,
     varlen_attention,
@@ -53,6 +54,7 @@ __all__ = [
     "gate",
     "gated_rms_norm",
     "head_linear",
+    "index_tokens",
     "latent_attention",
     "latent_cache_write",
     "layer_norm",

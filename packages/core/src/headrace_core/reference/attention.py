@@ -71,6 +71,7 @@ def latent_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    picked: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.LatentAttentionOp`."""
     out = query.new_zeros(query.shape)
@@ -79,7 +80,43 @@ def latent_attention(
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
         key = gather(cache[:, :, None], block_table[b], seq_len)
-        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale)
+        only = None if picked is None else _is_picked(picked[rows], seq_len)
+        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
+    return out
+
+
+def _is_picked(picked: Tensor, seq_len: int) -> Tensor:
+    """[q, k] positions, -1 = none -> [q, L] bool."""
+    marks = torch.zeros((picked.shape[0], seq_len + 1), dtype=torch.bool, device=picked.device)
+    marks.scatter_(1, torch.where(picked < 0, seq_len, picked).long(), True)
+    return marks[:, :seq_len]
+
+
+def index_tokens(
+    query: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    top_k: int,
+) -> Tensor:
+    """See :class:`headrace_core.ops.IndexTokensOp`."""
+    out = torch.full((query.shape[0], top_k), -1, dtype=torch.int32, device=query.device)
+    starts = cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        key = gather(cache[:, :, None], block_table[b], seq_len)[:, 0]
+        scores = torch.einsum("qhd,kd->qhk", widened(query[rows]), widened(key)).relu()
+        scores = torch.einsum("qh,qhk->qk", widened(weights[rows]), scores)
+        visible = visibility(scores.shape[0], seq_len, None, query.device)
+        order = scores.masked_fill(~visible, -torch.inf).sort(dim=1, descending=True, stable=True)
+        best = order.indices[:, :top_k]
+        best = torch.where(visible.gather(1, best), best, seq_len).sort(dim=1).values
+        out[rows, : best.shape[1]] = torch.where(best < seq_len, best, -1).int()
     return out
 
 
@@ -188,10 +225,12 @@ def attend(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
 
-    Not ``causal``: the queries may be anybody's, and see everything.
+    Not ``causal``: the queries may be anybody's, and see everything. ``only`` [q, L] bool: what a query
+    sees of what it would.
     """
     num_q, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -209,6 +248,8 @@ def attend(
     visible = visibility(num_q, seq_len, sliding_window, query.device, attention_chunk)
     if not causal:
         visible = torch.ones_like(visible)
+    if only is not None:
+        visible = visible & only
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)

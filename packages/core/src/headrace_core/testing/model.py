@@ -105,6 +105,7 @@ class ReferenceLatentAttention(LatentBackend):
     """Core's ops and nothing else; metadata is the batch itself."""
 
     name = "reference-latent"
+    supports_picked = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -118,6 +119,8 @@ class ReferenceLatentAttention(LatentBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: Any,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         if kv_cache is None:
             return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -134,6 +137,7 @@ class ReferenceLatentAttention(LatentBackend):
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
+            picked=picked,
         )
 
 

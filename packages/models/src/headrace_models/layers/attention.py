@@ -183,7 +183,7 @@ class SelfAttention(Layer, ABC):
         """x [T, hidden_size] -> the same shape."""
 
 
-class CachedAttention(SelfAttention):
+class CachedLayer(Layer, ABC):
     """What a decoder counts among its attention layers: core's ``AttentionLayer``."""
 
     spec: AttentionLayerSpec
@@ -193,6 +193,10 @@ class CachedAttention(SelfAttention):
     @abstractmethod
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
+
+
+class CachedAttention(SelfAttention, CachedLayer):
+    """Attention of a step's tokens over the paged cache."""
 
 
 class Attention(ProjectedAttention, CachedAttention):
