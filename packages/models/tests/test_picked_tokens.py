@@ -95,5 +95,5 @@ class TestGlmMoeDsa(TestDeepseekV32Picking):
         assert len(model.attention_layers()) == 3 + count
 
     def test_a_first_layer_that_shares_is_refused(self, checkpoint: Checkpoint) -> None:
-        with pytest.raises(UnsupportedModel, match="indexer_types = .* the first of them full"):
+        with pytest.raises(UnsupportedModel, match=r"indexer_types = .* the first of them full"):
             self.open(checkpoint.path, hf_overrides={"indexer_types": ["shared", "full", "full"]})

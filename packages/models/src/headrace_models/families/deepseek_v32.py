@@ -55,7 +55,9 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     def ignored_weights(self) -> Mapping[str, str]:
         """See :class:`headrace_core.model.IgnoresWeights`."""
         ignored = super().ignored_weights
-        return {**ignored, INDEXER: "picks tokens of longer contexts"} if self.picks_all() else ignored
+        return (
+            {**ignored, INDEXER: "picks tokens of longer contexts"} if self.picks_all() else ignored
+        )
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         if self.picks_all():

@@ -41,7 +41,9 @@ class GlmMoeDsaForCausalLM(DeepseekV32ForCausalLM):
             begin = self.settings.integer("index_skip_topk_offset", 2, minimum=0) - 1
             return [max(index - begin, 0) % every == 0 for index in range(count)]
         kinds = config[name]
-        known = isinstance(kinds, list | str) and all(isinstance(k, str) and k in KINDS for k in kinds)
+        known = isinstance(kinds, list | str) and all(
+            isinstance(k, str) and k in KINDS for k in kinds
+        )
         if not known or len(kinds) != count or not KINDS[kinds[0]]:
             raise UnsupportedModel(
                 f"config.json: {name} = {kinds!r:.200}: must be {count} entries out of full and shared "

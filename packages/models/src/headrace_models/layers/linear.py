@@ -43,7 +43,9 @@ def dividing_shard(units: int, communicator: Communicator, *, what: str) -> Shar
     """
     world = communicator.world_size
     if units % world:
-        raise UnsupportedModel(f"{what} = {units} must be divisible by tensor_parallel_size = {world}")
+        raise UnsupportedModel(
+            f"{what} = {units} must be divisible by tensor_parallel_size = {world}"
+        )
     return Shard(world, communicator.rank)
 
 

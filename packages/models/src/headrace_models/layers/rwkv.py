@@ -60,9 +60,7 @@ class ChannelMixing(RecurrentLayer):
         self.ops = context.ops
         self.mix = TokenShift(context, name, ("key", "receptance"), hidden_size)
         self.key = column_parallel(context, f"{name}.key", hidden_size, (intermediate_size,))
-        self.receptance = Linear(
-            context, f"{name}.receptance", hidden_size, [Part(hidden_size)]
-        )
+        self.receptance = Linear(context, f"{name}.receptance", hidden_size, [Part(hidden_size)])
         self.value = row_parallel(context, f"{name}.value", intermediate_size, hidden_size)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:

@@ -6,8 +6,8 @@ Beside its latent a layer caches one key of D numbers for each token. A token's 
 weight for each head adds the answers up, and attention sees the k best. A score costs I D products
 where absorbed attention costs (2 R + P) for each of its heads: 8,192 and 139,264 in DeepSeek V3.2.
 
-Source: DeepSeek-AI 2025, arXiv:2512.02556. Published code turns queries and keys by a Hadamard matrix, which changes no
-product, and rounds them to eight bits; here they stay as they are, as in transformers.
+Source: DeepSeek-AI 2025, arXiv:2512.02556. Published code turns queries and keys by a Hadamard matrix, which
+changes no product, and rounds them to eight bits; here they stay as they are, as in transformers.
 """
 
 from __future__ import annotations
@@ -80,9 +80,7 @@ class TokenIndexer(CachedLayer):
         self.key_norm = LayerNorm(context, f"{name}.k_norm", width, KEY_NORM_EPS)
         self.weights = Linear(context, f"{name}.weights_proj", hidden_size, [Part(heads)])
         self.spec = AttentionLayerSpec(name, heads, 1, width, scale=1.0, latent_dim=width)
-        self.kv_spec: KVCacheSpec | None = IndexKeySpec(
-            context.block_size, 1, width, context.dtype
-        )
+        self.kv_spec: KVCacheSpec | None = IndexKeySpec(context.block_size, 1, width, context.dtype)
         # Of the backend only where the cache lies is asked: what scores is an op.
         self.backend = context.attention(
             AttentionNeed(

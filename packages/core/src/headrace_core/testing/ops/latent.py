@@ -152,9 +152,7 @@ class IndexCase:
     def request(self, b: int, first: int = 0, last: int | None = None) -> IndexCase:
         start, end = int(self.where.cu_seqlens_q[b]), int(self.where.cu_seqlens_q[b + 1])
         rows = slice(start + first, end if last is None else start + last)
-        return replace(
-            self, where=self.where.request(b, first, last), weights=self.weights[rows]
-        )
+        return replace(self, where=self.where.request(b, first, last), weights=self.weights[rows])
 
 
 def index_case(
