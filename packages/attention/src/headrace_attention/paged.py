@@ -40,6 +40,7 @@ class PagedBackend(AttentionBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_temperatures = True
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     @classmethod
@@ -48,6 +49,8 @@ class PagedBackend(AttentionBackend):
         reasons = super().refuse(need)
         if need.device == "cuda" and CACHE_DTYPES.get(need.kv_cache_dtype):
             reasons.append(f"kv_cache_dtype {need.kv_cache_dtype} not supported on device cuda")
+        if need.device == "cuda" and need.temperatures:
+            reasons.append("temperatures of scores not supported on device cuda")
         return reasons
 
     def cache_stride_order(self) -> tuple[int, ...]:
@@ -101,4 +104,5 @@ class PagedBackend(AttentionBackend):
             causal=layer.attention_type != "encoder_decoder",
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+            score_temperatures=layer.score_temperatures,
         )

@@ -56,6 +56,8 @@ class AttentionNeed:
     chunked: bool = False
     """Attention within chunks (:class:`~headrace_core.kv.ChunkedLocalSpec`)."""
     alibi: bool = False
+    temperatures: bool = False
+    """Scores that are multiplied by the query's position (``score_temperatures`` of the layer)."""
     latent: bool = False
     """Latent attention (:class:`LatentBackend`); ``head_dim`` is that of its cache."""
     picked: bool = False
@@ -85,6 +87,8 @@ class AttentionLayerSpec:
     alibi_slopes: Tensor | None = None
     """[num_heads] float32: ``slope * (j - p)`` is added to the score of key j for a query at p. Press
     et al. 2021, arXiv:2108.12409."""
+    score_temperatures: Tensor | None = None
+    """[P] float32, by position: what the query's capped scores are multiplied by."""
     kv_sharing_target: str | None = None
     """Name of an earlier layer of the same kind whose cache this one reads instead of one of its own;
     its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
@@ -124,6 +128,7 @@ class BackendFacts(ABC):
     supports_sliding_window: ClassVar[bool] = False
     supports_chunks: ClassVar[bool] = False
     supports_alibi: ClassVar[bool] = False
+    supports_temperatures: ClassVar[bool] = False
     is_latent: ClassVar[bool] = False
     """Whether it is a :class:`LatentBackend`: those serve latent attention and nothing else."""
     supports_picked: ClassVar[bool] = False
@@ -154,6 +159,8 @@ class BackendFacts(ABC):
             (cls.supports_soft_cap or not need.soft_cap, "logits soft cap not supported"),
             (cls.supports_chunks or not need.chunked, "attention within chunks not supported"),
             (cls.supports_alibi or not need.alibi, "ALiBi not supported"),
+            (cls.supports_temperatures or not need.temperatures,
+             "temperatures of scores not supported"),
             (cls.is_latent == need.latent,
              "latent attention not supported" if need.latent else "latent attention only"),
             (cls.supports_picked or not need.picked, "attention to picked tokens not supported"),

@@ -66,6 +66,8 @@ struct Attention {
   Bias bias;
   const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
   int64_t rope_row, rope_head;
+  const float* temperatures = nullptr;  // by position, of capped scores; null = none
+  int64_t num_temperatures = 0;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -507,8 +509,9 @@ struct UnitRows {
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
     float factor = scale * LOG2E;
-    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr) {
+    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr || g.temperatures != nullptr) {
       transform(line, from, to);
+      if (g.temperatures != nullptr) warm(r, line, from, to);
       if (g.bias.data != nullptr) add_bias(r, base, line, own);
       if (g.slopes != nullptr) add_slope(r, base, line, from, to);
       factor = LOG2E;
@@ -544,10 +547,20 @@ struct UnitRows {
     }
   }
 
-  // slope * (key's position - the row's), ATTN-REF's ALiBi. Requests that are visited together stand
-  // at positions of their own.
+  // Requests that are visited together stand at positions of their own.
+  int64_t own_position(int64_t r) const {
+    return t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
+  }
+
+  void warm(int64_t r, float* line, int from, int to) const {
+    const int64_t p = min_of(max_of(own_position(r), 0), g.num_temperatures - 1);
+    const vf temperature = vset(g.temperatures[p]);
+    for (int j = from; j < to; j += W) st(line + j, vmul(ld(line + j), temperature));
+  }
+
+  // slope * (key's position - the row's), ATTN-REF's ALiBi.
   void add_slope(int64_t r, int64_t base, float* line, int from, int to) const {
-    const int64_t p = t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
+    const int64_t p = own_position(r);
     const vf slope = vset(g.slopes[head_of(r)]);
     float distance[W];
     for (int i = 0; i < W; ++i) distance[i] = float(base + from + i - p);

@@ -151,6 +151,7 @@ class PagedAttentionOp(Protocol):
         causal: bool = True,
         attention_chunk: int | None = None,
         alibi_slopes: Tensor | None = None,
+        score_temperatures: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -164,20 +165,27 @@ class PagedAttentionOp(Protocol):
         own tokens' (cross-attention); there is no window then. With ``attention_chunk`` C it sees keys
         ``C * (p // C) <= j <= p``. ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the
         scaled (and capped) score. ``soft_cap`` t > 0 maps scores s to
-        ``t * tanh(s / t)``. sinks [Hq] are extra logits that enter the softmax's denominator only. A
-        row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is None
-        or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
+        ``t * tanh(s / t)``. score_temperatures [P] float32, P more than any position: the scaled (and
+        capped) scores of the query at p are multiplied by entry p (not together with slopes). sinks [Hq]
+        are extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so are
+        rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
         :class:`CacheWriteOp`: a stored x stands for ``x * scale``. Definition: ATTN-REF of the
         specification.
 
         Raises:
-            ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk.
+            ConfigError: a window, a chunk, slopes or temperatures without ``causal``; a window and a
+                chunk; slopes and temperatures.
         """
         ...
 
 
 def check_mask(
-    *, causal: bool, sliding_window: int | None, attention_chunk: int | None, alibi: bool
+    *,
+    causal: bool,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    alibi: bool,
+    temperatures: bool = False,
 ) -> None:
     """What :class:`PagedAttentionOp` says of options that exclude each other.
 
@@ -189,6 +197,8 @@ def check_mask(
         raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
     if not causal and (attention_chunk is not None or alibi):
         raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if temperatures and (alibi or not causal):
+        raise ConfigError("paged_attention: score_temperatures need causal, and no alibi_slopes")
     if attention_chunk is not None and (windowed or attention_chunk < 1):
         raise ConfigError(
             f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
@@ -198,11 +208,18 @@ def check_mask(
 
 class LatentCacheWriteOp(Protocol):
     def __call__(
-        self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+        self,
+        latent: Tensor,
+        rope_key: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
     ) -> None:
         """Copy latent [T, R] and rope_key [T, P], joined, to their slots in cache [N, S, R + P].
 
-        slot_mapping as :class:`CacheWriteOp`. latent and rope_key may have rows that lie apart.
+        slot_mapping, and caches of one byte, as :class:`CacheWriteOp`; k_scale [1]. latent and rope_key
+        may have rows that lie apart.
         """
         ...
 
@@ -221,12 +238,13 @@ class LatentAttentionOp(Protocol):
         max_seqlen_k: int,
         scale: float,
         picked: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
         query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
         vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
-        :class:`PagedAttentionOp`. Returns [T, Hq, R], contiguous.
+        :class:`PagedAttentionOp`; k_scale [1]. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
 
         picked [T, k] int32: a token sees these positions of its request and no others. They rise along

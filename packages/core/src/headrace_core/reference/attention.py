@@ -31,6 +31,7 @@ def paged_attention(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     check_mask(
@@ -38,6 +39,7 @@ def paged_attention(
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
+        temperatures=score_temperatures is not None,
     )
     if is_paired(key_cache):
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
@@ -56,6 +58,7 @@ def paged_attention(
             causal=causal,
             attention_chunk=attention_chunk,
             alibi_slopes=alibi_slopes,
+            score_temperatures=score_temperatures,
         )
     return out
 
@@ -72,6 +75,7 @@ def latent_attention(
     max_seqlen_k: int,
     scale: float,
     picked: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.LatentAttentionOp`."""
     out = query.new_zeros(query.shape)
@@ -79,7 +83,7 @@ def latent_attention(
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
-        key = gather(cache[:, :, None], block_table[b], seq_len)
+        key = gather(cache[:, :, None], block_table[b], seq_len, k_scale)
         only = None if picked is None else _is_picked(picked[rows], seq_len)
         out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
     return out
@@ -225,6 +229,7 @@ def attend(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
@@ -242,6 +247,9 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if score_temperatures is not None:
+        positions = torch.arange(seq_len - num_q, seq_len, device=query.device).clamp(min=0)
+        scores = scores * score_temperatures[positions].to(scores.dtype)[:, None]
     if alibi_slopes is not None:
         distance = key_distance(num_q, seq_len, query.device).to(scores.dtype)
         scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance

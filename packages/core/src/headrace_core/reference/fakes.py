@@ -107,7 +107,7 @@ def varlen_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
 
 
-def latent_cache_write(*args: Any) -> None:
+def latent_cache_write(*args: Any, **options: Any) -> None:
     return None
 
 

@@ -534,6 +534,7 @@ class AttentionBackendConformance:
             ("soft_cap", "supports_soft_cap", "logits soft cap not supported"),
             ("chunked", "supports_chunks", "attention within chunks not supported"),
             ("alibi", "supports_alibi", "ALiBi not supported"),
+            ("temperatures", "supports_temperatures", "temperatures of scores not supported"),
         ],
     )
     def test_refuses_options_that_it_does_not_claim(

@@ -59,6 +59,7 @@ class ReferenceAttention(AttentionBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_temperatures = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -98,6 +99,7 @@ class ReferenceAttention(AttentionBackend):
             v_scale=layer.v_scale,
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+            score_temperatures=layer.score_temperatures,
         )
 
 
@@ -106,6 +108,7 @@ class ReferenceLatentAttention(LatentBackend):
 
     name = "reference-latent"
     supports_picked = True
+    supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -126,7 +129,9 @@ class ReferenceLatentAttention(LatentBackend):
             return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         batch, group = metadata
         if latent is not None and rope_key is not None:
-            self.ops.latent_cache_write(latent, rope_key, kv_cache, group.slot_mapping)
+            self.ops.latent_cache_write(
+                latent, rope_key, kv_cache, group.slot_mapping, k_scale=layer.k_scale
+            )
         return self.ops.latent_attention(
             query,
             rope_query,
@@ -138,6 +143,7 @@ class ReferenceLatentAttention(LatentBackend):
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
             picked=picked,
+            k_scale=layer.k_scale,
         )
 
 

@@ -169,9 +169,14 @@ def _latent_kernel(
 
 
 def latent_cache_write(
-    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+    latent: Tensor,
+    rope_key: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
 ) -> None:
-    """See :class:`headrace_core.ops.LatentCacheWriteOp`."""
+    """See :class:`headrace_core.ops.LatentCacheWriteOp`; caches of one byte are refused."""
     _check(latent, rope_key, cache)
     latent, rope_key = (x if x.stride(1) == 1 else x.contiguous() for x in (latent, rope_key))
     num_tokens = slot_mapping.shape[0]
@@ -195,10 +200,11 @@ def latent_attention(
     max_seqlen_k: int,
     scale: float,
     picked: Tensor | None = None,
+    k_scale: Tensor | None = None,
     batch_invariant: bool = False,
     segments: int | None = None,
 ) -> Tensor:
-    """See :class:`headrace_core.ops.LatentAttentionOp`.
+    """See :class:`headrace_core.ops.LatentAttentionOp`; caches of one byte are refused.
 
     Args:
         batch_invariant: a row's result does not depend on the other rows: the context is not cut.

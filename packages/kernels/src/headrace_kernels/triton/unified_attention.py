@@ -41,6 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops import check_mask
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
@@ -496,6 +497,7 @@ def paged_attention(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -507,6 +509,8 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
+    if score_temperatures is not None:
+        raise ConfigError("triton kernels: paged_attention takes no score_temperatures")
     check_mask(
         causal=causal,
         sliding_window=sliding_window,

@@ -215,6 +215,7 @@ class Attention(ProjectedAttention, CachedAttention):
             goes into ``attention.sinks.weight``.
         query_temperature: [P] float32, the last thing that query is multiplied by, by position
             (Llama 4).
+        score_temperatures: [P] float32, what capped scores are multiplied by, by position (Grok 2).
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class Attention(ProjectedAttention, CachedAttention):
         alibi_slopes: Tensor | None = None,
         sinks: bool = False,
         query_temperature: Tensor | None = None,
+        score_temperatures: Tensor | None = None,
         **arguments: Any,
     ) -> None:
         shares = kv_sharing_target is not None
@@ -244,6 +246,7 @@ class Attention(ProjectedAttention, CachedAttention):
             attention_chunk_size=attention_chunk_size,
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
+            score_temperatures=score_temperatures,
         )
         self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
@@ -258,6 +261,7 @@ class Attention(ProjectedAttention, CachedAttention):
                 has_sink=sinks,
                 chunked=attention_chunk_size is not None,
                 alibi=alibi_slopes is not None,
+                temperatures=score_temperatures is not None,
             )
         )
         self.group = 0

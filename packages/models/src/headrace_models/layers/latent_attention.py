@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.model import BuildContext
     from headrace_models.rope import RopeSettings
 
@@ -162,6 +163,7 @@ class LatentAttention(CachedAttention):
         self.backend: LatentBackend = backend
         self.group = 0
         self.kv_cache: Tensor | None = None
+        self.scale_measure: KVScaleMeasure | None = None
 
     def _make_projections(
         self, context: BuildContext, name: str, heads: Part, eps: float, bias: bool
@@ -206,6 +208,11 @@ class LatentAttention(CachedAttention):
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
         self.kv_cache, self.group = kv_cache, group
 
+    def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
+        """See :meth:`headrace_core.model.MeasuresKVScales.measure_kv_scales`: one scale for a vector, that
+        of keys."""
+        self.scale_measure = measure
+
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
         asking, latent, rope_key = self.project(x)
@@ -225,7 +232,12 @@ class LatentAttention(CachedAttention):
         else:
             metadata, kv_cache = batch.attention[self.group], self.kv_cache
             slots = batch.groups[self.group].slot_mapping
-            self.ops.latent_cache_write(latent, rope_key, kv_cache, slots)
+            if self.scale_measure is not None:
+                vectors = torch.cat((latent, rope_key), dim=1)[:, None]
+                self.spec = self.scale_measure(self.spec, vectors, vectors)
+            self.ops.latent_cache_write(
+                latent, rope_key, kv_cache, slots, k_scale=self.spec.k_scale
+            )
         if kv_cache is not None and self.expands and _is_long_and_new(batch):
             out = self.expanded(nope, rope, latent, rope_key, batch)
         else:

@@ -23,6 +23,8 @@ class AttentionConformance(OpSuite):
     """(new tokens, context): decode, prefill and chunks together."""
 
     def paged(self, lengths: Sequence[tuple[int, int]], dtype: str, **options: Any) -> PagedCase:
+        if options.get("temperatures") and not self.temperatures:
+            pytest.skip("scores that are multiplied by position are not among this class's")
         return paged_case(lengths, dtype=dtype, device=self.device, **options)
 
     @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -91,6 +93,13 @@ class AttentionConformance(OpSuite):
         self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
     ) -> None:
         case = self.paged(self.MIXED, dtype, alibi=True, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+    def test_paged_attention_temperatures(
+        self, op: Callable[[str], Any], dtype: str, soft_cap: float
+    ) -> None:
+        case = self.paged([*self.MIXED, (40, 130)], dtype, temperatures=True, soft_cap=soft_cap)
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
     @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
@@ -232,6 +241,7 @@ class AttentionConformance(OpSuite):
         {"attention_chunk": 24},
         {"alibi": True},
         {"soft_cap": 5.0},
+        {"soft_cap": 5.0, "temperatures": True},
         {"num_heads": 8, "num_kv_heads": 1},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
     ]
@@ -289,6 +299,7 @@ class AttentionConformance(OpSuite):
             {"sliding_window": 600},
             {"attention_chunk": 600},
             {"alibi": True},
+            {"temperatures": True},
             {"num_heads": 8, "num_kv_heads": 1},
         ],
         ids=str,

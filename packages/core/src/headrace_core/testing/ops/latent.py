@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
+from headrace_core.reference.cache import as_bytes, stored
 from headrace_core.testing.ops.inputs import bits_equal, call_wide, rand
 from headrace_core.testing.ops.paged import moved
 from headrace_core.testing.ops.suite import OpSuite
@@ -29,6 +30,7 @@ class LatentCase:
     seq_lens: Tensor
     scale: float
     picked: Tensor | None = None
+    k_scale: Tensor | None = None
 
     def run(self, op: Callable[..., Tensor]) -> Tensor:
         return op(*self._arguments(), **self._options())
@@ -68,6 +70,7 @@ class LatentCase:
             "max_seqlen_k": int(self.seq_lens.max()) if some else 0,
             "scale": self.scale,
             "picked": self.picked,
+            "k_scale": self.k_scale,
         }
 
 
@@ -83,11 +86,14 @@ def latent_case(
     padding: int = 0,
     blocks_apart: int = 1,
     seed: int = 0,
+    cache_dtype: str | None = None,
+    k_scale: Tensor | None = None,
 ) -> LatentCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
 
     Both queries are slices, and slots that no request owns are NaN. ``padding`` rows belong to no
-    request. blocks_apart: the cache is every so many-th block of a larger one.
+    request. blocks_apart: the cache is every so many-th block of a larger one. cache_dtype: one of
+    ``ONE_BYTE_CACHES``, filled with what is stored under ``k_scale`` [1].
     """
     width = latent_dim + rope_dim
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -105,6 +111,8 @@ def latent_case(
             table[b, column] = block
             filled = min(block_size, seq_len - column * block_size)
             cache[block, :filled] = rand(filled, width, dtype=dtype, seed=seed + block)
+    if cache_dtype is not None:
+        cache = stored(cache, getattr(torch, cache_dtype), k_scale)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0)
     tokens = int(starts[-1]) + padding
     query = rand(tokens, num_heads, width + 3, dtype=dtype, device=device, seed=seed)
@@ -116,6 +124,7 @@ def latent_case(
         starts.int().to(device),
         torch.tensor([n for _, n in lengths], dtype=torch.int32, device=device),
         scale=width**-0.5,
+        k_scale=k_scale,
     )
 
 
@@ -329,6 +338,32 @@ class LatentConformance(OpSuite):
             if slot >= 0:
                 expected[slot // 16, slot % 16] = torch.cat((latent[row], rope_key[row]))
         assert bits_equal(cache, expected)
+
+    @pytest.mark.spec("KV-QUANT")
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_latents_in_one_byte(
+        self, op: Callable[[str], Any], dtype: str, cache_dtype: str, scaled: bool
+    ) -> None:
+        """Written as the reference writes them; attended to as the very bytes stored."""
+        scale = (
+            torch.tensor([0.013], device=self.device) if scaled or cache_dtype == "int8" else None
+        )
+        case = self.latent(
+            [*self.LATENT, (1, 700)], dtype, cache_dtype=cache_dtype, k_scale=scale, num_heads=7
+        )
+        self.check(case.run(op("latent_attention")), case.expected(), dtype)
+        some = with_picks(case, 20)
+        self.check(some.run(op("latent_attention")), some.expected(), dtype)
+        latent = self.rand(9, 70, dtype=dtype)[:, 10:50]
+        rope_key = self.rand(9, 20, dtype=dtype, seed=1)[:, 5:13] * 500
+        slots = torch.tensor([3, -1, 100, 17, 16, -1, 5], device=self.device)
+        expected = case.cache.clone()
+        for write, cache in (
+            (reference.latent_cache_write, expected),
+            (op("latent_cache_write"), case.cache),
+        ):
+            write(latent, rope_key, cache, slots, k_scale=scale)
+        assert torch.equal(as_bytes(case.cache), as_bytes(expected))
 
     def test_latent_cache_write_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
         cache = self.latent([(1, 20)], dtype).cache

@@ -76,6 +76,7 @@ def paged_case(
     seed: int = 0,
     cache_dtype: str | None = None,
     alibi: bool = False,
+    temperatures: bool = False,
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
@@ -83,7 +84,8 @@ def paged_case(
     Slots that no request owns are NaN, blocks that a window or a chunk has passed are the null block,
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
-    is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head.
+    is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head;
+    temperatures: with one for each position.
     """
     window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -120,6 +122,9 @@ def paged_case(
     if alibi:
         slopes = torch.tensor([0.7 ** (head + 1) for head in range(num_heads)])
         options = {**options, "alibi_slopes": slopes.to(device)}
+    if temperatures:
+        warmer = 0.5 + rand(max([1, *seq_lens]), device=device, seed=seed).abs()
+        options = {**options, "score_temperatures": warmer}
     return PagedCase(
         query=query,
         key_cache=moved(caches[0], device),

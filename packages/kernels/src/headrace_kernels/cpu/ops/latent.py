@@ -8,6 +8,12 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, int64, matrix, unit_last
+from headrace_kernels.cpu.ops.caches import STORAGE, check_scale
+
+
+def _stores(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cache holds vectors of this dtype, as they are or in one byte."""
+    return cache.dtype is dtype or cache.dtype in STORAGE
 
 
 class LatentCacheWrite:
@@ -21,7 +27,13 @@ class LatentCacheWrite:
         self._kernel = library.latent_cache_write
 
     def __call__(
-        self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+        self,
+        latent: Tensor,
+        rope_key: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
     ) -> None:
         slot_mapping = int64(slot_mapping)
         tokens = slot_mapping.shape[0]
@@ -31,18 +43,21 @@ class LatentCacheWrite:
         if (
             min(latent_rows, rope_rows) < tokens
             or latent.shape[1] + rope_key.shape[1] != width
-            or not latent.dtype == rope_key.dtype == cache.dtype
+            or latent.dtype is not rope_key.dtype
+            or not _stores(cache, latent.dtype)
             or cache.stride(2) != 1
         ):
             raise ConfigError(
                 f"latent_cache_write: latent is {describe(latent)}, rope_key {describe(rope_key)} for "
-                f"{tokens} slots of a cache {describe(cache)}: must be of one dtype, and together as "
-                "wide as the cache, whose last dimension has unit stride"
+                f"{tokens} slots of a cache {describe(cache)}: must be of one dtype (or the cache of "
+                "one byte), and together as wide as the cache, whose last dimension has unit stride"
             )
+        check_scale(k_scale, cache.dtype, 1)
         status = self._kernel(
             latent.data_ptr(), rope_key.data_ptr(), cache.data_ptr(), slot_mapping.data_ptr(),
-            tokens, latent.shape[1], rope_key.shape[1], latent_stride, rope_stride, blocks, size,
-            cache.stride(0), cache.stride(1), dtype_code(cache.dtype),
+            None if k_scale is None else k_scale.data_ptr(), tokens, latent.shape[1],
+            rope_key.shape[1], latent_stride, rope_stride, blocks, size, cache.stride(0),
+            cache.stride(1), STORAGE.get(cache.dtype, 0), dtype_code(latent.dtype),
         )  # fmt: skip
         if status:
             raise IndexError(
@@ -73,6 +88,7 @@ class LatentAttention:
         max_seqlen_k: int,
         scale: float,
         picked: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> Tensor:
         query, rope_query = unit_last(query), unit_last(rope_query)
         (tokens, heads, latent), (blocks, size, width) = query.shape, cache.shape
@@ -80,7 +96,8 @@ class LatentAttention:
         if (
             cu_seqlens_q.shape[0] != requests + 1
             or rope_query.shape != (tokens, heads, width - latent)
-            or not query.dtype == rope_query.dtype == cache.dtype
+            or query.dtype is not rope_query.dtype
+            or not _stores(cache, query.dtype)
             or cache.stride(2) != 1
         ):
             raise ConfigError(
@@ -88,6 +105,7 @@ class LatentAttention:
                 f"cache {describe(cache)}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
                 f"{describe(seq_lens)}: must be of one dtype, and queries together as wide as the cache"
             )
+        check_scale(k_scale, cache.dtype, 1)
         picks = 0 if picked is None else self._picks(picked, tokens, cache)
         if block_table.stride(1) != 1 and block_table.shape[1] > 1:
             block_table = block_table.contiguous()
@@ -97,9 +115,11 @@ class LatentAttention:
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), rope_query.data_ptr(), cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(),
-            None if picked is None else picked.data_ptr(), tokens, requests, heads, width, latent,
+            None if picked is None else picked.data_ptr(),
+            None if k_scale is None else k_scale.data_ptr(), tokens, requests, heads, width, latent,
             *query.stride()[:2], *rope_query.stride()[:2], blocks, size, *cache.stride()[:2],
-            block_table.stride(0), block_table.shape[1], picks, scale, dtype_code(query.dtype),
+            block_table.stride(0), block_table.shape[1], picks, scale,
+            STORAGE.get(cache.dtype, 0), dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(
