@@ -168,9 +168,9 @@ class PagedAttentionOp(Protocol):
         ``t * tanh(s / t)``. score_temperatures [P] float32, P more than any position: the scaled (and
         capped) scores of the query at p are multiplied by entry p (not together with slopes). sinks [Hq]
         are extra logits that enter the softmax's denominator only. A row that sees nothing is 0, and so are
-        rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
-        :class:`CacheWriteOp`: a stored x stands for ``x * scale``. Definition: ATTN-REF of the
-        specification.
+        rows past ``cu_seqlens_q[-1]``. A window that is None or not positive is unlimited. Caches (plain
+        or paired), k_scale and v_scale are those of :class:`CacheWriteOp`: a stored x stands for
+        ``x * scale``. Definition: ATTN-REF of the specification.
 
         Raises:
             ConfigError: a window, a chunk, slopes or temperatures without ``causal``; a window and a

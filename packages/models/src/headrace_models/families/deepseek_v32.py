@@ -72,6 +72,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     def make_indexer(self, context: BuildContext, index: int, name: str) -> TokenIndexer | None:
         """The layer's; None: it attends to what the layer before does."""
+        assert self.rotary is not None, "DeepSeek's configs always rotate"
         return TokenIndexer(
             context,
             name,

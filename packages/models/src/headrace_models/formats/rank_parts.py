@@ -1,4 +1,5 @@
-"""Safetensors files of which some hold the parts of ranks (Grok 2): ``NAME-TP-000.safetensors`` and so on.
+"""Files that hold the parts of ranks: ``NAME-TP-000.safetensors`` and so on (Grok 2), ``model.0.pt``
+(fairseq2).
 
 A rank's file has the same names as the others', and a piece of each matrix: of its outputs, or of its
 inputs where the results of ranks are summed. Pieces are put together while they are read, one matrix
@@ -18,7 +19,7 @@ from headrace_core.errors import WeightsError
 from headrace_models.formats.header import TensorEntry
 
 _PART = re.compile(r"(.+)-TP-(\d{3})\.safetensors")
-_SUMMED = (".w2.weight", ".o_proj.weight", ".down_proj.weight")
+_SUMMED = (".w2.weight", ".o_proj.weight", ".down_proj.weight", ".output_proj.weight")
 """Ends of names of matrices that are cut along their inputs."""
 
 Headers = Mapping[Path, tuple[TensorEntry, ...]]
@@ -55,15 +56,27 @@ def join_parts(streams: Sequence[Tensors]) -> Tensors:
         WeightsError: pieces that do not fit together.
     """
     for pieces in zip(*streams, strict=True):
-        name, first, file = pieces[0]
-        along = 1 if name.endswith(_SUMMED) else 0
-        shapes = {tuple(tensor.shape) for _, tensor, _ in pieces}
-        if first.dim() != 2 or len(shapes) > 1:
-            raise WeightsError(
-                f"{file}: tensor {name!r}: pieces of ranks have the shapes {sorted(shapes)}: must be "
-                "matrices of one shape"
-            )
-        yield name, torch.cat([tensor for _, tensor, _ in pieces], dim=along), file
+        name, _, file = pieces[0]
+        yield name, join(name, [tensor for _, tensor, _ in pieces], file), file
+
+
+def join(name: str, pieces: Sequence[Tensor], file: Path) -> Tensor:
+    """One tensor of all ranks' pieces; of a vector, which is no matrix, each has the whole.
+
+    Raises:
+        WeightsError: pieces that do not fit together; ``file`` is the first rank's.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    first, shapes = pieces[0], {tuple(piece.shape) for piece in pieces}
+    if len(shapes) == 1 and first.dim() == 1 and all(torch.equal(first, x) for x in pieces[1:]):
+        return first
+    if len(shapes) > 1 or first.dim() != 2:
+        raise WeightsError(
+            f"{file}: tensor {name!r}: pieces of ranks have the shapes {sorted(shapes)}: must be "
+            "matrices of one shape, or the same vector"
+        )
+    return torch.cat(list(pieces), dim=1 if name.endswith(_SUMMED) else 0)
 
 
 def in_order(entries: Sequence[TensorEntry]) -> tuple[TensorEntry, ...]:
