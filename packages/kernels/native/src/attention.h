@@ -106,7 +106,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 
 // Leading partitions of two requests that are the same blocks, and whole.
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
-  if (g.block_table == nullptr) return 0;
+  if (g.block_table == nullptr || !g.visits_together) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
   if (!decode || b.request != a.request + 1 || g.window > 0 || g.chunk > 0 || !g.causal) return 0;
   if (PART % g.keys.block_size != 0) return 0;

@@ -108,6 +108,7 @@ inline bool single_out(paged::Attention& g, const int32_t* picked, int64_t picks
   g.keys.block_size = 1;
   g.keys.block_stride = g.keys.token_stride;
   g.values = g.keys;
+  g.visits_together = false;  // tokens of a prompt: their states would be larger than all else of a step
   return true;
 }
 

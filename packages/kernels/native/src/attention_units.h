@@ -68,6 +68,7 @@ struct Attention {
   int64_t rope_row, rope_head;
   const float* temperatures = nullptr;  // by position, of capped scores; null = none
   int64_t num_temperatures = 0;
+  bool visits_together = true;  // requests that share what they begin with; it keeps a state for each
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
