@@ -136,7 +136,9 @@ class PlainLatentAttention(nn.Module):
         theta = self.config.rope_theta
         query = self.q_b_proj(rms_norm(self.q_a_proj(x), self.q_a_layernorm.weight))
         query = query.unflatten(-1, (self.heads, -1))
-        latent, turning = self.kv_a_proj_with_mqa(x).split([self.config.kv_lora_rank, self.rope], -1)
+        latent, turning = self.kv_a_proj_with_mqa(x).split(
+            [self.config.kv_lora_rank, self.rope], -1
+        )
         both = self.kv_b_proj(rms_norm(latent, self.kv_a_layernorm.weight))
         key, value = both.unflatten(-1, (self.heads, -1)).tensor_split([self.nope], dim=-1)
         still, asking = query.tensor_split([self.nope], dim=-1)

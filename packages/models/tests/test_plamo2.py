@@ -66,7 +66,10 @@ class PlainMamba(nn.Module):
         gate, inner = self.in_proj(x).unflatten(-1, (heads, -1)).chunk(2, dim=-1)
         inner = convolved(inner.flatten(1), self.conv1d.weight)
         key, query, step = self.bcdt_proj(inner).split([length, length, self.rank], dim=-1)
-        key, query = rms_norm(key, self.B_norm_weight, eps), rms_norm(query, self.C_norm_weight, eps)
+        key, query = (
+            rms_norm(key, self.B_norm_weight, eps),
+            rms_norm(query, self.C_norm_weight, eps),
+        )
         step = self.dt_proj(rms_norm(step, self.dt_norm_weight, eps)) + self.dt_bias
         steps, values = nn.functional.softplus(step), inner.unflatten(-1, (heads, -1))
         state, rows = torch.zeros(*values.shape[1:], length), []

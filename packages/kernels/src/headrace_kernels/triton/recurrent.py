@@ -214,8 +214,8 @@ def _delta_kernel(
     out_index_ptr, cu_ptr, out_ptr,
     heads, size, length, group, query_row, query_head, key_row, key_head, value_row, value_head,
     gate_row, gate_head, beta_row, stride, scale, eps, beta_scale, lower,
-    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     head = tl.program_id(1)

@@ -593,8 +593,17 @@ def paged_attention(
         prefix = [None if x is None else x.contiguous() for x in (prefix_key, prefix_value)]
         size = 0 if prefix_key is None else prefix_key.shape[0]
         _attention_kernel[grid](
-            *sources, *prefix, out, *strides, (0, num_kv_heads * head_dim, head_dim, 1), size,
-            num_seqs, *numbers, HAS_PREFIX=prefix_key is not None, BLOCK_Q=plan.block_q, **constants
+            *sources,
+            *prefix,
+            out,
+            *strides,
+            (0, num_kv_heads * head_dim, head_dim, 1),
+            size,
+            num_seqs,
+            *numbers,
+            HAS_PREFIX=prefix_key is not None,
+            BLOCK_Q=plan.block_q,
+            **constants,
         )
     return out
 

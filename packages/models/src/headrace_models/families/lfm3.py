@@ -30,7 +30,11 @@ class Lfm3ForCausalLM(Lfm2ForCausalLM):
     """LFM3 1.7B."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
-        *(r for r in RULES if not r.source.endswith(("out_proj", "_layernorm")) or ".conv." in r.source),
+        *(
+            r
+            for r in RULES
+            if not r.source.endswith(("out_proj", "_layernorm")) or ".conv." in r.source
+        ),
         WeightRule(f"{_ATTENTION}.o_proj", "layers.{}.mixer.out"),
         WeightRule(f"{_ATTENTION}.q_norm", "layers.{}.mixer.query_norm"),
         WeightRule(f"{_ATTENTION}.k_norm", "layers.{}.mixer.key_norm"),

@@ -66,7 +66,8 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
         self.settings.refuse("block_post_layernorm_idx", [])
         self.settings.refuse("sandwich_norm", True)
         self.key_dims = [
-            self.settings.integer(key, maximum=MAX_HEAD_DIM) for key in ("qk_nope_dim", "qk_rope_dim")
+            self.settings.integer(key, maximum=MAX_HEAD_DIM)
+            for key in ("qk_nope_dim", "qk_rope_dim")
         ]
         size = self.head_dim()
         rope = rope_settings(self.settings.config, theta=self.default_theta)
@@ -123,7 +124,7 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
     def window(self, index: int) -> int | None:
         """One for all layers, or a list that they repeat; None and what is not above 0: everything."""
         stated = self.settings.config.get("interleaved_sliding_window")
-        windows = stated if isinstance(stated, list) and stated else [stated]
+        windows: list[Any] = stated if isinstance(stated, list) and stated else [stated]
         if not all(w is None or type(w) is int for w in windows):
             raise UnsupportedModel(
                 f"config.json: interleaved_sliding_window = {stated!r:.200}: must be a number of "

@@ -125,7 +125,9 @@ class Plamo2ForCausalLM(LlamaForCausalLM):
         return self.attention(
             context,
             name,
-            sliding_window=None if whole else self.settings.integer("attention_window_size", 2048) + 1,
+            sliding_window=None
+            if whole
+            else self.settings.integer("attention_window_size", 2048) + 1,
             query_norm=HeadRMSNorm(context, f"{name}.q_weight", heads, size, _HEAD_EPS),
             key_norm=HeadRMSNorm(context, f"{name}.k_weight", kv_heads, size, _HEAD_EPS),
             part_names=(),

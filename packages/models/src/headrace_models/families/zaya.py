@@ -11,6 +11,7 @@ from headrace_models.families.llama import LlamaForCausalLM
 from headrace_models.families.moe_rules import stacked_rules
 from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.cca import CCASizes, ConvolvedAttention
+from headrace_models.layers.decoder import Block
 from headrace_models.layers.linear import PlainLinear
 from headrace_models.layers.norm import NormLayer, RMSNorm
 from headrace_models.layers.rotary import rotary_table
@@ -34,9 +35,7 @@ _MIXER, _ROUTER = "layers.{}.attention.mixer", "layers.{}.mlp.router"
 
 
 def _scale_rules(source: str, target: str) -> tuple[WeightRule, ...]:
-    return tuple(
-        WeightRule(f"{source}{name}", f"{target}.{name}") for name in ("scale", "bias")
-    )
+    return tuple(WeightRule(f"{source}{name}", f"{target}.{name}") for name in ("scale", "bias"))
 
 
 class ZayaForCausalLM(LlamaForCausalLM):
@@ -93,7 +92,9 @@ class ZayaForCausalLM(LlamaForCausalLM):
             for kind, theta in _THETAS.items()
         }
         self.rotary = self.tables["hybrid"]
-        self.input_scale = RowScale(context, f"{prefix}model.input_hidden_states", self.hidden_size())
+        self.input_scale = RowScale(
+            context, f"{prefix}model.input_hidden_states", self.hidden_size()
+        )
 
     def head_dim(self) -> int:
         return self.settings.head_dim(128)
@@ -110,7 +111,7 @@ class ZayaForCausalLM(LlamaForCausalLM):
             x, residual, found = layer.run(x, residual, found, batch)
         return x, residual
 
-    def make_block(self, context: BuildContext, index: int, name: str) -> ZayaBlock:
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         size = self.hidden_size()
         scales = [
             RowScale(context, f"{name}.post_{half}_residual_scale.{what}", size)
@@ -145,7 +146,10 @@ class ZayaForCausalLM(LlamaForCausalLM):
         )
 
     def make_experts(self, context: BuildContext, index: int, name: str) -> SteeredExperts:
-        hidden, count = self.hidden_size(), self.settings.integer("num_experts", maximum=MAX_EXPERTS)
+        hidden, count = (
+            self.hidden_size(),
+            self.settings.integer("num_experts", maximum=MAX_EXPERTS),
+        )
         router = SteeredRouter(
             context,
             f"{name}.gate",
@@ -165,7 +169,7 @@ class ZayaForCausalLM(LlamaForCausalLM):
         return SteeredExperts(router, experts)
 
 
-class ZayaBlock(Layer):
+class ZayaBlock(Block):
     """Both halves' results and the stream are scaled, each channel by itself, before they are added.
 
     Args:
@@ -186,6 +190,13 @@ class ZayaBlock(Layer):
         self.mlp = mlp
         self.attention_found, self.attention_stream, self.mlp_found, self.mlp_stream = scales
 
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As the first of a stack."""
+        x, stream, _ = self.run(x, residual, None, batch)
+        return x, stream
+
     def run(
         self, x: Tensor, residual: Tensor | None, found: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -205,7 +216,7 @@ class SteeredExperts(Layer):
 
     def __call__(self, x: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor]:
         weights, ids, found = self.router(x, found)
-        return self.experts(x, weights, ids), found
+        return self.experts(x, *self.experts.places(weights, ids)), found
 
 
 class SteeredRouter(Layer):
@@ -231,7 +242,8 @@ class SteeredRouter(Layer):
         self.down = PlainLinear(context, f"{name}.down_proj", hidden_size, size, bias=True)
         self.norm = RMSNorm(context, f"{inner}.norm", size, eps)
         self.inner = [
-            PlainLinear(context, f"{inner}.{part}", size, size, bias=True) for part in ("fc1", "fc2")
+            PlainLinear(context, f"{inner}.{part}", size, size, bias=True)
+            for part in ("fc1", "fc2")
         ]
         self.out = PlainLinear(context, f"{inner}.out_proj", size, classes)
         self.pick = Pick(name, size, classes, is_first=is_first)

@@ -81,9 +81,7 @@ class PlamoMamba(RecurrentLayer):
         ]
         self.dt_proj = Linear(context, f"{name}.dt_proj", step_rank, (heads,))
         self.scan = StateSpaceScan(context, name, heads, (0.0, float("inf")))
-        self.out_proj = row_parallel(
-            context, f"{name}.out_proj", sizes.channels, sizes.hidden_size
-        )
+        self.out_proj = row_parallel(context, f"{name}.out_proj", sizes.channels, sizes.hidden_size)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""

@@ -93,7 +93,9 @@ class RecurrentConformance(OpSuite):
         return RecurrentCase("state_space_scan", by_token, whole, (heads, size, length))
 
     def _delta_rule(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
-        keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16), (2, 2, 10, 6))[variant]
+        keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16), (2, 2, 10, 6))[
+            variant
+        ]
         fused = self.rand(tokens, 2 * keys * length + heads * size, dtype=dtype, seed=1)
         query, key, value = torch.split(fused, [keys * length, keys * length, heads * size], dim=1)
         gates = (heads, length) if variant in (1, 3) else (heads,)
@@ -192,7 +194,15 @@ class RecurrentConformance(OpSuite):
 
     @pytest.mark.parametrize(
         "name",
-        ["causal_conv", "selective_scan", "state_space_scan", "delta_rule", "rg_lru", "wkv", "mlstm"],
+        [
+            "causal_conv",
+            "selective_scan",
+            "state_space_scan",
+            "delta_rule",
+            "rg_lru",
+            "wkv",
+            "mlstm",
+        ],
     )
     def test_recurrences_without_a_state(
         self, op: Callable[[str], Any], dtype: str, name: str
