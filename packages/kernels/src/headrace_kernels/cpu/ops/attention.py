@@ -91,7 +91,7 @@ class PagedAttention:
         prefix: tuple[Tensor, ...] = ()
         if prefix_key is not None and prefix_value is not None:
             prefix = (prefix_key.contiguous(), prefix_value.contiguous())
-        prefix_pointers = [x.data_ptr() for x in prefix] or [None, None]
+        prefix_pointers: list[int | None] = [x.data_ptr() for x in prefix] or [None, None]
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
