@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from headrace_core.attention import AttentionLayerSpec, AttentionNeed
 from headrace_core.kv import IndexKeySpec, KVCacheSpec
 from headrace_core.model import WeightRule
@@ -99,16 +101,16 @@ class TokenIndexer(CachedLayer):
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
         self.kv_cache, self.group = kv_cache, group
 
-    def __call__(self, x: Tensor, asking: Tensor, batch: ForwardBatch) -> Tensor | None:
+    def __call__(self, x: Tensor, asking: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] and the latent of queries [T, query_rank] -> [T, k], as
-        :class:`headrace_core.ops.IndexTokensOp` picks them; None while memory is profiled."""
+        :class:`headrace_core.ops.IndexTokensOp` picks them; unset while memory is profiled."""
         query, key = by_heads(self.query(asking), self.sizes.head_dim), self.key_norm(self.key(x))
         weights = self.weights(x)
         self.ops.rotary(
             query, key[:, None], batch.positions, self.rotary, interleaved=self.interleaved
         )
         if self.kv_cache is None or not batch.groups:
-            return None
+            return torch.empty(x.shape[0], self.sizes.top_k, dtype=torch.int32, device=x.device)
         where, turned = batch.groups[self.group], self.rotary.shape[1]
         self.ops.latent_cache_write(
             key[:, :turned], key[:, turned:], self.kv_cache, where.slot_mapping
@@ -158,7 +160,7 @@ class PickedAttention(LatentAttention):
 
     def pick(self, x: Tensor, asking: Tensor, batch: ForwardBatch) -> Tensor | None:
         if self.indexer is None:
-            assert self.picks is not None, self.spec.name
+            assert self.picks is not None, "a layer without an indexer shares another's choice"
             return self.picks.tokens
         tokens = self.indexer(x, asking, batch)
         if self.picks is not None:
