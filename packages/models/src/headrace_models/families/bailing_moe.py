@@ -13,6 +13,7 @@ from headrace_models.families.glm4_moe import CORRECTED
 from headrace_models.families.llama import RULES
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
 from headrace_models.families.moe_shape import MoEDecoder
+from headrace_models.families.mtp import further_layers
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.router import Routing
@@ -84,6 +85,11 @@ class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
     )
     mixture: ClassVar[Mapping[str, Any]] = CORRECTED
     default_partial_rotary: ClassVar[float] = 0.5
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`."""
+        return further_layers(self.settings, self.num_layers())
 
     def routing(self, index: int) -> Routing:
         return Routing(

@@ -144,9 +144,9 @@ class MiniMaxForCausalLM(LlamaForCausalLM):
     def attends(self, index: int) -> bool:
         """Whether the layer's mixer is attention: published configs have a 1 for it."""
         count = self.num_layers()
-        listed = self.settings.integers("attn_type_list")
-        if len(listed) == count:
-            return listed[index] == 1
+        marks = self.settings.marks("attn_type_list", count)
+        if marks is not None:
+            return marks[index]
         known = ("linear_attention", "full_attention")
         kinds = layer_kinds(self.settings, "layer_types", known=known, count=count)
         return index % 2 == 0 if kinds is None else kinds[index] == "full_attention"

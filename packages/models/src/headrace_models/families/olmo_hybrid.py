@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
@@ -69,6 +69,7 @@ class OlmoHybridForCausalLM(LlamaForCausalLM):
         WeightRule("model.norm", "final_norm"),
         WeightRule("lm_head", "head"),
     )
+    ignored_weights: ClassVar[Mapping[str, str]] = {r"mtp\..*": "predicts several tokens at once"}
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.rotary = None
