@@ -8,6 +8,7 @@ ROWS = (
     Architecture(
         "AquilaForCausalLM", "llama:LlamaForCausalLM", "Aquila 1, 2", alias_of="LlamaForCausalLM"
     ),
+    Architecture("AquilaModel", "llama:LlamaForCausalLM", "Aquila 1", alias_of="LlamaForCausalLM"),
     Architecture(
         "BaiChuanForCausalLM",
         "baichuan:BaichuanForCausalLM",

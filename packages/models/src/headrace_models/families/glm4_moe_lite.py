@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headrace_models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from headrace_models.families.moe_shape import is_dense_by_list
 
 
 class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
     """GLM-4.7-Flash."""
+
+    default_eps: ClassVar[float] = 1e-5
 
     def is_dense(self, index: int) -> bool:
         """Old configs count the dense layers; where neither is said, there is one."""

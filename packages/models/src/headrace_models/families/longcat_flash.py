@@ -46,6 +46,7 @@ class LongcatFlashForCausalLM(LatentDecoder):
         ),
         *expert_rules(f"{_LAYER}.mlp.experts", "layers.{}.mixture.experts"),
     )  # fmt: skip
+    default_eps: ClassVar[float] = 1e-5
 
     @property
     def ignored_weights(self) -> Mapping[str, str]:
