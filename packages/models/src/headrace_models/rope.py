@@ -180,8 +180,9 @@ def by_rotary_dim(config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]
     turning = config.get("rotary_dim")
     if turning is None or config.get("partial_rotary_factor") is not None:
         return config
-    share = Settings(config).integer("rotary_dim", maximum=head_dim) / head_dim
-    return {**config, "partial_rotary_factor": share}
+    dims = Settings(config).integer("rotary_dim", maximum=head_dim)
+    # Half a dimension more, as the product of share and size is rounded down.
+    return {**config, "partial_rotary_factor": (dims + 0.5) / head_dim}
 
 
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:

@@ -70,7 +70,8 @@ class TeleChat2ForCausalLM(RenamedLlama):
         less one, the same at every length."""
         first = self.settings.integer("base_seqlen", 4096)
         last = self.settings.integer("training_seqlen", first)
-        return max(1, 2 ** math.ceil(math.log2(last / first) + 1) - 1)
+        doublings = math.ceil(math.log2(last / first)) + 1
+        return (1 << max(1, doublings)) - 1
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         return self.attention(context, name, out_bias=True)
