@@ -65,6 +65,12 @@ ROWS = (
         "TeleChat",
         alias_of="TeleChat2ForCausalLM",
     ),
+    Architecture(
+        "TelechatForCausalLM",
+        "telechat2:TeleChat2ForCausalLM",
+        "TeleChat",
+        alias_of="TeleChat2ForCausalLM",
+    ),
     Architecture("TeleFLMForCausalLM", "teleflm:TeleFLMForCausalLM", "Tele-FLM"),
     Architecture(
         "XverseForCausalLM", "llama:LlamaForCausalLM", "XVERSE", alias_of="LlamaForCausalLM"
