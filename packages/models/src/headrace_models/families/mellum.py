@@ -24,6 +24,8 @@ class MellumForCausalLM(Qwen3MoeForCausalLM):
 
     ignored_weights: ClassVar[Mapping[str, str]] = {r"mtp\..*": "guesses a token ahead"}
 
+    renormalises: ClassVar[bool] = True
+
     def prepare(self, context: BuildContext, prefix: str) -> None:
         size, config = self.head_dim(), context.config
         limit = self.settings.integer("max_position_embeddings", 131_072)
