@@ -312,7 +312,8 @@ template <class Finish, class T> struct Outputs {
   template <int R, int V> HR_INLINE void operator()(int at, const vf (&acc)[R][V]) const {
     T* const to = out + at * W;
     vf b[V];
-    HR_UNROLL for (int v = 0; v < V; ++v) b[v] = bias == nullptr ? vzero() : ld(bias + (at + v) * W);
+    // Plus -0 is what it was, 0 included.
+    HR_UNROLL for (int v = 0; v < V; ++v) b[v] = bias == nullptr ? vset(-0.0f) : ld(bias + (at + v) * W);
     HR_UNROLL for (int r = 0; r < R; ++r)
       HR_UNROLL for (int v = 0; v < V; ++v) st(to + r * stride + v * W, Finish::of(vadd(acc[r][v], b[v])));
   }
