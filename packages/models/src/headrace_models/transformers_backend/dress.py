@@ -21,6 +21,7 @@ from headrace_models.transformers_backend.leaves import (
     Parameters,
     Projections,
     TiedHead,
+    activation_forward,
     check_plain,
     compute_by,
     exact_names,
@@ -30,12 +31,15 @@ from headrace_models.transformers_backend.leaves import (
     put_elsewhere,
 )
 from headrace_models.transformers_backend.likeness import (
+    activation_like,
     expert_gate_like,
     gated_mlp_like,
+    layer_norm_like,
     rms_norm_like,
 )
 from headrace_models.transformers_backend.plan import COLUMNS, HALVES, ROWS, TensorParallelPlan
 from headrace_models.transformers_backend.refusals import KEPT
+from headrace_models.transformers_backend.routers import Router, router_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +155,9 @@ class Dressing:
     # ---- modules with parameters
 
     def _dress(self, name: str, module: nn.Module) -> None:
+        kind = activation_like(module)
+        if kind is not None:
+            compute_by(module, activation_forward(self.context, kind))
         own = {key for key, p in module._parameters.items() if p is not None}
         stored = {
             key
@@ -166,6 +173,7 @@ class Dressing:
             self._linear(name, module)
             return
         self._dress_norm(module)
+        self._dress_router(module)
         names = [key for key in (*sorted(own), *sorted(stored)) if f"{name}.{key}" not in self.tied]
         exact = frozenset(key for key in names if self.is_exact(f"{name}.{key}"))
         for key in own - set(names):
@@ -177,11 +185,20 @@ class Dressing:
     def _dress_norm(self, module: nn.Module) -> None:
         if type(module) is nn.LayerNorm:
             if len(module.normalized_shape) == 1 and module.weight is not None:
-                compute_by(module, layer_norm_forward(self.context, module))
+                compute_by(module, layer_norm_forward(self.context, module, module.eps))
             return
-        like = rms_norm_like(module)
+        like, eps = rms_norm_like(module), layer_norm_like(module)
         if like is not None:
             compute_by(module, norm_forward(self.context, module, like))
+        elif eps is not None:
+            compute_by(module, layer_norm_forward(self.context, module, eps))
+
+    def _dress_router(self, module: nn.Module) -> None:
+        like = router_like(module)
+        if like is not None:
+            router = Router(self.context, module, like)
+            compute_by(module, router)
+            self.later.append(router.pack)
 
     def _dress_experts(self, name: str, module: Any) -> bool:
         if not hasattr(module, "_apply_gate") or not hasattr(module, "has_gate"):

@@ -161,9 +161,11 @@ def norm_forward(
     return forward
 
 
-def layer_norm_forward(context: BuildContext, module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    """The ``forward`` of torch's layer norm over the last dimension, with a weight."""
-    op, eps, own = context.ops.layer_norm, module.eps, module._parameters
+def layer_norm_forward(
+    context: BuildContext, module: nn.Module, eps: float
+) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of a layer norm over the last dimension, with a weight."""
+    op, own = context.ops.layer_norm, module._parameters
 
     def forward(x: Tensor) -> Tensor:
         weight = own["weight"]
@@ -171,6 +173,12 @@ def layer_norm_forward(context: BuildContext, module: nn.LayerNorm) -> Callable[
         return op(x, weight, own.get("bias"), eps)
 
     return forward
+
+
+def activation_forward(context: BuildContext, kind: str) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of an activation."""
+    op = context.ops.activation
+    return lambda x: op(x, kind)
 
 
 class TiedHead:

@@ -29,6 +29,7 @@ from headrace_models.transformers_backend.dress import Dressing
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
 from headrace_models.transformers_backend.plan import TensorParallelPlan
+from headrace_models.transformers_backend.rotary import tabulate_rotary
 from headrace_models.transformers_backend.skeleton import freeze_rotary, make_tree
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class TransformersModel(Layer):
         )
         freeze_rotary(self.tree, context.max_model_len)
         leaves.on_device(self.tree, context.device)
+        tabulate_rotary(context, self.tree)
         self.base_name, self.base = classes.base_of(self.tree)
         self._check_forward()
         self.names = CheckpointNames(self.tree)

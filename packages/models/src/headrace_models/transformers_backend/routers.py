@@ -1,0 +1,164 @@
+"""Routers of mixtures of experts: which of them compute what the op ``route_experts`` does.
+
+Such a module has a weight [E, H], perhaps a bias [E] by which experts are chosen and not weighed, and
+gives for rows [T, H] its logits [T, E], weights [T, k] and experts [T, k].
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from headrace_core.reference import route_experts
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+    from headrace_core.ops import PackedLinear
+
+BIAS = "e_score_correction_bias"
+_MOST_EXPERTS = 4096
+"""What has more outputs is a head, which nobody need try."""
+
+
+class RouterLike(NamedTuple):
+    """How a router computes."""
+
+    top_k: int
+    options: Mapping[str, Any]
+    """Arguments of the op."""
+    exact: bool
+    """Its logits are of float32, whatever the activations are."""
+    rounds: bool
+    """Its weights are rounded to the activations' dtype."""
+
+
+class Router:
+    """The ``forward`` of a router.
+
+    Args:
+        module: with its weights once they are loaded; then :meth:`pack` is called.
+    """
+
+    def __init__(self, context: BuildContext, module: nn.Module, like: RouterLike) -> None:
+        self.ops, self.module, self.like = context.ops, module, like
+        self.packed: PackedLinear | None = None
+        self.bias: Tensor | None = None
+
+    def pack(self) -> None:
+        """Take the module's weights."""
+        weight: Tensor = self.module._parameters["weight"]  # type: ignore[assignment]
+        self.packed = self.ops.linear.pack(weight.float() if self.like.exact else weight)
+        bias: Tensor | None = getattr(self.module, BIAS, None)
+        self.bias = None if bias is None else bias.detach().float().flatten()
+
+    def __call__(
+        self, hidden: Tensor, bias: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [..., H] -> logits [T, E], weights [T, k], experts [T, k]."""
+        assert self.packed is not None
+        like, rows = self.like, hidden.reshape(-1, hidden.shape[-1])
+        if BIAS in kwargs:
+            bias = kwargs[BIAS]
+        logits = self.ops.linear(self.ops.to_float32(rows) if like.exact else rows, self.packed)
+        chosen_by = self.bias if bias is None else bias.float()
+        weights, ids = self.ops.route_experts(logits, like.top_k, bias=chosen_by, **like.options)
+        return logits, weights.to(hidden.dtype) if like.rounds else weights, ids
+
+
+def router_like(module: nn.Module) -> RouterLike | None:
+    """How a module routes; None if it does not, or otherwise than the op can."""
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weight = own.get("weight")
+    if weight is None or not set(own) <= {"weight", BIAS} or weight.dim() != 2:
+        return None
+    if weight.shape[0] > _MOST_EXPERTS:
+        return None
+    takes_bias = list(inspect.signature(module.forward).parameters)[1:2] == [BIAS]
+    if type(module).forward in (nn.Linear.forward, nn.Embedding.forward):
+        return None
+    trial = _Trial(module, weight.shape, has_bias=takes_bias or BIAS in own, takes_bias=takes_bias)
+    answer = trial.answer(torch.float32)
+    if answer is None or not torch.allclose(answer[0], trial.logits(), rtol=1e-4, atol=1e-5):
+        return None
+    options = trial.options(answer)
+    rounded = trial.answer(torch.bfloat16)
+    if options is None or rounded is None:
+        return None
+    exact = rounded[0].dtype is torch.float32 and not rounded[0].equal(rounded[0].bfloat16())
+    return RouterLike(answer[2].shape[1], options, exact, rounded[1].dtype is torch.bfloat16)
+
+
+class _Trial:
+    """A copy of a router with random weights, and what it makes of a few rows."""
+
+    def __init__(
+        self, module: nn.Module, shape: torch.Size, *, has_bias: bool, takes_bias: bool
+    ) -> None:
+        generator = torch.Generator().manual_seed(12)
+        self.module, self.takes_bias = module, takes_bias
+        self.weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+        self.rows = torch.randn(9, shape[1], generator=generator)
+        self.bias = torch.randn(shape[0], generator=generator) * 0.2 if has_bias else None
+
+    def answer(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Logits, weights and experts, if that is what it gives."""
+        clone = copy.copy(self.module)
+        clone._parameters, clone._buffers = dict(clone._parameters), dict(clone._buffers)
+        weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
+        clone._parameters["weight"] = weight
+        for held in (clone._parameters, clone._buffers):
+            if BIAS in held and self.bias is not None:
+                held[BIAS] = nn.Parameter(self.bias, requires_grad=False)
+        extra = (self.bias,) if self.takes_bias else ()
+        try:
+            with torch.no_grad():
+                logits, weights, ids = clone(self.rows.to(dtype).unsqueeze(0), *extra)
+            fits = weights.shape == ids.shape == (len(self.rows), ids.shape[1])
+        except Exception:  # it is something else
+            return None
+        return (logits, weights, ids.long()) if fits and len(logits) == len(ids) else None
+
+    def logits(self) -> Tensor:
+        return self.rows @ self.weight.T
+
+    def options(self, answer: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any] | None:
+        """Arguments with which the op gives the same."""
+        logits, weights, ids = answer
+        wanted = torch.zeros_like(logits).scatter(1, ids, weights.float())
+        for options in _candidates(self.module):
+            try:
+                mine, chosen = route_experts(logits, ids.shape[1], bias=self.bias, **options)
+            except RuntimeError:  # experts that are no such groups
+                continue
+            dense = torch.zeros_like(logits).scatter(1, chosen, mine)
+            if torch.allclose(dense, wanted, rtol=1e-4, atol=1e-6):
+                return options
+        return None
+
+
+def _candidates(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """What its own numbers may mean."""
+    numbers = vars(module)
+    scales = {1.0, *(float(v) for v in numbers.values() if isinstance(v, (int, float)))} - {0.0}
+    counts = [v for k, v in numbers.items() if "group" in k and isinstance(v, int) and v > 0]
+    groups = {(1, 1, "max")} | {
+        (many, top, score)
+        for many, top in itertools.permutations(counts, 2)
+        if many > 1 and top <= many
+        for score in ("top2", "max")
+    }
+    for scoring, renormalise in itertools.product(("softmax", "sigmoid"), (False, True)):
+        for num_groups, top_groups, group_score in sorted(groups):
+            for scale in sorted(scales):
+                yield {
+                    "scoring": scoring, "renormalise": renormalise, "scale": scale,
+                    "num_groups": num_groups, "top_groups": top_groups, "group_score": group_score,
+                }  # fmt: skip
+    for jitter in {v for v in numbers.values() if isinstance(v, float)}:
+        yield {"scoring": "sparsemixer", "jitter": jitter}
