@@ -22,6 +22,7 @@ from headrace_models.transformers_backend.leaves import (
     Projections,
     TiedHead,
     activation_forward,
+    bare_norm_forward,
     check_plain,
     compute_by,
     exact_names,
@@ -32,6 +33,7 @@ from headrace_models.transformers_backend.leaves import (
 )
 from headrace_models.transformers_backend.likeness import (
     activation_like,
+    bare_norm_like,
     expert_gate_like,
     gated_mlp_like,
     layer_norm_like,
@@ -71,6 +73,7 @@ class Dressing:
         self.later: list[Callable[[], None]] = []
         """Run in order once every leaf has its weights."""
         self.done: set[nn.Module] = set()
+        self.hidden_size = int(getattr(tree.config.get_text_config(), "hidden_size", 0) or 0)
         self.is_exact = exact_names(tree, context.dtype)
         self.kept = KEPT.get(tree.config.model_type, ())
         """Ends of names of linear layers that stay torch's."""
@@ -92,6 +95,7 @@ class Dressing:
         for names in _TOGETHER:
             if self._are_linear(name, module, names) and self._cut_alike(name, names):
                 self._dress_together(name, module, names)
+        self._dress_router(name, module)
 
     def _are_linear(self, name: str, module: nn.Module, names: Sequence[str]) -> bool:
         """Whether all of the children are plain linear layers with weights of their own, and the
@@ -152,12 +156,26 @@ class Dressing:
             self.done.add(child)
         return leaf
 
+    def _dress_router(self, name: str, module: nn.Module) -> None:
+        """Its tensors are loaded as they are, and packed once they are there."""
+        like = router_like(module)
+        if like is None:
+            return
+        router = Router(self.context, module, like)
+        compute_by(module, router)
+        self.later.append(router.pack)
+        owner, _, key = like.weight.rpartition(".")
+        if owner:  # a linear layer of the router's own
+            name, part = f"{name}.{owner}", module.get_submodule(owner)
+            exact = frozenset([key] if self.is_exact(f"{name}.{key}") else [])
+            self._add(name, Parameters(name, part, [key], exact))
+            self._rule(name, name)
+            self.done.add(part)
+
     # ---- modules with parameters
 
     def _dress(self, name: str, module: nn.Module) -> None:
-        kind = activation_like(module)
-        if kind is not None:
-            compute_by(module, activation_forward(self.context, kind))
+        self._dress_weightless(module)
         own = {key for key, p in module._parameters.items() if p is not None}
         stored = {
             key
@@ -173,7 +191,6 @@ class Dressing:
             self._linear(name, module)
             return
         self._dress_norm(module)
-        self._dress_router(module)
         names = [key for key in (*sorted(own), *sorted(stored)) if f"{name}.{key}" not in self.tied]
         exact = frozenset(key for key in names if self.is_exact(f"{name}.{key}"))
         for key in own - set(names):
@@ -181,6 +198,16 @@ class Dressing:
         if names:
             self._add(name, Parameters(name, module, names, exact))
             self._rule(name, name)
+
+    def _dress_weightless(self, module: nn.Module) -> None:
+        """Activations, and norms that do not weigh."""
+        kind = activation_like(module)
+        if kind is not None:
+            compute_by(module, activation_forward(self.context, kind))
+            return
+        norm = bare_norm_like(module, self.hidden_size)
+        if norm is not None:
+            compute_by(module, bare_norm_forward(self.context, norm))
 
     def _dress_norm(self, module: nn.Module) -> None:
         if type(module) is nn.LayerNorm:
@@ -192,13 +219,6 @@ class Dressing:
             compute_by(module, norm_forward(self.context, module, like))
         elif eps is not None:
             compute_by(module, layer_norm_forward(self.context, module, eps))
-
-    def _dress_router(self, module: nn.Module) -> None:
-        like = router_like(module)
-        if like is not None:
-            router = Router(self.context, module, like)
-            compute_by(module, router)
-            self.later.append(router.pack)
 
     def _dress_experts(self, name: str, module: Any) -> bool:
         if not hasattr(module, "_apply_gate") or not hasattr(module, "has_gate"):

@@ -61,13 +61,42 @@ def layer_norm_like(module: nn.Module) -> float | None:
     clone = copy.copy(module)
     weight = _random((size,), 9)
     clone._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-    x = _random((3, size), 10) * torch.tensor([[1.0], [1e-3], [30.0]]) + 2
+    x = (_random((3, size), 10) + 2) * torch.tensor([[1.0], [1e-3], [30.0]])
     answer = _call(clone, x)
     if answer is None:
         return None
     for eps in {v for v in vars(module).values() if isinstance(v, float)}:
         if _close(answer, functional.layer_norm(x, (size,), weight, None, eps)):
             return eps
+    return None
+
+
+class BareNorm(NamedTuple):
+    """A norm without a weight."""
+
+    centred: bool
+    """A layer norm, else an RMS norm."""
+    eps: float
+
+
+def bare_norm_like(module: nn.Module, hidden_size: int) -> BareNorm | None:
+    """Whether a module without weights and parts normalises.
+
+    Args:
+        hidden_size: a size that it takes if it does not take any.
+    """
+    if any(True for _ in module.children()) or module._parameters or module._buffers:
+        return None
+    for size in (12, hidden_size):
+        x = (_random((3, size), 13) + 2) * torch.tensor([[1.0], [1e-2], [30.0]])
+        answer = _call(module, x)
+        if answer is None or answer.shape != x.shape:
+            continue
+        for eps in {1e-5, 1e-6, *(v for v in vars(module).values() if isinstance(v, float))}:
+            if _close(answer, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)):
+                return BareNorm(False, eps)
+            if _close(answer, functional.layer_norm(x, (size,), None, None, eps)):
+                return BareNorm(True, eps)
     return None
 
 

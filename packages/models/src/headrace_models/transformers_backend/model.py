@@ -26,6 +26,7 @@ from headrace_models.transformers_backend.attention import (
     Step,
 )
 from headrace_models.transformers_backend.dress import Dressing
+from headrace_models.transformers_backend.functions import WithFunctions
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
 from headrace_models.transformers_backend.plan import TensorParallelPlan
@@ -80,6 +81,8 @@ class TransformersModel(Layer):
         tabulate_rotary(context, self.tree)
         self.base_name, self.base = classes.base_of(self.tree)
         self._check_forward()
+        leaves.silence(self.tree)
+        self.run_base = WithFunctions(context.ops, self.base)
         self.names = CheckpointNames(self.tree)
         start = f"{self.base_name}." if self.base_name else ""
         plan = TensorParallelPlan(self.base, start, context.communicator.world_size)
@@ -169,7 +172,7 @@ class TransformersModel(Layer):
         """ids and positions [T] -> final hidden states [T, H]."""
         if self.first_position:
             positions = positions + self.first_position
-        states = self.base(
+        states = self.run_base(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
@@ -197,7 +200,8 @@ class TransformersForCausalLM(TransformersModel):
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)
-        self.head = classes.without_base(self.tree, self.base_name, self.base)
+        head = classes.without_base(self.tree, self.base_name, self.base)
+        self.run_head = WithFunctions(context.ops, head)
 
     def find_class(self, config: Any) -> classes.Found:
         context = self.context
@@ -207,7 +211,7 @@ class TransformersForCausalLM(TransformersModel):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`: the class's own scaling and capping included."""
-        logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        logits: Tensor = self.run_head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits[0]
 
 

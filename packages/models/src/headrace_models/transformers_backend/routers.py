@@ -6,7 +6,6 @@ gives for rows [T, H] its logits [T, E], weights [T, k] and experts [T, k].
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from headrace_core.reference import route_experts
 
@@ -29,6 +29,9 @@ _MOST_EXPERTS = 4096
 class RouterLike(NamedTuple):
     """How a router computes."""
 
+    weight: str
+    bias: str | None
+    """Names of its tensors in the module; the bias may be an argument instead."""
     top_k: int
     options: Mapping[str, Any]
     """Arguments of the op."""
@@ -52,10 +55,12 @@ class Router:
 
     def pack(self) -> None:
         """Take the module's weights."""
-        weight: Tensor = self.module._parameters["weight"]  # type: ignore[assignment]
+        weight = self.module.get_parameter(self.like.weight).detach()
         self.packed = self.ops.linear.pack(weight.float() if self.like.exact else weight)
-        bias: Tensor | None = getattr(self.module, BIAS, None)
-        self.bias = None if bias is None else bias.detach().float().flatten()
+        if self.like.bias is not None:
+            owner, _, key = self.like.bias.rpartition(".")
+            bias: Tensor = getattr(self.module.get_submodule(owner), key)
+            self.bias = bias.detach().float().flatten()
 
     def __call__(
         self, hidden: Tensor, bias: Tensor | None = None, **kwargs: Any
@@ -74,55 +79,57 @@ class Router:
 def router_like(module: nn.Module) -> RouterLike | None:
     """How a module routes; None if it does not, or otherwise than the op can."""
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    weight = own.get("weight")
-    if weight is None or not set(own) <= {"weight", BIAS} or weight.dim() != 2:
+    weights = [name for name, x in own.items() if x.dim() == 2 and not name.endswith(BIAS)]
+    biases = [name for name in own if name.endswith(BIAS)]
+    if len(weights) != 1 or len(biases) > 1 or len(own) != len(weights) + len(biases):
         return None
-    if weight.shape[0] > _MOST_EXPERTS:
+    plain = type(module).forward in (nn.Linear.forward, nn.Embedding.forward)
+    if plain or own[weights[0]].shape[0] > _MOST_EXPERTS:
         return None
-    takes_bias = list(inspect.signature(module.forward).parameters)[1:2] == [BIAS]
-    if type(module).forward in (nn.Linear.forward, nn.Embedding.forward):
-        return None
-    trial = _Trial(module, weight.shape, has_bias=takes_bias or BIAS in own, takes_bias=takes_bias)
+    trial = _Trial(module, own, weights[0], next(iter(biases), None))
     answer = trial.answer(torch.float32)
     if answer is None or not torch.allclose(answer[0], trial.logits(), rtol=1e-4, atol=1e-5):
         return None
-    options = trial.options(answer)
-    rounded = trial.answer(torch.bfloat16)
+    options, rounded = trial.options(answer), trial.answer(torch.bfloat16)
     if options is None or rounded is None:
         return None
     exact = rounded[0].dtype is torch.float32 and not rounded[0].equal(rounded[0].bfloat16())
-    return RouterLike(answer[2].shape[1], options, exact, rounded[1].dtype is torch.bfloat16)
+    rounds = rounded[1].dtype is torch.bfloat16
+    return RouterLike(weights[0], trial.bias_name, answer[2].shape[1], options, exact, rounds)
 
 
 class _Trial:
-    """A copy of a router with random weights, and what it makes of a few rows."""
+    """A router with random weights, and what it makes of a few rows."""
 
     def __init__(
-        self, module: nn.Module, shape: torch.Size, *, has_bias: bool, takes_bias: bool
+        self, module: nn.Module, own: Mapping[str, Tensor], weight: str, bias: str | None
     ) -> None:
         generator = torch.Generator().manual_seed(12)
-        self.module, self.takes_bias = module, takes_bias
-        self.weight = torch.randn(shape, generator=generator) * shape[1] ** -0.5
-        self.rows = torch.randn(9, shape[1], generator=generator)
-        self.bias = torch.randn(shape[0], generator=generator) * 0.2 if has_bias else None
+        experts, hidden = own[weight].shape
+        self.module, self.weight_name, self.bias_name = module, weight, bias
+        self.weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
+        self.rows = torch.randn(9, hidden, generator=generator)
+        self.takes_bias = list(inspect.signature(module.forward).parameters)[1:2] == [BIAS]
+        correction = torch.randn(experts, generator=generator) * 0.2
+        self.bias = correction if self.takes_bias or bias is not None else None
+        self.shape = correction.shape if bias is None else own[bias].shape
 
     def answer(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor] | None:
         """Logits, weights and experts, if that is what it gives."""
-        clone = copy.copy(self.module)
-        clone._parameters, clone._buffers = dict(clone._parameters), dict(clone._buffers)
-        weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
-        clone._parameters["weight"] = weight
-        for held in (clone._parameters, clone._buffers):
-            if BIAS in held and self.bias is not None:
-                held[BIAS] = nn.Parameter(self.bias, requires_grad=False)
-        extra = (self.bias,) if self.takes_bias else ()
-        try:
-            with torch.no_grad():
-                logits, weights, ids = clone(self.rows.to(dtype).unsqueeze(0), *extra)
-            fits = weights.shape == ids.shape == (len(self.rows), ids.shape[1])
-        except Exception:  # it is something else
-            return None
-        return (logits, weights, ids.long()) if fits and len(logits) == len(ids) else None
+        tensors = {self.weight_name: self.weight.to(dtype)}
+        if self.bias_name is not None and self.bias is not None:
+            tensors[self.bias_name] = self.bias.view(self.shape)
+        rows = self.rows.to(dtype)
+        for hidden in (rows, rows.unsqueeze(0)):  # some want a batch
+            arguments = (hidden, self.bias) if self.takes_bias else (hidden,)
+            try:
+                with torch.no_grad():
+                    logits, weights, ids = functional_call(self.module, tensors, arguments)
+                if weights.shape == ids.shape == (len(rows), ids.shape[1]):
+                    return logits, weights, ids.long()
+            except Exception:  # it is something else
+                continue
+        return None
 
     def logits(self) -> Tensor:
         return self.rows @ self.weight.T
@@ -132,6 +139,8 @@ class _Trial:
         logits, weights, ids = answer
         wanted = torch.zeros_like(logits).scatter(1, ids, weights.float())
         for options in _candidates(self.module):
+            if self.bias is not None and options["scoring"] == "sparsemixer":
+                continue
             try:
                 mine, chosen = route_experts(logits, ids.shape[1], bias=self.bias, **options)
             except RuntimeError:  # experts that are no such groups
