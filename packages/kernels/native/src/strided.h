@@ -5,7 +5,7 @@ namespace headrace::HR_ISA {
 namespace {
 
 // Codes of graph_torch.py.
-enum Elementwise : int32_t { COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT };
+enum Elementwise : int32_t { COPY, ADD, SUB, MUL, DIV, NEG, ABS };
 enum Element : int32_t { INT64 = 3, INT32 = 4, BOOL = 5 };  // besides those of DType
 
 // One loop: how often, and what a step of it is for the output and both operands.
@@ -47,7 +47,7 @@ inline void store_fully(bf16* to, vf x, int64_t left) {
 }
 #endif
 
-// What two numbers give; square roots are not among it.
+// What two numbers give.
 inline vf combined(int32_t operation, vf a, vf b) {
   switch (operation) {
     case ADD: return vadd(a, b);
@@ -164,10 +164,7 @@ inline void float_row(const Operands& o, int64_t out, int64_t a, int64_t b, cons
       for (int64_t i = 0; i < many; ++i) to[i] = by;
     };
     operand(x, o.a, o.a_kind, a, inner.a);
-    if (o.operation == SQRT || o.operation == RSQRT) {
-      for (int64_t i = 0; i < many; ++i) x[i] = __builtin_sqrtf(x[i]);
-      if (o.operation == RSQRT) for (int64_t i = 0; i < many; ++i) x[i] = 1.0f / x[i];
-    } else if (o.operation != COPY) {
+    if (o.operation != COPY) {
       operand(y, o.b, o.b_kind, b, inner.b);
       for (int64_t i = 0; i < many; i += W) {
         st_upto(x + i, combined(o.operation, ld_upto(x + i, many - i), ld_upto(y + i, many - i)), many - i);

@@ -92,8 +92,10 @@ def record(
 
 
 _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::new_empty")
-_READS = ("aten::resolve_conj", "aten::resolve_neg", "aten::lift_fresh")
-"""Views in name: what ``tolist()``, ``numpy()`` and new constants begin with."""
+_READS = ("aten::resolve_conj", "aten::resolve_neg")
+"""Views in name: what ``tolist()`` and ``numpy()`` begin with."""
+_CONSTANT = "aten::lift_fresh"
+"""A view in name: a tensor made of Python's numbers comes in."""
 
 
 class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -125,7 +127,9 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, kwargs = func._schema.name, kwargs or {}
         if name in _ALLOCATIONS:
             return self._allocate(func(*args, **{**kwargs, "device": "meta"}))
-        if func.is_view and name not in _READS:
+        if name in _READS:
+            raise CaptureRefused(f"torch operation {func} reads what is not known before the step")
+        if func.is_view and name != _CONSTANT:
             out = func(*args, **kwargs)
             if _shares_memory(args[0], out):
                 return out

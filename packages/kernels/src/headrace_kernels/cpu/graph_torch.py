@@ -1,9 +1,9 @@
 """Operations of torch that a recorded step may contain, as kernel calls that give torch's bits.
 
-IEEE 754 fixes the result of a sum, a product, a quotient, a square root and a rounding, and a copy has
-no bits of its own. Whoever computes these gets the same: torch in an eager step, kernels when the step
-is replayed. What no standard fixes (exponentials, sums of many numbers, products of matrices) is not
-here, and refuses the capture.
+IEEE 754 fixes the result of a sum, a product, a quotient and a rounding, and a copy has no bits of its
+own. Whoever computes these gets the same: torch in an eager step, kernels when the step is replayed.
+What no standard fixes (exponentials, sums of many numbers, products of matrices), and what torch does
+not compute as the standard has it (roots), is not here, and refuses the capture.
 
 Which dtype and layout a result has is torch's to say: it does the operation on the device ``meta``.
 """
@@ -20,7 +20,7 @@ from headrace_core.errors import CaptureRefused
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import CODES
 
-COPY, ADD, SUB, MUL, DIV, NEG, ABS, SQRT, RSQRT = range(9)
+COPY, ADD, SUB, MUL, DIV, NEG, ABS = range(7)
 """Codes of native/src/strided.h."""
 _KINDS: Mapping[torch.dtype, int] = {**CODES, torch.int64: 3, torch.int32: 4, torch.bool: 5}
 _MOST_LOOPS = 4
@@ -170,9 +170,32 @@ def _binary(operation: int, *, swapped: bool = False) -> _Rule:
         if [*alpha, *kwargs.values()] not in ([], [1]):
             raise CaptureRefused(f"torch operation {func} with {[*alpha, *kwargs.values()]}")
         out = to.out(func, args, kwargs)
+        _check_rounding(func, operation, out.dtype, a, b)
+        if operation in (ADD, SUB):
+            a, b = (_rounded(x, out.dtype) for x in (a, b))
         return to.elementwise(operation, out, b, a) if swapped else to.elementwise(operation, out, a, b)
 
     return rule
+
+
+def _check_rounding(
+    func: Any, operation: int, dtype: torch.dtype, first: Operand, second: Operand
+) -> None:
+    """Operands of another dtype than a short result are rounded to it first, but for numbers by which
+    torch multiplies and divides: those it takes as they are."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return
+    exempt = second if operation in (MUL, DIV) else None
+    for x in (first, second):
+        if isinstance(x, Tensor) and x.dtype is not dtype and (x is not exempt or x.dim()):
+            raise CaptureRefused(f"torch operation {func} of {x.dtype} that gives {dtype}")
+
+
+def _rounded(x: Operand, dtype: torch.dtype) -> Operand:
+    """A number as torch adds it: of the result's dtype, where it multiplies by the number itself."""
+    if isinstance(x, Tensor) or not dtype.is_floating_point:
+        return x
+    return float(torch.tensor(x, dtype=dtype))
 
 
 def _unary(operation: int) -> _Rule:
@@ -199,16 +222,11 @@ def _reciprocal(
 def _power(
     to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Small powers are products, each rounded."""
+    """A square is a product; torch rounds higher powers in ways of its own."""
     x, exponent = args
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        exponent = None
-    if exponent in (2, 3):
-        product = to.elementwise(MUL, to.out(func, args, kwargs), x, x)
-        return product if exponent == 2 else to.elementwise(MUL, product, product, x)
-    if exponent in (0.5, -0.5):
-        return to.elementwise(SQRT if exponent > 0 else RSQRT, to.out(func, args, kwargs), x)
-    raise CaptureRefused(f"torch operation {func} of {args[1]}")
+    if not isinstance(x, Tensor) or not x.is_floating_point() or exponent != 2:
+        raise CaptureRefused(f"torch operation {func} of {exponent}")
+    return to.elementwise(MUL, to.out(func, args, kwargs), x, x)
 
 
 def _filled(value: float | None = None, at: int = 0) -> _Rule:
@@ -294,6 +312,12 @@ def _constant(
     return to.constant(args[0])
 
 
+def _itself(
+    to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    return args[0]
+
+
 def _same_memory(
     to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
@@ -307,8 +331,7 @@ _RULES: Mapping[str, _Rule] = {
     "aten::sub": _binary(SUB), "aten::sub_": _binary(SUB), "aten::rsub": _binary(SUB, swapped=True),
     "aten::mul": _binary(MUL), "aten::mul_": _binary(MUL),
     "aten::div": _binary(DIV), "aten::div_": _binary(DIV), "aten::reciprocal": _reciprocal,
-    "aten::neg": _unary(NEG), "aten::abs": _unary(ABS), "aten::sqrt": _unary(SQRT),
-    "aten::rsqrt": _unary(RSQRT), "aten::pow": _power,
+    "aten::neg": _unary(NEG), "aten::abs": _unary(ABS), "aten::pow": _power,
     "aten::clone": _unary(COPY), "aten::_to_copy": _unary(COPY), "aten::copy_": _copy_into,
     "aten::_unsafe_view": _same_memory,
     "aten::zeros": _filled(0.0), "aten::zeros_like": _filled(0.0), "aten::new_zeros": _filled(0.0),
@@ -317,6 +340,6 @@ _RULES: Mapping[str, _Rule] = {
     "aten::scalar_tensor": _filled(at=0),
     "aten::cat": _cat, "aten::stack": _stack, "aten::constant_pad_nd": _pad, "aten::repeat": _repeat,
     "aten::embedding": _embedding, "aten::gather": _gather,
-    "aten::lift_fresh": _constant,
+    "aten::lift_fresh": _constant, "aten::detach_": _itself,
 }  # fmt: skip
 """torch's name of an operation, all its overloads -> what it is recorded as."""

@@ -25,6 +25,7 @@ from headrace_models.transformers_backend.leaves import (
     bare_norm_forward,
     check_plain,
     compute_by,
+    embedding_forward,
     exact_names,
     gated_forward,
     layer_norm_forward,
@@ -190,6 +191,8 @@ class Dressing:
         if is_linear and not self._stays(name):
             self._linear(name, module)
             return
+        if type(module) is nn.Embedding and module.max_norm is None:
+            compute_by(module, embedding_forward(self.context, module))
         self._dress_norm(module)
         names = [key for key in (*sorted(own), *sorted(stored)) if f"{name}.{key}" not in self.tied]
         exact = frozenset(key for key in names if self.is_exact(f"{name}.{key}"))

@@ -175,6 +175,18 @@ def layer_norm_forward(
     return forward
 
 
+def embedding_forward(context: BuildContext, module: nn.Embedding) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of torch's table of vectors."""
+    op, own = context.ops.embedding, module._parameters
+
+    def forward(ids: Tensor) -> Tensor:
+        weight = own["weight"]
+        assert weight is not None
+        return op(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
+
+    return forward
+
+
 def bare_norm_forward(context: BuildContext, like: BareNorm) -> Callable[[Tensor], Tensor]:
     """The ``forward`` of a norm without a weight: the op's weights are 1."""
     ones: dict[Any, Tensor] = {}

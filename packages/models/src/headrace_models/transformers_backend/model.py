@@ -30,6 +30,7 @@ from headrace_models.transformers_backend.functions import WithFunctions
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
 from headrace_models.transformers_backend.plan import TensorParallelPlan
+from headrace_models.transformers_backend.recording import unchanged_by_recording
 from headrace_models.transformers_backend.rotary import tabulate_rotary
 from headrace_models.transformers_backend.skeleton import freeze_rotary, make_tree
 
@@ -136,7 +137,7 @@ class TransformersModel(Layer):
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
         notes = trial.Notes(self.context.max_model_len)
         context = self.context
-        trial.try_tree(
+        hidden = trial.try_tree(
             self._run, self.text.vocab_size, notes, dtype=context.dtype, device=context.device
         )
         paths = {module: name for name, module in self.tree.named_modules()}
@@ -153,6 +154,11 @@ class TransformersModel(Layer):
             config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == TRIAL:
                 config._attn_implementation = ATTENTION
+        self._try_head(hidden[:1])
+
+    def _try_head(self, hidden: Tensor) -> None:
+        """Run what comes after the base model once, on a row of its states [1, H]: what it keeps from
+        then on must be computed, not recorded."""
 
     def _check_direction(self, module: nn.Module, causal: bool) -> None:
         if causal == self.causal:
@@ -172,12 +178,13 @@ class TransformersModel(Layer):
         """ids and positions [T] -> final hidden states [T, H]."""
         if self.first_position:
             positions = positions + self.first_position
-        states = self.run_base(
-            input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            **arguments,
-        )
+        with unchanged_by_recording(self.tree):
+            states = self.run_base(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                **arguments,
+            )
         hidden: Tensor = states.last_hidden_state
         return hidden[0]
 
@@ -209,9 +216,15 @@ class TransformersForCausalLM(TransformersModel):
             context.whole_config, config, context.path, trusted=context.trust_remote_code
         )
 
+    def _try_head(self, hidden: Tensor) -> None:
+        with torch.no_grad():
+            self.compute_logits(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`: the class's own scaling and capping included."""
-        logits: Tensor = self.run_head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        with unchanged_by_recording(self.tree):
+            states = self.run_head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: Tensor = states.logits
         return logits[0]
 
 
