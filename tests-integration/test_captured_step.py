@@ -77,8 +77,8 @@ def places_of_states(begins, seed) -> GroupBatch:
 class Comparison:
     """One worker's steps, replayed and eager, on the same cache."""
 
-    def __init__(self, worker: ModelWorker) -> None:
-        self.runner = worker._ready()
+    def __init__(self, worker: ModelWorker, vocab_size: int = VOCAB_SIZE) -> None:
+        self.runner, self.vocab_size = worker._ready(), vocab_size
         caches = {id(c): c for c in (layer.kv_cache for layer in worker._layers.values())}
         states = [state for layer in worker._states.values() for state in layer.states]
         self.caches = [*caches.values(), *states]
@@ -91,7 +91,7 @@ class Comparison:
     def batch(self, lengths, **options):
         batch = make_batch(
             lengths, num_groups=len(self.runner.backends), block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS, vocab_size=VOCAB_SIZE, **options,
+            num_blocks=NUM_BLOCKS, vocab_size=self.vocab_size, **options,
         )  # fmt: skip
         begins = [num_new == length for num_new, length in lengths]
         groups = [
