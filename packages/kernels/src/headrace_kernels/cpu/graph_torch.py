@@ -173,7 +173,8 @@ def _binary(operation: int, *, swapped: bool = False) -> _Rule:
         _check_rounding(func, operation, out.dtype, a, b)
         if operation in (ADD, SUB):
             a, b = (_rounded(x, out.dtype) for x in (a, b))
-        return to.elementwise(operation, out, b, a) if swapped else to.elementwise(operation, out, a, b)
+        first, second = (b, a) if swapped else (a, b)
+        return to.elementwise(operation, out, first, second)
 
     return rule
 
@@ -312,9 +313,7 @@ def _constant(
     return to.constant(args[0])
 
 
-def _itself(
-    to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _itself(to: TorchOperations, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0]
 
 
