@@ -219,7 +219,7 @@ class _Angles(nn.Module):
     def __init__(self, *, counts: bool = False) -> None:
         super().__init__()
         self.counts, self.calls = counts, 0
-        self.register_buffer("inv_freq", torch.tensor([1.0, 0.1]))
+        self.inv_freq = nn.Buffer(torch.tensor([1.0, 0.1]))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
@@ -244,16 +244,17 @@ def test_rotary_tables(counts: bool) -> None:
 class _Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.zeros(2), persistent=False)
-        self.longest, self.notes = 2, {"a": 1}
+        self.table = nn.Buffer(torch.zeros(2), persistent=False)
+        self.longest, self.notes, self.news = 2, {"a": 1}, 0
 
     def forward(self, length: int) -> None:
         self.table, self.longest = torch.zeros(length), length
         self.notes["b"] = 2
-        self.new = length
+        self.news = length
+        self.later = length
 
 
-class _Watching(TorchDispatchMode):
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As a recorder does, though it computes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -265,15 +266,18 @@ class _Watching(TorchDispatchMode):
 
 
 def test_a_recorded_step_is_not_remembered() -> None:
-    tree = nn.ModuleList([_Remembering()])
-    inner, table = tree[0], tree[0].table
-    with _Watching(), unchanged_by_recording(tree):
+    inner = _Remembering()
+    tree, table = nn.ModuleList([inner]), inner.table
+    watching = _Watching()  # type: ignore[no-untyped-call]
+    with watching, unchanged_by_recording(tree):
         inner(9)
     assert inner.table is table
-    assert (inner.longest, inner.notes, hasattr(inner, "new")) == (2, {"a": 1}, False)
+    assert (inner.longest, inner.news) == (2, 0)
+    assert inner.notes == {"a": 1}
+    assert not hasattr(inner, "later")
     with unchanged_by_recording(tree):
         inner(9)
-    assert (inner.table.shape[0], inner.longest, inner.new) == (9, 9, 9)
+    assert (inner.table.shape[0], inner.longest, inner.later) == (9, 9, 9)
 
 
 def test_functions_that_code_calls() -> None:

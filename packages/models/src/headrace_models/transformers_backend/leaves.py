@@ -93,7 +93,7 @@ def put_elsewhere(module: nn.Module) -> None:
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
-def compute_by(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def compute_by(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Have a module of a tree compute something else than its class would."""
     vars(module)["forward"] = forward
 

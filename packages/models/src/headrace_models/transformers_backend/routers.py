@@ -132,7 +132,8 @@ class _Trial:
         return None
 
     def logits(self) -> Tensor:
-        return self.rows @ self.weight.T
+        product: Tensor = self.rows @ self.weight.T
+        return product
 
     def options(self, answer: tuple[Tensor, Tensor, Tensor]) -> dict[str, Any] | None:
         """Arguments with which the op gives the same."""
