@@ -165,7 +165,7 @@ class _Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight = self.gate.weight if hasattr(self, "gate") else self.weight
         rows = x.reshape(-1, 10)
-        logits = rows.float() @ weight.float().T if self.exact else rows @ weight.T
+        logits = rows.float() @ weight.float().T if self.exact else (rows @ weight.T).float()
         wide = logits.float()
         scores = wide.softmax(-1) if self.scoring == "softmax" else wide.sigmoid()
         ranked = scores + getattr(self, "e_score_correction_bias", 0.0)
@@ -244,7 +244,7 @@ def test_rotary_tables(counts: bool) -> None:
 class _Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Buffer(torch.zeros(2), persistent=False)
+        self.table: Tensor = nn.Buffer(torch.zeros(2), persistent=False)
         self.longest, self.notes, self.news = 2, {"a": 1}, 0
 
     def forward(self, length: int) -> None:

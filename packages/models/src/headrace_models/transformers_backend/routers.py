@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 BIAS = "e_score_correction_bias"
 _MOST_EXPERTS = 4096
 """What has more outputs is a head, which nobody need try."""
+_NUM_ROWS = 64
+"""So many that ways of choosing differ in some."""
 
 
 class RouterLike(NamedTuple):
@@ -93,8 +95,9 @@ def router_like(module: nn.Module) -> RouterLike | None:
     options, rounded = trial.options(answer), trial.answer(torch.bfloat16)
     if options is None or rounded is None:
         return None
-    exact = rounded[0].dtype is torch.float32 and not rounded[0].equal(rounded[0].bfloat16())
-    rounds = rounded[1].dtype is torch.bfloat16
+    logits, chosen_weights, _ = rounded
+    exact = not logits.float().equal(logits.bfloat16().float())
+    rounds = chosen_weights.dtype is torch.bfloat16
     return RouterLike(weights[0], trial.bias_name, answer[2].shape[1], options, exact, rounds)
 
 
@@ -107,8 +110,8 @@ class _Trial:
         generator = torch.Generator().manual_seed(12)
         experts, hidden = own[weight].shape
         self.module, self.weight_name, self.bias_name = module, weight, bias
-        self.weight = torch.randn(experts, hidden, generator=generator) * hidden**-0.5
-        self.rows = torch.randn(9, hidden, generator=generator)
+        self.weight = torch.randn(experts, hidden, generator=generator) * 2 * hidden**-0.5
+        self.rows = torch.randn(_NUM_ROWS, hidden, generator=generator)
         self.takes_bias = list(inspect.signature(module.forward).parameters)[1:2] == [BIAS]
         correction = torch.randn(experts, generator=generator) * 0.2
         self.bias = correction if self.takes_bias or bias is not None else None
@@ -140,8 +143,6 @@ class _Trial:
         logits, weights, ids = answer
         wanted = torch.zeros_like(logits).scatter(1, ids, weights.float())
         for options in _candidates(self.module):
-            if self.bias is not None and options["scoring"] == "sparsemixer":
-                continue
             try:
                 mine, chosen = route_experts(logits, ids.shape[1], bias=self.bias, **options)
             except RuntimeError:  # experts that are no such groups
@@ -170,5 +171,3 @@ def _candidates(module: nn.Module) -> Iterator[dict[str, Any]]:
                     "scoring": scoring, "renormalise": renormalise, "scale": scale,
                     "num_groups": num_groups, "top_groups": top_groups, "group_score": group_score,
                 }  # fmt: skip
-    for jitter in {v for v in numbers.values() if isinstance(v, float)}:
-        yield {"scoring": "sparsemixer", "jitter": jitter}
