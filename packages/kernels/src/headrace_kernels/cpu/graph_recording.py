@@ -106,7 +106,9 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        self._torch = TorchOperations(library, self._allocate, self._owns, constants)
+        self._torch = TorchOperations(
+            library, self._allocate, self._owns, self.recording.kept, constants
+        )
         self._inputs = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in inputs]
         self._blocks: dict[int, tuple[int, int]] = {}
         self._references: list[Any] = []

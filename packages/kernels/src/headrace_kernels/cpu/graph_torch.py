@@ -42,6 +42,8 @@ class TorchOperations:
         library: that of the recorded kernels.
         allocate: memory of the pass for a tensor of the device ``meta``.
         owns: whether a tensor's memory is of the pass.
+        kept: gets the tensors that are read and not of the pass. What the step makes anew each time,
+            unseen by torch, so has another address in each pass, and refuses the capture.
         constants: tensors that the step made of Python's numbers, by content. Of all passes, so that
             one that depends on a size is another object in each.
     """
@@ -51,10 +53,12 @@ class TorchOperations:
         library: Library,
         allocate: Callable[[Tensor], Tensor],
         owns: Callable[[Tensor], bool],
+        kept: list[Any],
         constants: dict[Any, Tensor],
     ) -> None:
         self._library = library
-        self._allocate, self._owns, self._constants = allocate, owns, constants
+        self._allocate, self._owns = allocate, owns
+        self._kept, self._constants = kept, constants
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operation's result, its calls recorded; NotImplemented of one that is not known."""
@@ -75,6 +79,7 @@ class TorchOperations:
     def elementwise(self, operation: int, out: Tensor, a: Operand, b: Operand = 0.0) -> Tensor:
         """Call the kernel: out = operation(a, b), both broadcast; of numbers at most one."""
         operands = [x for x in (a, b) if isinstance(x, Tensor)]
+        self._keep(operands)
         _check_kinds(operation, out, operands)
         if out.numel() == 0:
             return out
@@ -90,6 +95,7 @@ class TorchOperations:
 
     def rows(self, out: Tensor, table: Tensor, ids: Tensor, what: Any) -> Tensor:
         """Call the kernel: rows ``ids`` of a table [N, n]."""
+        self._keep([table, ids])
         plain = ids.dtype is torch.int64 and ids.is_contiguous() and out.is_contiguous()
         if not plain or table.stride(1) not in (0, 1):
             raise CaptureRefused(f"torch operation {what} of {ids.dtype} strides {ids.stride()}")
@@ -99,6 +105,9 @@ class TorchOperations:
             width * item, table.stride(0) * item, ids.numel(), size,
         )  # fmt: skip
         return out
+
+    def _keep(self, operands: Sequence[Tensor]) -> None:
+        self._kept += [x for x in operands if not self._owns(x)]
 
     def constant(self, found: Tensor) -> Tensor:
         """A tensor made of Python's numbers: one object for each content."""
