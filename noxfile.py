@@ -2,7 +2,9 @@
 
 Each session makes its own virtual environment, but for torch and triton, 1.7 GB together: these are
 installed once, at one version, and a session that asks for them sees them through a path file.
-Whatever asks for a range of them afterwards is then already satisfied. ``HEADRACE_DISCARD=1``
+Whatever asks for a range of them afterwards is then already satisfied. What builds packages is shared
+the same way, so that the native library is compiled by the first session and found finished by the
+others; the session ``wheels`` builds in isolation, as a user's pip does. ``HEADRACE_DISCARD=1``
 removes a session's environment as soon as it has run.
 """
 
@@ -23,6 +25,7 @@ import nox
 ROOT = Path(__file__).parent
 TORCH = os.environ.get("HEADRACE_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("HEADRACE_TRITON", "triton>=3.3")
+BACKENDS = ("hatchling>=1.27", "scikit-build-core[hatchling]>=1.1", "editables")
 LAYERS = ROOT / ".nox" / "layers"
 DISCARD = os.environ.get("HEADRACE_DISCARD") == "1"
 PACKAGES = (
@@ -64,14 +67,15 @@ def _tidy(run: Callable[..., None]) -> Callable[..., None]:
     return tidied
 
 
-def _layer(session: nox.Session, requirement: str) -> None:
-    """Show the session's environment a package that all sessions share, with what it needs."""
-    name = re.sub(r"[^\w.]+", "-", f"py{sys.version_info.minor}-{requirement}")
+def _layer(session: nox.Session, *requirements: str) -> None:
+    """Show the session's environment packages that all sessions share, with what they need."""
+    name = re.sub(r"[^\w.]+", "-", f"py{sys.version_info.minor}-{'-'.join(requirements)}")
     layer = LAYERS / name
     if not layer.exists():
         part = LAYERS / f"{name}.part"
         shutil.rmtree(part, ignore_errors=True)
-        session.run("python", "-m", "pip", "install", "--quiet", "--target", str(part), requirement)
+        session.run("python", "-m", "pip", "install", "--quiet", "--target", str(part),
+                    *requirements)  # fmt: skip
         part.rename(layer)
     site = next(Path(session.virtualenv.location).rglob("site-packages"))
     (site / f"layer-{name}.pth").write_text(f"{layer}\n")
@@ -87,19 +91,27 @@ def _path(package: str, extra: str = "") -> str:
     return f"./packages/{package}{f'[{extra}]' if extra else ''}"
 
 
+def _install_from_tree(session: nox.Session, *paths: str, constraints: Path | None = None) -> None:
+    """Install packages of the tree so that edits are seen, built by what all sessions share."""
+    tools = [tool for tool in ("cmake", "ninja") if shutil.which(tool) is None]
+    _layer(session, *BACKENDS, *tools)
+    words = ["-c", str(constraints)] if constraints else []
+    for path in paths:
+        words += ["-e", path]
+    session.install("--quiet", "--no-build-isolation", *words)
+
+
 def _editable(session: nox.Session, *packages: str, extra: str = "test") -> None:
     """Install packages from the tree, core first, nothing of headrace from an index."""
-    words = ["-e", _path("core", "testing" if extra else "")]
-    for package in packages:
-        if package != "core":
-            words += ["-e", _path(package, extra)]
-    session.install("--quiet", *words)
+    core = _path("core", "testing" if extra else "")
+    others = (_path(package, extra) for package in packages if package != "core")
+    _install_from_tree(session, core, *others)
 
 
 def _everything(session: nox.Session) -> None:
     _install_torch(session, triton=True)
     _editable(session, *LIBRARIES)
-    session.install("--quiet", "-e", _path("headrace", "test"))
+    _install_from_tree(session, _path("headrace", "test"))
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
@@ -117,7 +129,7 @@ def serve(session: nox.Session) -> None:
     """Set everything up and serve the demo model: ``nox -s serve -- --port 8000``."""
     _install_torch(session)
     _editable(session, *LIBRARIES, extra="")
-    session.install("--quiet", "-e", _path("headrace"))
+    _install_from_tree(session, _path("headrace"))
     session.run("headrace", "serve", *session.posargs)
 
 
@@ -132,7 +144,7 @@ def tests(session: nox.Session, package: str) -> None:
         _editable(session)
     else:
         core = "" if package in WITHOUT_TORCH else "testing"
-        session.install("--quiet", "-e", _path("core", core), "-e", _path(package, "test"))
+        _install_from_tree(session, _path("core", core), _path(package, "test"))
     _pytest(session, f"packages/{package}/tests")
 
 
@@ -192,9 +204,7 @@ def oldest(session: nox.Session) -> None:
     constraints = Path(session.create_tmp()) / "oldest.txt"
     constraints.write_text("\n".join(pins) + "\n")
     session.log("lowest versions: %s", ", ".join(pins))
-    words = [word for p in LIBRARIES if p != "core" for word in ("-e", _path(p))]
-    session.install("--quiet", "-c", str(constraints), "-e", _path("core"), *words, "-e",
-                    _path("headrace"))  # fmt: skip
+    _install_from_tree(session, *(_path(package) for package in PACKAGES), constraints=constraints)
     session.install("--quiet", "pytest>=8", "pytest-asyncio", "pytest-timeout", "hypothesis", "numpy",
                     "httpx2", "openai", "cohere", "ijson", "jsonschema", "mcp", "opentelemetry-sdk",
                     "opentelemetry-exporter-otlp-proto-http")  # fmt: skip

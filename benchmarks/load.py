@@ -25,7 +25,7 @@ from peers import CHECKPOINTS, Absent, Peers
 from processes import Failed, Launch, Noise, Worker, peak_memory_mib
 
 CACHE_GIB = 1
-ENGINES = ("headrace", "vllm", "openvino", "transformers")
+ENGINES = ("headrace", "vllm", "openvino", "llamacpp", "transformers")
 STATES = ("cold", "warm")
 PRECISION = "bf16"
 BEGIN, END = "<!-- loading: begin -->", "<!-- loading: end -->"
@@ -35,7 +35,8 @@ EPILOG = """\
 example:
   python benchmarks/checkpoints.py MODELS llama1b
   python benchmarks/load.py --models MODELS --peer vllm=VENV --peer openvino=VENV \\
-      --also gguf-q8_0=MODELS/gguf/llama1b-q8_0.gguf --out load.jsonl --write docs/performance.md
+      --peer llamacpp=VENV --also gguf-q8_0=MODELS/gguf/llama1b-q8_0.gguf \\
+      --out load.jsonl --write docs/performance.md
 """
 
 

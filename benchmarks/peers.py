@@ -94,6 +94,9 @@ class Peers:
                          "kv_cache_ahead_bytes": -1} | _quantized(precision)  # fmt: skip
         if engine == "openvino":
             settings["cache_gib"] = cache_gib
+        if engine == "llamacpp":
+            tokens = self._cache_tokens(path.stem.rpartition("-")[0], cache_gib)
+            settings |= {"num_cache_tokens": tokens, "num_threads": self.num_threads}
         words = [self.python(engine), str(DRIVEN / "worker.py"), engine, json.dumps(settings)]
         return Launch(words, self.environment(engine, cache_gib), unset(engine))
 
@@ -122,13 +125,13 @@ class Peers:
             words += ["-c", str(self._cache_tokens(model))]
         return Launch(words, self.environment(engine), unset(engine))
 
-    def _cache_tokens(self, model: str) -> int:
-        """Tokens that :data:`CACHE_GIB` of cache hold, in whole thousands; 65,536 at most."""
+    def _cache_tokens(self, model: str, cache_gib: int = CACHE_GIB) -> int:
+        """Tokens that so much cache holds, in whole thousands; 65,536 at most."""
         config = json.loads((self.models / model / "config.json").read_text(encoding="utf-8"))
         heads = config["num_attention_heads"]
         dim = config.get("head_dim") or config["hidden_size"] // heads
         num_bytes = 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * dim
-        return int(min(65536, (CACHE_GIB << 30) // num_bytes // 1024 * 1024))
+        return int(min(65536, (cache_gib << 30) // num_bytes // 1024 * 1024))
 
     def llama_bench(self, model: str, precision: str, prompt: int, output: int) -> list[str]:
         """llama.cpp's own benchmark, one repetition, as JSON."""

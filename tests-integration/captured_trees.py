@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from test_captured_step import Comparison, make_worker
+from captured import Comparison, make_worker
 
 from headrace_core.errors import CaptureRefused
 from headrace_core.graph import GraphNeed

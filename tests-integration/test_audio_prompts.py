@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -247,6 +248,51 @@ def test_what_is_heard_is_embedded(listener, mode):
             ).hidden_states[-1]  # fmt: skip
         want = torch.nn.functional.normalize(states[0, -1], dim=0)
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.spec("POOL-MM", "HTTP-POOLING")
+def test_what_conversations_bring_is_embedded_over_http(listener):
+    pytest.importorskip("soundfile", reason="audio files need headrace-multimodal[audio]")
+    pytest.importorskip("av", reason="audio files need headrace-multimodal[audio]")
+    samples = (clip("a") * 32767).astype("<i2").astype(np.float32) / 32768
+    text = "user: the water<|AUDIO|>assistant:"
+    settings = {**SETTINGS, "runner": "pooling"}
+    with LLM(str(listener[1]), **settings) as llm:
+        prompt = {"prompt": text, "multi_modal_data": {"audio": (samples, 16000)}}
+        [expected] = llm.embed(prompt, use_tqdm=False)
+        with pytest.raises(UnsupportedFeature, match="does not transcribe"):
+            llm.transcribe(wav(clip("a")))
+    data = base64.b64encode(wav(clip("a"))).decode()
+    said = {"type": "text", "text": "the water"}
+    heard = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+    seen = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    words = (str(listener[1]), "--runner", "pooling", "--dtype", "float32", "--num-threads", "1",
+             "--block-size", "8", "--kv-cache-memory-bytes", "16M")  # fmt: skip
+    with (
+        serving(*words) as running,
+        httpx2.Client(base_url=running.url) as client,
+    ):
+
+        def ask(*content, path="/v1/embeddings", **more):
+            messages = [{"role": "user", "content": list(content)}]
+            body = {"messages": messages, **more}
+            return client.post(path, json=body)
+
+        for path, key in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
+            task = {"task": "embed"} if path == "/pooling" else {}
+            answer = ask(said, heard, path=path, **task).json()
+            assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+            np.testing.assert_allclose(
+                answer["data"][0][key], expected.outputs.embedding, atol=1e-5
+            )
+        for refused, message in (
+            (seen, "image_url"),
+            ({**heard, "input_audio": {"data": "AAAA"}}, ""),
+        ):
+            answer = ask(said, refused)
+            assert answer.status_code == 400
+            assert message in answer.json()["error"]["message"]
+        assert client.post("/v1/audio/transcriptions").status_code in (400, 404)
 
 
 @pytest.mark.spec("MODEL-INSPECT")

@@ -9,36 +9,30 @@ import threading
 
 import pytest
 import torch
+from captured import SETTINGS, Comparison, make_worker
 from families import FAMILIES, VOCAB_SIZE, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace import LLM, SamplingParams
-from headrace.assembly import resolve_engine, worker_factory
-from headrace.engine_args import EngineArgs
-from headrace_core.batch import GroupBatch
-from headrace_core.kv import KVCacheConfig
-from headrace_core.testing.graph import make_batch
-from headrace_core.testing.ops import bits_equal
-from headrace_engine.execution.cache import state_groups
 from headrace_engine.execution.inputs import StepInputs
-from headrace_engine.execution.worker import ModelWorker
-from headrace_engine.kv.grouping import plan_groups
-from headrace_engine.startup import StartupTimeline
 from headrace_kernels.cpu import library
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 8, 80, 120
-SETTINGS = {
-    "skip_tokenizer_init": True, "max_model_len": 128, "block_size": BLOCK_SIZE, "num_threads": 1,
-    "max_num_seqs": 8, "use_tqdm_on_load": False,
-}  # fmt: skip
+MAX_LEN = 120
 VARIANTS = {
     **{family: (family, {"dtype": "float32"}) for family in FAMILIES},
     **{f"{family}-bfloat16": (family, {"dtype": "bfloat16"}) for family in ("qwen3", "gemma3")},
-    "qwen3-int8": ("qwen3", {"dtype": "bfloat16", "quantization": "int8"}),
+    **{
+        f"{family}-{method}": (family, {"dtype": "bfloat16", "quantization": method})
+        for family, method in (
+            ("qwen3", "int8"),
+            ("qwen3_moe", "int4_g32"),
+            ("deepseek_v3", "int8"),
+        )
+    },
     **{
         f"gemma3-{kind}-cache": (
             "gemma3",
@@ -49,75 +43,13 @@ VARIANTS = {
 }
 
 
-def make_worker(folder, **changes) -> ModelWorker:
-    config = EngineArgs(model=str(folder), **{**SETTINGS, **changes}).create_engine_config()
-    worker = worker_factory(resolve_engine(config), StartupTimeline())()
-    worker.load()
-    groups = plan_groups(worker.kv_specs())
-    pools = (NUM_BLOCKS,) * (1 + max(group.pool for group in groups))
-    worker.allocate_cache(KVCacheConfig(pools, groups))
-    worker.warm_up()
-    return worker
-
-
-def places_of_states(begins, seed) -> GroupBatch:
-    """Every other request's state stays in its block; those that begin have none."""
-    order = torch.randperm(NUM_BLOCKS - 1, generator=torch.Generator().manual_seed(seed)) + 1
-    before, after = order[: len(begins)].clone(), order[len(begins) : 2 * len(begins)].clone()
-    after[1::2] = before[1::2]
-    before[torch.tensor(begins)] = -1
-    return GroupBatch(
-        torch.zeros((len(begins), 0), dtype=torch.int32),
-        torch.zeros(0, dtype=torch.int64),
-        state_in=before,
-        state_out=after,
-    )
-
-
-class Comparison:
-    """One worker's steps, replayed and eager, on the same cache."""
-
-    def __init__(self, worker: ModelWorker, vocab_size: int = VOCAB_SIZE) -> None:
-        self.runner, self.vocab_size = worker._ready(), vocab_size
-        caches = {id(c): c for c in (layer.kv_cache for layer in worker._layers.values())}
-        states = [state for layer in worker._states.values() for state in layer.states]
-        self.caches = [*caches.values(), *states]
-        self.state_groups = state_groups(worker._cache)
-        for cache in self.caches:
-            cache.copy_(torch.randn(cache.shape).to(cache.dtype))
-        self.graph = self.runner.graph
-        assert self.graph is not None, "every family is captured"
-
-    def batch(self, lengths, **options):
-        batch = make_batch(
-            lengths, num_groups=len(self.runner.backends), block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS, vocab_size=self.vocab_size, **options,
-        )  # fmt: skip
-        begins = [num_new == length for num_new, length in lengths]
-        groups = [
-            places_of_states(begins, seed) if seed in self.state_groups else group
-            for seed, group in enumerate(batch.groups)
-        ]
-        return dataclasses.replace(batch, groups=tuple(groups))
-
-    @torch.inference_mode()
-    def check(self, batch) -> None:
-        before = [cache.clone() for cache in self.caches]
-        expected = self.runner.whole_step(batch)
-        written = [cache.clone() for cache in self.caches]
-        for cache, content in zip(self.caches, before):
-            cache.copy_(content)
-        assert bits_equal(self.graph.replay(batch), expected)
-        assert all(map(bits_equal, self.caches, written))
-
-
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def compared(request, tmp_path_factory):
     family, changes = VARIANTS[request.param]
     folder = tmp_path_factory.mktemp(family)
     save_model(family, folder)
     worker = make_worker(folder, **changes)
-    yield Comparison(worker)
+    yield Comparison(worker, VOCAB_SIZE)
     worker.close()
 
 
@@ -164,17 +96,17 @@ def test_every_instruction_set(qwen3, level, monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, level)
     for dtype in ("float32", "bfloat16"):
         worker = make_worker(qwen3, dtype=dtype)
-        compared = Comparison(worker)
+        compared = Comparison(worker, VOCAB_SIZE)
         for seed in range(4):
             compared.check(compared.batch([(1, 5), (7, 30), (1, 90), (3, 3)], seed=seed))
         worker.close()
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(tmp_path, caplog):
-    """Quantized experts are computed one by one, by torch."""
-    save_model("mixtral", tmp_path)
+    """Kernels that are torch's because a user insists."""
+    save_model("llama", tmp_path)
     caplog.set_level(logging.INFO, "headrace_engine.execution.capture")
-    with LLM(str(tmp_path), quantization="int8", **SETTINGS) as llm:
+    with LLM(str(tmp_path), kernels={"rms_norm": "reference"}, **SETTINGS) as llm:
         output = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
     assert len(output[0].outputs[0].token_ids) == 4
     (line,) = [m for m in caplog.messages if m.startswith("steps run eagerly")]

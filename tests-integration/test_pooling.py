@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,28 @@ def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedd
         assert found.token_type_ids == want["token_type_ids"]
     keep = embedder.embed(TEXTS[1], truncate_prompt_tokens=9, use_tqdm=False)
     assert keep[0].prompt_token_ids == theirs(TEXTS[1], truncation=True, max_length=9)["input_ids"]
+
+
+@pytest.mark.spec("POOL-ST")
+@pytest.mark.parametrize("mode", ["mean", "cls"])
+def test_a_prompt_that_is_not_pooled(mode: str, encoder: Any, tmp_path: Path) -> None:
+    """``include_prompt: false``, as Sentence Transformers itself computes it."""
+    st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+    plain = tmp_path / "plain"  # without the modules that the fixture has
+    shutil.copytree(encoder[0], plain, ignore=shutil.ignore_patterns("modules.json"))
+    modules = [Transformer(str(plain)), Pooling(32, mode, include_prompt=False)]
+    prompts = {"query": "the water of the"}
+    theirs = st.SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+    theirs.save(str(tmp_path / "st"))
+    texts = [text(5, 1), text(17, 2)]
+    with LLM(str(tmp_path / "st"), **SETTINGS) as llm:
+        for name in ("query", None):
+            found = llm.embed(texts, prompt_name=name, use_tqdm=False)
+            ours = torch.tensor([output.outputs.embedding for output in found])
+            want = torch.tensor(theirs.encode(texts, prompt_name=name, normalize_embeddings=True))
+            torch.testing.assert_close(normal(ours), want, atol=1e-4, rtol=0)
 
 
 def test_several_http_processes_share_one_engine(encoder: Any, embedder: LLM) -> None:

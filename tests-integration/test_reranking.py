@@ -127,6 +127,61 @@ def test_scores_of_a_language_model(reranker: tuple[Path, Any]) -> None:
         assert output.outputs.score == pytest.approx(float(expected), abs=1e-4)
 
 
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ mood }}{% endif %}"
+)
+PARTED_CHAT = CHAT.replace("message.content", "message.content[0].text")
+
+
+@pytest.mark.spec("POOL-ST", "POOL-LLM-RERANKER")
+@pytest.mark.parametrize(
+    ("false", "template", "prompts"),
+    [("no", CHAT, {"web": "Judge."}), (None, PARTED_CHAT, {}), ("no", None, {})],
+    ids=["two tokens, a prompt", "one token, parts", "no template"],
+)
+def test_a_logit_score_equals_sentence_transformers(
+    reranker: tuple[Path, Any],
+    tmp_path: Path,
+    false: str | None,
+    template: str | None,
+    prompts: dict[str, str],
+) -> None:
+    """A repository that the library itself has written, served without a word about it."""
+    st = pytest.importorskip("sentence_transformers", reason="needs sentence-transformers")
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.cross_encoder.modules import LogitScore
+
+    from headrace import LLM
+
+    source = tmp_path / "source"
+    shutil.copytree(reranker[0], source)
+    settings = {"pad_token": "<|endoftext|>", "padding_side": "left"}
+    if template is not None:
+        settings["chat_template"] = template
+    told = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps({**told, **settings}))
+    chat = {"chat_template": {"add_generation_prompt": True, "mood": "So: "}}
+    transformer = Transformer(
+        str(source),
+        transformer_task="text-generation",
+        processing_kwargs=chat if template else None,
+    )
+    ids = transformer.tokenizer.convert_tokens_to_ids
+    theirs = st.CrossEncoder(
+        modules=[transformer, LogitScore(ids("yes"), false and ids(false))],
+        activation_fn=torch.nn.Identity() if false else None,
+        prompts=prompts,
+        default_prompt_name=next(iter(prompts), None),
+        device="cpu",
+    )
+    theirs.save(str(tmp_path / "st"))
+    expected = theirs.predict([(QUERY, document) for document in DOCUMENTS])
+    with LLM(str(tmp_path / "st"), dtype="float32", max_model_len=512) as llm:
+        scored = llm.score(QUERY, DOCUMENTS)
+    assert [output.outputs.score for output in scored] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BERT whose tokenizer has the markers of all who store ColBERT."""

@@ -84,7 +84,7 @@ def classifier_config(config: dict[str, Any], asked: TokenClassifier) -> dict[st
     stem = next((architecture.removesuffix(e) for e in ENDS if architecture.endswith(e)), None)
     if stem is None:
         raise HeadraceError(f"architectures = {listed!r}: must be a language model (...{ENDS[0]})")
-    names = ("score",) if asked.difference else asked.tokens
+    names = ("score",) if asked.difference else tuple(map(str, asked.tokens))
     return {
         "architectures": [f"{stem}ForSequenceClassification"],
         "num_labels": asked.num_labels,

@@ -115,6 +115,30 @@ def openvino_pipeline(model: str, cache_gib: int) -> Any:
     return genai.ContinuousBatchingPipeline(model, config, "CPU", {})
 
 
+class LlamaCpp:
+    """llama.cpp by its Python bindings, one request after the other (its batches need its server)."""
+
+    def __init__(self, settings: Settings) -> None:
+        llama_cpp = importlib.import_module("llama_cpp")
+        self._llama = llama_cpp.Llama(
+            model_path=settings["model"], n_ctx=settings["num_cache_tokens"],
+            n_threads=settings["num_threads"], n_threads_batch=settings["num_threads"],
+            flash_attn=True, verbose=False,
+        )  # fmt: skip
+        self.version = f"llama-cpp-python {llama_cpp.__version__}"
+
+    def run(self, requests: list[Request]) -> list[int]:
+        return [self._one(request) for request in requests]
+
+    def _one(self, request: Request) -> int:
+        self._llama.reset()
+        made: list[int] = []
+        for _ in range(request.num_tokens):
+            self._llama.eval(made[-1:] or request.prompt)
+            made.append(self._llama.sample(temp=0.0))
+        return len(made)
+
+
 class Server:
     """Any server's ``/v1/completions``, all requests of a batch at once, whole answers."""
 
@@ -149,6 +173,7 @@ ENGINES: Mapping[str, Callable[[Settings], Engine]] = {
     "vllm": lambda settings: LLMStyle("vllm", settings),
     "transformers": Transformers,
     "openvino": OpenVINO,
+    "llamacpp": LlamaCpp,
     "server": Server,
 }
 

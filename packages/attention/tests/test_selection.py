@@ -192,6 +192,8 @@ def test_a_foreign_backend_is_chosen(install: Install) -> None:
         ({"soft_cap": True}, ["logits soft cap not supported"]),
         ({"chunked": True}, ["attention within chunks not supported"]),
         ({"alibi": True}, ["ALiBi not supported"]),
+        ({"alibi_sqrt": True}, ["ALiBi by the root of the distance not supported"]),
+        ({"prefix": True}, ["keys that every token sees not supported"]),
         ({"latent": True}, ["latent attention not supported"]),
     ],
     ids=str,

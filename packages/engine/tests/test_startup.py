@@ -86,3 +86,16 @@ def test_a_collector_that_was_off_stays_off() -> None:
         pass
     assert not gc.isenabled()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("collector")
+def test_what_a_start_makes_is_old_at_once() -> None:
+    gc.enable()
+    with collector_paused():
+        made = [[] for _ in range(3)]  # type: ignore[var-annotated]
+    assert any(made is x for x in gc.get_objects(generation=2))
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with collector_paused():
+        pass
+    assert gc.get_freeze_count() == frozen

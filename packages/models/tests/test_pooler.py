@@ -50,6 +50,33 @@ def pool(model: Any, hidden: list[Tensor], wanted: list[PoolingParams], **ids: A
     return list(model.pooler(pooling_batch(model, hidden, wanted, tokens)))
 
 
+@pytest.mark.spec("POOL-ST")
+@pytest.mark.parametrize("kind", ["MEAN", "CLS", "LAST"])
+def test_tokens_that_are_left_out(embedder: Path, kind: str) -> None:
+    model, hidden = make(embedder, pooler_config={"pooling_type": kind}), states()
+    counts = [3, 4, 0, None]
+    wanted = [params("embed", normalize=False, num_left_out=count) for count in counts]
+    rows = [model.pooler.rows(one) for one in wanted]
+    assert (
+        rows
+        == {"MEAN": ["all"] * 4, "CLS": ["all", "all", "first", "first"], "LAST": ["last"] * 4}[
+            kind
+        ]
+    )
+    kept = [x[min(count or 0, len(x) - 1) :] for x, count in zip(hidden, counts)]
+    expected = [{"MEAN": x.mean(0), "CLS": x[0], "LAST": x[-1]}[kind] for x in kept]
+    cut = {"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}
+    given = [x[cut[which]] for x, which in zip(hidden, rows)]
+    results = list(model.pooler(batch_of(given, wanted)))
+    torch.testing.assert_close(torch.stack(results), torch.stack(expected))
+
+
+def batch_of(hidden: list[Tensor], wanted: list[PoolingParams]) -> PoolingBatch:
+    """Rows as the pooler asked for them."""
+    bounds = torch.tensor([0, *map(len, hidden)]).cumsum(0)
+    return PoolingBatch(torch.cat(hidden), bounds, wanted, [[5] * len(x) for x in hidden])
+
+
 def encoder_tensors() -> dict[str, Tensor]:
     layer = "encoder.layer.0."
     square = [f"{layer}attention.{name}" for name in

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import pytest
@@ -15,7 +17,7 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, PluginError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
-from headrace_core.pooling import PoolingInfo, PoolingTraits
+from headrace_core.pooling import PairChat, PoolingInfo, PoolingTraits
 from headrace_models.resolve import resolve
 
 CONFIG: dict[str, Any] = {
@@ -60,6 +62,21 @@ def pooling(folder: Path, config: dict[str, Any] | None = None, **settings: Any)
 def sentence_transformer(folder: Path, mode: Any = "mean", *more: dict[str, Any]) -> None:
     write(folder, {"modules.json": [*MODULES, *more], "1_Pooling/config.json": {
         "embedding_dimension": 16, "pooling_mode": mode, "include_prompt": True}})  # fmt: skip
+
+
+LANGUAGE_MODEL = {"architectures": ["LlamaForCausalLM"], "type_vocab_size": 1}
+LOGIT_SCORE = {"idx": 1, "name": "1", "path": "1_LogitScore",
+               "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"}  # fmt: skip
+
+
+def logit_score(
+    folder: Path, score: dict[str, Any], own: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """As the library stores a language model that reranks."""
+    write(folder, {
+        "config_sentence_transformers.json": {"model_type": "CrossEncoder", **own},
+        "modules.json": [*MODULES[:1], LOGIT_SCORE], "1_LogitScore/config.json": score,
+    })  # fmt: skip
 
 
 @pytest.mark.spec("POOL-TASKS")
@@ -305,11 +322,83 @@ class TestSentenceTransformers:
             run(folder, config)
 
     def test_a_cross_encoder_scores_by_its_class(self, folder: Path) -> None:
-        score = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
         write(folder, {"config_sentence_transformers.json": {"model_type": "CrossEncoder"},
-                       "modules.json": [*MODULES[:1], {**DENSE, "type": score}]})  # fmt: skip
+                       "modules.json": MODULES[:1]})  # fmt: skip
         config = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
         assert pooling(folder, config).scoring == "cross"
+        write(folder, {"modules.json": [*MODULES, DENSE]})
+        with pytest.raises(ConfigError, match="no more than a LogitScore besides"):
+            run(folder, config)
+
+    @pytest.mark.parametrize(
+        ("score", "stated", "activation"),
+        [
+            (
+                {"true_token_id": 5, "false_token_id": 3},
+                "torch.nn.modules.linear.Identity",
+                "Identity",
+            ),
+            ({"true_token_id": 5, "false_token_id": None}, None, "sigmoid"),
+            ({"true_token_id": 5}, "torch.nn.modules.activation.Sigmoid", "Sigmoid"),
+        ],
+    )
+    def test_a_language_model_with_a_logit_score(
+        self, folder: Path, score: dict[str, Any], stated: str | None, activation: str
+    ) -> None:
+        logit_score(folder, score, {"activation_fn": stated})
+        info = run(folder, LANGUAGE_MODEL)
+        assert (info.runner, info.convert) == ("pooling", "classify")
+        assert info.tasks == ("classify", "score", "token_classify")
+        assert info.pooling is not None
+        found = info.pooling
+        assert (found.num_labels, found.labels, found.activation) == (1, (), activation)
+        assert (found.pooling_type, found.scoring, found.pair_chat) == ("LAST", "cross", None)
+        tokens = [3, 5] if score.get("false_token_id") else [5]
+        assert info.config["classifier_from_token"] == tokens
+        assert run(folder, LANGUAGE_MODEL, runner="generate").tasks == ("generate",)
+        embeds = run(folder, LANGUAGE_MODEL, convert="embed")
+        assert embeds.tasks == ("embed", "token_embed")
+
+    def test_pairs_that_are_conversations(self, folder: Path) -> None:
+        logit_score(folder, {"true_token_id": 5}, {"prompts": {"web": "Judge."},
+                                                   "default_prompt_name": "web"})  # fmt: skip
+        settings: dict[str, Any] = {"modality_config": {"text": {}, "message": {"format": "flat"}}}
+        write(folder, {"sentence_bert_config.json": settings})
+        found = pooling(folder, LANGUAGE_MODEL)
+        assert (found.pair_chat, found.prompt_text(None)) == (PairChat("string"), "Judge.")
+        arguments = {"add_generation_prompt": True, "enable_thinking": False}
+        settings["processing_kwargs"] = {"chat_template": {**arguments, "restore_suffix": True}}
+        write(folder, {"sentence_bert_config.json": settings})
+        assert pooling(folder, LANGUAGE_MODEL).pair_chat == PairChat("string", arguments)
+        for wrong, words in (
+            (
+                {"processing_kwargs": {"chat_template": "x"}},
+                "chat_template = 'x': must be an object",
+            ),
+            ({"modality_config": [1]}, "modality_config = .* must be an object"),
+            ({"modality_config": {"message": {"format": "flatter"}}}, "must be one of auto, flat"),
+        ):
+            write(folder, {"sentence_bert_config.json": {**settings, **wrong}})
+            with pytest.raises(UnsupportedModel, match=words):
+                run(folder, LANGUAGE_MODEL)
+
+    @pytest.mark.parametrize(
+        ("score", "words"),
+        [({"true_token_id": "yes"}, "true_token_id = 'yes'"), ({}, "true_token_id"),
+         ({"true_token_id": 1, "false_token_id": -1}, "false_token_id = -1")],
+    )  # fmt: skip
+    def test_logit_scores_that_are_none(
+        self, folder: Path, score: dict[str, Any], words: str
+    ) -> None:
+        logit_score(folder, score)
+        with pytest.raises(UnsupportedModel, match=words):
+            run(folder, LANGUAGE_MODEL)
+
+    def test_a_logit_score_needs_a_language_model(self, folder: Path) -> None:
+        logit_score(folder, {"true_token_id": 5})
+        config = {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+        with pytest.raises(UnsupportedModel, match="must be that of a language model"):
+            run(folder, config)
 
     @pytest.mark.parametrize("path", ["../elsewhere", "/etc"])
     def test_modules_are_within_the_checkpoint(self, folder: Path, path: str) -> None:
@@ -331,6 +420,16 @@ class TestSentenceTransformers:
         assert (info.max_model_len, info.pooling.native_len) == (32, 32)
         assert info.pooling.lower_case
         assert run(folder, max_model_len=64).max_model_len == 64, "the model has the positions"
+
+    @pytest.mark.parametrize("included", [True, False])
+    def test_whether_a_prompt_is_pooled(self, folder: Path, included: bool) -> None:
+        sentence_transformer(folder)
+        config = {"embedding_dimension": 16, "pooling_mode": "mean", "include_prompt": included}
+        write(folder, {"1_Pooling/config.json": config})
+        assert pooling(folder).include_prompt is included
+        write(folder, {"1_Pooling/config.json": {**config, "include_prompt": "no"}})
+        with pytest.raises(UnsupportedModel, match="include_prompt = 'no'"):
+            run(folder)
 
     def test_prompts(self, folder: Path) -> None:
         sentence_transformer(folder)

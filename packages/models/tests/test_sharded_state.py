@@ -103,7 +103,7 @@ class TestRefusals:
     def test_another_dtype(self, llama: Checkpoint, tmp_path: Path) -> None:
         save(llama, tmp_path)
         info = LLAMA.resolve(tmp_path, max_model_len=64, dtype="bfloat16")
-        with pytest.raises(WeightsError, match=r"is torch.float32 .*needs torch.bfloat16"):
+        with pytest.raises(WeightsError, match=r"is torch.float32, .*needs torch.bfloat16"):
             load_model(info, build_context(info))
 
     @pytest.mark.parametrize("change", ["missing", "more", "twice", "shape"])
@@ -123,6 +123,32 @@ class TestRefusals:
             save_file({name: tensors[name]}, other, metadata={"world_size": "1"})
         with pytest.raises(WeightsError, match=r"layers\.(1|9)\.attention\.qkv\.weight"):
             logits_of(tmp_path)
+
+    def test_all_faults_are_told_at_once(self, llama: Checkpoint, tmp_path: Path) -> None:
+        """In whatever order they lie in the file, and nothing is loaded that the next one may follow."""
+        [file] = save(llama, tmp_path)
+        tensors = load_file(file)
+        gone, short = "layers.0.mlp.down.weight", "layers.1.attention.qkv.weight"
+        del tensors[gone]
+        tensors[short] = tensors[short][:-1].clone()
+        tensors["embed.weight"] = tensors["embed.weight"].double()
+        tensors["a.left.over"] = torch.ones(2)
+        save_file(tensors, file, metadata={"world_size": "1"})
+        other = file.with_name("model-rank-0-part-1.safetensors")
+        twice = "final_norm.weight"
+        save_file({twice: tensors[twice]}, other, metadata={"world_size": "1"})
+        with pytest.raises(WeightsError) as caught:
+            logits_of(tmp_path)
+        for fault in (f"'{gone}' [", f"'{short}' [", "'embed.weight' [", "'a.left.over' [2] belongs",
+                      f"part-1.safetensors: tensor '{twice}' [", "comes twice", "is missing",
+                      "is torch.float64, the model needs torch.float32"):  # fmt: skip
+            assert fault in str(caught.value)
+
+    def test_a_long_list_of_faults_is_cut(self, llama: Checkpoint, tmp_path: Path) -> None:
+        save(llama, tmp_path)
+        info = LLAMA.resolve(tmp_path, max_model_len=64, dtype="bfloat16")
+        with pytest.raises(WeightsError, match=r"and \d+ more$"):
+            load_model(info, build_context(info))
 
     @pytest.mark.req("REL-13")
     def test_cut_short(self, llama: Checkpoint, tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ async def test_words_of_a_text_that_fills_the_context(connect: Any) -> None:
 async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
     connect: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("headrace_server.speech.times.AT_ONCE", 2)
+    monkeypatch.setattr("headrace_server.speech.run.AT_ONCE", 2)
     fake = engine(
         "x", FakeSpeech(SHORT, word_timestamps=True), model={"tasks": ("transcription", "align")}
     )

@@ -2,8 +2,8 @@
 
 The work is done by whatever kernels were bound at assembly (Triton on a GPU, native code on a CPU,
 the plain-torch reference anywhere), so this backend serves all that ``ops.paged_attention`` is
-defined for: every dtype, prefill, decode and mixed batches, sliding windows, chunks, ALiBi, soft caps
-and sinks, and cross-attention to an encoder's states.
+defined for: every dtype, prefill, decode and mixed batches, sliding windows, chunks, ALiBi, soft caps,
+sinks and prefixes, and cross-attention to an encoder's states.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class PagedBackend(AttentionBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_alibi_sqrt = True
+    supports_prefix = True
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     @classmethod
@@ -101,4 +103,7 @@ class PagedBackend(AttentionBackend):
             causal=layer.attention_type != "encoder_decoder",
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+            alibi_sqrt=layer.alibi_sqrt,
+            prefix_key=layer.prefix_key,
+            prefix_value=layer.prefix_value,
         )

@@ -54,6 +54,7 @@ class SDPABackend(AttentionBackend, EncoderBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_alibi_sqrt = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> SDPAMetadata:
         paged = PagedMetadata.of(batch, group)
@@ -209,5 +210,8 @@ def _causal_mask(layer: AttentionLayerSpec, query: Tensor, first: int, seq_len: 
         mask &= position // chunk == key // chunk
     if layer.alibi_slopes is None:
         return mask
-    bias = layer.alibi_slopes[:, None, None] * (key - position)
+    distance = position - key
+    if layer.alibi_sqrt:
+        distance = distance.clamp(min=0).sqrt()
+    bias = -layer.alibi_slopes[:, None, None] * distance
     return bias.masked_fill(~mask, -torch.inf).to(query.dtype)

@@ -56,6 +56,10 @@ class AttentionNeed:
     chunked: bool = False
     """Attention within chunks (:class:`~headrace_core.kv.ChunkedLocalSpec`)."""
     alibi: bool = False
+    alibi_sqrt: bool = False
+    """ALiBi by the root of the distance."""
+    prefix: bool = False
+    """Keys and values of the layer's own, which every token sees."""
     latent: bool = False
     """Latent attention (:class:`LatentBackend`); ``head_dim`` is that of its cache."""
 
@@ -83,6 +87,12 @@ class AttentionLayerSpec:
     alibi_slopes: Tensor | None = None
     """[num_heads] float32: ``slope * (j - p)`` is added to the score of key j for a query at p. Press
     et al. 2021, arXiv:2108.12409."""
+    alibi_sqrt: bool = False
+    """``-slope * sqrt(p - j)`` is added instead (Step 1)."""
+    prefix_key: Tensor | None = None
+    """[S, num_kv_heads, head_dim] in the activations' dtype: keys that every token sees besides, with
+    their values; learned, and cached by nobody (openPangu Pro)."""
+    prefix_value: Tensor | None = None
     kv_sharing_target: str | None = None
     """Name of an earlier layer of the same kind whose cache this one reads instead of one of its own;
     its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
@@ -122,6 +132,8 @@ class BackendFacts(ABC):
     supports_sliding_window: ClassVar[bool] = False
     supports_chunks: ClassVar[bool] = False
     supports_alibi: ClassVar[bool] = False
+    supports_alibi_sqrt: ClassVar[bool] = False
+    supports_prefix: ClassVar[bool] = False
     is_latent: ClassVar[bool] = False
     """Whether it is a :class:`LatentBackend`: those serve latent attention and nothing else."""
 
@@ -151,6 +163,9 @@ class BackendFacts(ABC):
             (cls.supports_soft_cap or not need.soft_cap, "logits soft cap not supported"),
             (cls.supports_chunks or not need.chunked, "attention within chunks not supported"),
             (cls.supports_alibi or not need.alibi, "ALiBi not supported"),
+            (cls.supports_alibi_sqrt or not need.alibi_sqrt,
+             "ALiBi by the root of the distance not supported"),
+            (cls.supports_prefix or not need.prefix, "keys that every token sees not supported"),
             (cls.is_latent == need.latent,
              "latent attention not supported" if need.latent else "latent attention only"),
         )  # fmt: skip

@@ -74,8 +74,9 @@ class EngineStats:
     num_requests_running: int = 0
     num_requests_waiting: int = 0
     kv_cache_usage: float = 0.0
-    """0..1, share of blocks that requests hold."""
+    """0..1, share of blocks that requests hold; of the fullest pool, if there are several."""
     num_blocks: int = 0
+    """Of all pools together, as the next; states of recurrent layers count as blocks."""
     num_free_blocks: int = 0
     block_size: int = 0
     prompt_tokens: int = 0

@@ -86,6 +86,22 @@ class Worker(Protocol):
         """
         ...
 
+    def update_config(self, changes: object) -> None:
+        """Change what :meth:`reload_weights` reads: ``{"load_config": {"load_format": "auto"}}``.
+
+        Raises:
+            RequestError: something else is to change.
+        """
+        ...
+
+    def reload_weights(self) -> None:
+        """Read the weights again, while no request runs.
+
+        Raises:
+            UnsupportedFeature: this worker cannot.
+        """
+        ...
+
     def close(self) -> None:
         """Free everything."""
         ...

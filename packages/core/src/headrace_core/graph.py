@@ -112,7 +112,8 @@ class StepGraph(ABC):
 
         Raises:
             ReplayFailed: a kernel met bad input (a slot beyond the cache, say). The step may be
-                run again eagerly, which raises the error with its details.
+                run again eagerly, which raises the error with its details; not where layers are
+                recurrent, whose states may have moved on.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ checkpoint can treat layers differently; it never asks which method is active.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +57,8 @@ class TensorSpec:
     required: bool = True
     any_float: bool = False
     """The checkpoint's may be of any floating dtype, and is converted to ``dtype``."""
+    by_part: bool = False
+    """Along ``part_dim`` each fused part has one entry, whatever its size."""
 
 
 class LinearMethod(ABC):
@@ -65,6 +67,9 @@ class LinearMethod(ABC):
     is_plain: ClassVar[bool] = False
     """True if the layer comes down to one floating weight, which :meth:`weight` gives; then several
     layers (experts) may be run by one op."""
+
+    needs_whole: ClassVar[bool] = False
+    """True if what a rank needs of a layer cannot be cut out of the checkpoint's tensors: one rank only."""
 
     takes_views: bool = False
     """True if :meth:`finish` keeps nothing of the tensors that it gets: they may then be views of
@@ -117,6 +122,23 @@ class LinearMethod(ABC):
         here; a method whose op does both in one pass overrides this.
         """
         return ops.activation_and_mul(self.apply(state, x, bias), kind)
+
+    def join(self, states: Sequence[Any]) -> Any:
+        """Several layers' states, of one spec but for its name, as one for :meth:`apply_routed`; None:
+        each is applied by itself."""
+        return None
+
+    def apply_routed(
+        self,
+        state: Any,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply by the layers that ``ids`` say, of joined states: see
+        :class:`headrace_core.ops.ExpertLinearOp`; biases [E, out_features]."""
+        raise NotImplementedError(f"{type(self).__name__} joins no layers")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ TOKEN_TASKS = ("token_embed", "token_classify")
 POOLING_TYPES = ("LAST", "ALL", "CLS", "STEP", "MEAN")
 
 VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
-    "embed": ("dimensions", "normalize", "prompt_name"),
+    "embed": ("dimensions", "normalize", "prompt_name", "num_left_out"),
     "token_embed": ("dimensions", "normalize", "prompt_name"),
     "classify": ("use_activation",),
     "score": ("use_activation",),
@@ -223,6 +223,17 @@ class LateInteraction:
 
 
 @dataclass(frozen=True, slots=True)
+class PairChat:
+    """Pairs that are scored are conversations of the roles ``query`` and ``document``, with the default
+    prompt as the system's message, which the checkpoint's chat template renders."""
+
+    content_format: str = "auto"
+    """``auto``, ``string`` or ``openai``: what the template expects ``content`` to be."""
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the template gets besides."""
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingInfo:
     """Everything that a checkpoint and the user say of pooling: nothing left open. Plain data."""
 
@@ -259,6 +270,8 @@ class PoolingInfo:
     ``late_interaction`` (of token embeddings); "" = not at all."""
     score_template: str | None = None
     """Jinja template of a pair's prompt, for decoders that score; None: the tokenizer's own pair."""
+    pair_chat: PairChat | None = None
+    """None: pairs are two texts."""
     sparse: bool = False
     """Embeddings have an entry for each token of the vocabulary, nearly all of them 0."""
     sparse_sum: bool = False
@@ -270,6 +283,8 @@ class PoolingInfo:
     """Named texts to put before those that are embedded (Sentence Transformers' ``prompts``)."""
     default_prompt_name: str | None = None
     """The prompt of requests that name none; of :attr:`prompts`. None: then nothing is put."""
+    include_prompt: bool = True
+    """False: such a prompt's tokens are read, and left out of what is pooled (types CLS and MEAN)."""
     lower_case: bool = False
     """Texts are made lower-case first (Sentence Transformers' ``do_lower_case``)."""
     token_types: bool = False
@@ -327,6 +342,10 @@ class PoolingParams:
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
     prompt_name: str | None = None
     """The prompt to put before texts, of :attr:`PoolingInfo.prompts`; None: the default one."""
+    num_left_out: int | None = None
+    """First tokens that an embedding of type CLS or MEAN is not made of, though they are read; at least
+    one token is kept. None: those of the prompt, where the checkpoint says so
+    (:attr:`PoolingInfo.include_prompt`), else none."""
 
     def __post_init__(self) -> None:
         assert self.output_kind is RequestOutputKind.FINAL_ONLY, "pooling has final outputs only"
@@ -343,7 +362,10 @@ class PoolingParams:
 
     def clone(self) -> PoolingParams:
         """A deep copy."""
-        return copy.deepcopy(self)
+        clone = copy.copy(self)  # made for each request: only what can be changed is worth looking into
+        clone.returned_token_ids = copy.copy(self.returned_token_ids)
+        clone.extra_kwargs = copy.deepcopy(self.extra_kwargs)
+        return clone
 
     def verify(self, task: str, info: PoolingInfo | None, model_name: str = "") -> None:
         """Check against a task and a model, and fill in what was left open. Changes this object.
@@ -372,7 +394,7 @@ class PoolingParams:
             self._check_dimensions(info, model_name)
         if self.prompt_name is not None and task in EMBED_TASKS and info is not None:
             info.prompt_text(self.prompt_name)
-        offending = [n for n in (*_MODEL_DEFAULTS, "prompt_name")
+        offending = [n for n in (*_MODEL_DEFAULTS, "prompt_name", "num_left_out")
                      if getattr(self, n) is not None and n not in VALID_PARAMS[task]]  # fmt: skip
         if offending:
             _fail_params(task, VALID_PARAMS[task], offending)
@@ -382,6 +404,9 @@ class PoolingParams:
         for name in ("normalize", "use_activation", "softmax", "activation"):
             if getattr(self, name) not in (None, True, False):
                 _fail(name, getattr(self, name), "True, False or None")
+        left_out: Any = self.num_left_out
+        if left_out is not None and (type(left_out) is not int or left_out < 0):
+            _fail("num_left_out", left_out, "at least 0")
         labels = info.num_labels if info is not None else 0
         columns: Any = self.returned_token_ids
         if columns is not None:

@@ -9,6 +9,8 @@ from headrace_core import plugins
 from headrace_core.errors import PluginError
 
 GROUP = "headrace.models"
+_OTHERS = "vllm_config"
+"""A parameter of constructors that were written for another engine."""
 
 
 class ModelRegistry:
@@ -56,8 +58,9 @@ def check_constructor(model_class: object) -> None:
         signature.bind(None)
         signature.bind(None, prefix="")
     except (TypeError, ValueError) as error:  # a ValueError: it is written in C
+        hint = ". What that held, docs/extending/from-vllm.md says" if _OTHERS in takes else ""
         raise PluginError(
             f"model class {model_class.__module__}:{name} takes {takes}: its constructor must take "
             '(context, prefix=""), a headrace_core.model.BuildContext and the beginning of its '
-            f"checkpoints' names ({error})"
+            f"checkpoints' names ({error}){hint}"
         ) from error

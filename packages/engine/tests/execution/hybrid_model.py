@@ -198,6 +198,18 @@ def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
 
+def make_worker(model: HybridLM, max_num_seqs: int = 8) -> ModelWorker:
+    """One that has loaded the model."""
+    worker = ModelWorker(
+        lambda: model,
+        ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
+        device="cpu", dtype="float32", vocab_size=VOCAB, max_model_len=MAX_LEN,
+        max_num_batched_tokens=BUDGET, max_num_seqs=max_num_seqs,
+    )  # fmt: skip
+    worker.load()
+    return worker
+
+
 class Engine:
     """A worker over the model behind a real scheduler and a real manager.
 
@@ -215,13 +227,7 @@ class Engine:
         caching: bool = True,
         max_num_seqs: int = 8,
     ) -> None:
-        self.worker = ModelWorker(
-            lambda: model,
-            ops=bind_ops(KernelNeed("cpu", "float32"), choose={"*": "reference"}),
-            device="cpu", dtype="float32", vocab_size=VOCAB, max_model_len=MAX_LEN,
-            max_num_batched_tokens=BUDGET, max_num_seqs=max_num_seqs,
-        )  # fmt: skip
-        self.worker.load()
+        self.worker = make_worker(model, max_num_seqs)
         groups = plan_groups(self.worker.kv_specs())
         self.worker.profile()
         config = KVCacheConfig((), groups)

@@ -36,6 +36,8 @@ def test_a_thread_is_bound_and_released() -> None:
         assert _affinity() == _of_a_new_thread() == set(cores)
         binding.narrow()
         assert _affinity() == {cores[0]}
+        binding.widen()
+        assert _affinity() == _of_a_new_thread() == set(cores)
         binding.leave()
         binding.leave()
         assert _affinity() == set(usable)
@@ -50,5 +52,6 @@ def test_no_cores_bind_nothing() -> None:
     binding = ThreadBinding(())
     binding.enter()
     binding.narrow()
+    binding.widen()
     assert _affinity() == before
     binding.leave()

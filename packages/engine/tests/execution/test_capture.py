@@ -106,6 +106,16 @@ def test_a_failed_replay_runs_again_eagerly(
     assert "replay failed (call 3, embedding" in caplog.text
 
 
+def test_a_failed_replay_of_a_recurrent_model_fails_the_step(
+    harness: Any, graph: FakeGraph
+) -> None:
+    """Its states may have moved on."""
+    graph.failing = True
+    harness.worker._runner.requests.state_groups = frozenset({0})
+    with pytest.raises(ReplayFailed, match="call 3, embedding"):
+        harness.step({"a": 3}, [harness.new("a", [1, 2, 3])])
+
+
 def test_closing_the_worker_closes_the_graph(harness: Any, graph: FakeGraph) -> None:
     harness.worker.close()
     assert graph.closed

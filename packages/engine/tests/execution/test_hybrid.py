@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid_model import VOCAB, AttendingLayer, Engine, HybridLM
+from hybrid_model import VOCAB, AttendingLayer, Engine, HybridLM, make_worker
 
 from headrace_core.errors import ConfigError
-from headrace_core.kv import RecurrentSpec
+from headrace_core.kv import KVCacheConfig, RecurrentSpec
+from headrace_engine.kv.grouping import plan_groups
 
 COUNT = 14
 
@@ -165,6 +166,17 @@ def test_a_target_that_cannot_be_shared(model: HybridLM, target: str, message: s
         ConfigError, match=f"'layers.6' shares the KV cache of .*'{target}'.*{message}"
     ):
         Engine(model)
+
+
+def test_a_worker_closes_after_a_target_that_cannot_be_shared(model: HybridLM) -> None:
+    worker = make_worker(model)
+    groups = plan_groups(worker.kv_specs())
+    sharing = model.layers[6]
+    assert isinstance(sharing, AttendingLayer)
+    object.__setattr__(sharing.spec, "kv_sharing_target", "layers.2")
+    with pytest.raises(ConfigError, match="must be the same type"):
+        worker.allocate_cache(KVCacheConfig((9,) * 4, groups))
+    worker.close()
 
 
 def test_a_target_that_comes_later_or_shares_itself(model: HybridLM) -> None:

@@ -172,6 +172,13 @@ def test_a_layer_that_cannot_is_named_with_its_class(tiny: Any) -> None:
     assert caught.value.field == "cache.calculate_kv_scales"
 
 
+def test_a_model_with_nothing_to_measure_is_refused(tiny: Any) -> None:
+    """As one of recurrent layers only is."""
+    with pytest.raises(ConfigError, match="no layer of the model caches") as caught:
+        started(tiny, tiny.LM())
+    assert caught.value.field == "cache.calculate_kv_scales"
+
+
 def test_a_layer_of_wide_numbers_needs_no_scales(tiny: Any) -> None:
     small, wide = scaled_model(tiny).layers[0], tiny.LM().layers[1]
 

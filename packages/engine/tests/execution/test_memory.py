@@ -24,6 +24,7 @@ from headrace_engine.execution.memory import (
     CachePlan,
     fit_max_model_len,
     plan_cache,
+    spare_bytes,
 )
 
 GIB = 1 << 30
@@ -254,6 +255,14 @@ def test_the_override_is_of_the_pools_of_tokens() -> None:
     got = plan(CacheConfig(num_gpu_blocks_override=70), groups=(*TWO_POOLS[:1], RECURRENT))
     assert got.config.pools == (71, 9)
     assert plan(CacheConfig(num_gpu_blocks_override=70), groups=TWO_POOLS).config.pools == (71, 71)
+
+
+def test_what_is_missing_is_of_the_pool_that_is_too_small() -> None:
+    """Another pool may have more than it needs."""
+    cache = CacheConfig(num_gpu_blocks_override=10)
+    with pytest.raises(CapacityError, match=f", {53 * BLOCK} bytes more than there are"):
+        plan(cache, groups=MIXED)
+    assert spare_bytes(profile(), MIXED, cache, Limits(1000, 8)) == -53 * BLOCK
 
 
 def test_every_pool_is_described() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_core.grammar import Constraint, GrammarSpec
 from headrace_core.sampling import SamplingParams
 
 PROMPTS = {
@@ -191,6 +192,20 @@ class TestOneRequestFailsAlone:
         params = SamplingParams(temperature=0.0, allowed_token_ids=[5])
         new = h.new("bad", [1, 2], params, bad_words=[[5]])
         assert "no token is possible" in self.run_with_bad_one(h, {"bad": 2}, [new])
+
+    def test_its_tokens_are_computed(self, harness: Any) -> None:
+        """Others may have found them in the cache before anybody knew that it fails."""
+        h = harness()
+        prompt = PROMPTS["c"]
+        bad, good = h.new("bad", prompt), h.new("good", prompt)
+        # This worker knows no grammars.
+        bad.constraint = Constraint(GrammarSpec("none", "regex", "a"), ())
+        good.block_ids = (bad.block_ids[0][:4] + good.block_ids[0][4:],)
+        good.num_computed_tokens = h.computed["good"] = 16
+        result = h.step({"bad": len(prompt), "good": len(prompt) - 16}, [bad, good])
+        assert "without it" in str(result.requests["bad"].error)
+        assert result.requests["bad"].token_ids == []
+        assert result.requests["good"].token_ids == h.model.dense_greedy(prompt, 1)
 
     def test_a_step_of_bad_requests_only(self, harness: Any) -> None:
         h = harness()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from headrace_core.errors import ConfigError, ModelError, RequestError, UnsupportedFeature
+from headrace_core.errors import (
+    ConfigError,
+    ModelError,
+    RequestError,
+    UnsupportedFeature,
+    WeightsError,
+)
 from headrace_core.executor import MemoryProfile
 from headrace_core.kv import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from headrace_core.ops import KernelNeed, bind_ops
@@ -189,6 +196,27 @@ def test_weights_are_read_again_under_the_same_plan(tiny: Any) -> None:
     assert new.forwards  # warmed up
     assert worker.execute(ScheduledStep(step_id=0, num_scheduled_tokens={})) is not None
     worker.close()
+
+
+@pytest.mark.spec("EX-DUMMY-RELOAD")
+def test_weights_that_cannot_be_read_are_read_later(tiny: Any) -> None:
+    def rebuild(changes: Mapping[str, str]) -> Any:
+        if changes:
+            raise WeightsError("model.safetensors: it is torn")
+        return tiny.LM()
+
+    worker = make_worker(tiny.LM(), rebuild_model=rebuild)
+    worker.load()
+    worker.allocate_cache(config_for(tiny))
+    worker.warm_up()
+    worker.update_config({"load_config": {"load_format": "auto"}})
+    with pytest.raises(WeightsError, match="torn"):
+        worker.reload_weights()
+    with pytest.raises(ModelError, match="no model"):
+        worker.execute(ScheduledStep(0, {}))
+    worker.update_config({"load_config": {}})
+    worker.reload_weights()
+    assert worker.execute(ScheduledStep(1, {})).requests == {}
 
 
 @pytest.mark.spec("EX-DUMMY-RELOAD")

@@ -148,6 +148,12 @@ class FakeWorker:
     def stop_profile(self) -> None:
         self.calls.append("stop_profile")
 
+    def update_config(self, changes: object) -> None:
+        self.calls.append("update_config")
+
+    def reload_weights(self) -> None:
+        self.calls.append("reload_weights")
+
     def close(self) -> None:
         self.calls.append("close")
 

@@ -106,7 +106,8 @@ class StubPooler:
     def one(self, rows: Tensor, params: PoolingParams, token_ids: Sequence[int]) -> Tensor:
         states = rows.float()
         if params.task not in TOKEN_TASKS:
-            states = states.mean(0) if self.info.pooling_type == "MEAN" else states[-1]
+            begin = min(params.num_left_out or 0, len(states) - 1)
+            states = states[begin:].mean(0) if self.info.pooling_type == "MEAN" else states[-1]
         if params.task in ("embed", "token_embed"):
             states = states[..., : params.dimensions]
             if params.normalize:

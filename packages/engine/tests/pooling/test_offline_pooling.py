@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -331,6 +332,56 @@ def test_pairs_by_cosine() -> None:
     np.testing.assert_allclose([s.outputs.score for s in scores], want, rtol=1e-5)
     assert sum(made.model.pooler.batches) == 3  # "abc" was embedded once
     assert scores[1].prompt_token_ids == ids("abc") + ids("xyz")
+
+
+@pytest.mark.spec("POOL-ST")
+def test_a_prompt_is_read_and_left_out() -> None:
+    """With the special token before it, as Sentence Transformers does."""
+    said = {"prompts": {"query": "q: "}, "include_prompt": False, "pooling_type": "MEAN"}
+    made, query = make(info=said), PoolingParams(prompt_name="query")
+    cases: list[tuple[Any, PoolingParams, list[int], int]] = [
+        ("ab", query, ids("q: ab"), 4),
+        ({"prompt": "ab"}, query, ids("q: ab"), 4),
+        ("", query, ids("q: "), 4),
+        ("ab", PoolingParams(), ids("ab"), 0),
+        (ids("abc"), PoolingParams(num_left_out=2), ids("abc"), 2),
+        (ids("abc"), PoolingParams(num_left_out=9), ids("abc"), 4),
+        ("abcd", dataclasses.replace(query, truncate_prompt_tokens=6), ids("abcd"), 1),
+        ("abcd", dataclasses.replace(query, truncate_prompt_tokens=5), ids("bcd"), 0),
+    ]
+    with engine(made) as llm:
+        for prompt, params, tokens, left_out in cases:
+            (output,) = llm.encode([prompt], params, task="embed")
+            assert output.prompt_token_ids == tokens
+            torch.testing.assert_close(
+                tensor(output), made.model.dense(tokens, num_left_out=left_out)
+            )
+        with pytest.raises(RequestError, match="num_left_out = -1: must be at least 0"):
+            llm.encode(["ab"], PoolingParams(num_left_out=-1), task="embed")
+        with pytest.raises(RequestError, match="num_left_out: must be left out for task"):
+            llm.encode(["ab"], PoolingParams(num_left_out=1), task="token_embed")
+    made = make(info={**said, "include_prompt": True})
+    with engine(made) as llm:
+        (output,) = llm.encode(["ab"], query, task="embed")
+    torch.testing.assert_close(tensor(output), made.model.dense(ids("q: ab")))
+
+
+@pytest.mark.spec("POOL-ST", "POOL-LONGTEXT")
+def test_windows_of_a_text_leave_its_prompt_out() -> None:
+    prompt = "q" * 18
+    said = {"prompts": {"query": prompt}, "include_prompt": False, "pooling_type": "MEAN",
+            "enable_chunked_processing": True, "native_len": 16, "max_embed_len": 1000}  # fmt: skip
+    made = make(info=said)
+    with engine(made) as llm:
+        (output,) = llm.encode(["ab" * 9], PoolingParams(prompt_name="query"), task="embed")
+    tokens = ids(prompt + "ab" * 9)
+    windows = [tokens[16:32], tokens[32:]]
+    parts = [
+        made.model.dense(windows[0], num_left_out=3, normalize=False) * 13,
+        made.model.dense(windows[1], normalize=False) * len(windows[1]),
+    ]
+    expected = torch.nn.functional.normalize(sum(parts), dim=0)  # type: ignore[arg-type]
+    torch.testing.assert_close(tensor(output), expected)
 
 
 @pytest.mark.spec("POOL-EMBED")

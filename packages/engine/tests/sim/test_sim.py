@@ -16,6 +16,7 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import BringsWorker, CpuPlatform
 from headrace_core.sampling import SamplingParams, StructuredOutputsParams
 from headrace_core.step import NewRequest, ScheduledStep
+from headrace_engine.core import WORKER_CALLS
 from headrace_engine.sim.platform import WITHOUT_EFFECT, SimPlatform
 from headrace_engine.sim.tokens import expected_tokens, mixed, simulated_token
 from headrace_engine.sim.worker import SimWorker
@@ -135,6 +136,16 @@ def test_what_it_cannot_honour_is_refused_before_it_runs():
     with pytest.raises(UnsupportedFeature, match="structured_outputs"):
         SimPlatform().check_params(params)
     SimPlatform().check_params(SamplingParams())
+
+
+@pytest.mark.parametrize(("name", "count"), sorted(WORKER_CALLS.items()))
+def test_calls_from_outside_are_answered_or_refused(name, count):
+    call = getattr(_worker(), name)
+    if name == "report":
+        assert call()["device"] == "sim"
+    else:
+        with pytest.raises(UnsupportedFeature, match="device 'sim'"):
+            call(*[{}] * count)
 
 
 def test_settings_without_effect_are_refused():

@@ -27,9 +27,13 @@ from headrace_core.scoring import ScoreInput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.recordings import Recording
     from headrace.transcripts import WordTime
     from headrace_core.beam import BeamSearchOutput
+    from headrace_core.listening.transcript import Transcript
+    from headrace_core.speech import SpeechTask
     from headrace_core.text import Tokenizer
+    from headrace_multimodal.audio.decoding import AudioDecoder
 
 Message = Mapping[str, Any]
 
@@ -67,6 +71,7 @@ class LLM:
         self._intake = front.intake
         self._io_processor = front.io_processor
         self._speech = front.speech
+        self._decoder: AudioDecoder | None = None
 
     @property
     def engine(self) -> Any:
@@ -438,6 +443,86 @@ class LLM:
         pooling = self._pooling("LLM.encode", task)
         return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
 
+    def transcribe(
+        self,
+        audio: Recording | Sequence[Recording],
+        *,
+        language: str | None = None,
+        to_language: str | None = None,
+        prompt: str = "",
+        timestamp_granularities: Sequence[str] | None = None,
+        temperature: float | Sequence[float] = 0.0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **sampling: Any,
+    ) -> list[Transcript]:
+        """Write down what is said in recordings, however long they are.
+
+        They are decoded one ahead of another and cut where they are quietest; the clips of all run side
+        by side. What is computed is what ``/v1/audio/transcriptions`` computes.
+
+        Args:
+            audio: a file's path, a file's bytes, or (samples, samples a second), [n] or [channels, n]
+                floats from -1 to 1; one or a list.
+            language: what is spoken, such as ``en``; None: found out, if the model can.
+            to_language: what it is to become, for models that can choose.
+            prompt: text that came before, or that shows names and style.
+            timestamp_granularities: of ``segment`` and ``word``; None: segments, if the model tells
+                times.
+            temperature: 0: greedy, and again with up to 1 where a clip's text looks wrong; several:
+                tried one after the other.
+            use_tqdm: show seconds of sound on a progress bar; or a callable that makes one.
+            sampling: further fields of :class:`SamplingParams`: ``top_p``, ``seed``, ``max_tokens`` (of
+                each clip), ...; see :data:`headrace.transcribing.SAMPLING`.
+
+        Returns:
+            One transcript per recording, in order: ``text``, ``language``, ``duration``, ``segments``,
+            ``words``, and :meth:`~headrace_core.listening.transcript.Transcript.srt` of it.
+
+        Raises:
+            UnsupportedFeature: the model does not transcribe, or gives no such times.
+            OSError: a file cannot be read.
+            RequestError: a recording is no audio, or a value is wrong; nothing is left running.
+            GenerateError: a clip failed.
+            MissingDependency: the libraries that decode audio are not installed.
+        """
+        return self._listen(
+            "transcribe", audio, use_tqdm, language=language, to_language=to_language, prompt=prompt,
+            timestamps=timestamp_granularities, temperature=temperature, sampling=sampling,
+        )  # fmt: skip
+
+    def translate(
+        self,
+        audio: Recording | Sequence[Recording],
+        *,
+        language: str | None = None,
+        to_language: str | None = None,
+        prompt: str = "",
+        timestamp_granularities: Sequence[str] | None = None,
+        temperature: float | Sequence[float] = 0.0,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **sampling: Any,
+    ) -> list[Transcript]:
+        """Write down in another language, which is English for Whisper, what is said in recordings;
+        arguments, results and errors as :meth:`transcribe`."""
+        return self._listen(
+            "translate", audio, use_tqdm, language=language, to_language=to_language, prompt=prompt,
+            timestamps=timestamp_granularities, temperature=temperature, sampling=sampling,
+        )  # fmt: skip
+
+    def _listen(
+        self, task: SpeechTask, audio: Any, use_tqdm: bool | Callable[..., Any], **wanted: Any
+    ) -> list[Transcript]:
+        from headrace.assembly.speech import offline_decoder
+        from headrace.recordings import as_recordings
+        from headrace.transcribing import OfflineListening, Wanted
+        from headrace.transcripts import need_speech
+
+        speech = need_speech(self.engine, self._speech)
+        if self._decoder is None:
+            self._decoder = offline_decoder(self.engine_config.speech)
+        listening = OfflineListening(self.engine, speech, self._decoder)
+        return listening.run(as_recordings(audio), Wanted(task=task, **wanted), use_tqdm)
+
     def align(self, prompts: Prompt | Sequence[Prompt]) -> list[Tensor]:
         """Which part of its media each token of a sequence comes from: for the times of words.
 
@@ -506,8 +591,9 @@ class LLM:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.shutdown()
-            if self._speech is not None:
-                self._speech.close()
+            for decoding in (self._speech, self._decoder):
+                if decoding is not None:
+                    decoding.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -1,5 +1,7 @@
 """Outputs, under the name that users import."""
 
+from headrace_core.listening.timed import Segment, Word
+from headrace_core.listening.transcript import Transcript
 from headrace_core.output import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -30,4 +32,7 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "Segment",
+    "Transcript",
+    "Word",
 ]

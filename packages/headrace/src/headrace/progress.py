@@ -90,3 +90,51 @@ def prompt_bar(
         yield show
     finally:
         bar.close()
+
+
+class AudioBar:
+    """Shows how much of the recordings is heard, in seconds of sound; their lengths come out one by one.
+
+    Args:
+        bar: of tqdm's kind; None: nothing is shown.
+    """
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._total = self._heard = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Another recording is of this length."""
+        self._total += seconds
+        if self._bar is not None:
+            self._bar.total = round(self._total)
+            self._bar.refresh()
+
+    def heard(self, seconds: float) -> None:
+        """So much more was heard."""
+        shown, self._heard = round(self._heard), self._heard + seconds
+        if self._bar is not None:
+            self._bar.update(round(self._heard) - shown)
+
+
+@contextmanager
+def audio_bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[AudioBar]:
+    """A bar for recordings; its rate is how many seconds of sound are heard in one.
+
+    Args:
+        use_tqdm: False: none; or a callable that makes one (tqdm's signature).
+    """
+    if not use_tqdm:
+        yield AudioBar(None)
+        return
+    options: dict[str, Any] = {"total": 0, "desc": "Heard", "unit": "s", "dynamic_ncols": True}
+    if callable(use_tqdm):
+        bar = use_tqdm(**options)
+    else:
+        from tqdm import tqdm
+
+        bar = tqdm(**options, disable=None)
+    try:
+        yield AudioBar(bar)
+    finally:
+        bar.close()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headrace.stepping import OfflineSteps
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.listening.timed import Word
+from headrace_core.listening.times import words
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 from headrace_core.speech import SpeechModel
 
 if TYPE_CHECKING:
     from headrace_engine.offline import OfflineEngine
-    from headrace_server.speech.words import TokenWord
-
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class WordTime(NamedTuple):
@@ -38,35 +38,38 @@ def word_times(
         UnsupportedFeature: the model does not transcribe, or does not align.
         RequestError: a prompt has no clip as samples, or no text as token ids.
     """
-    if speech is None:
-        raise UnsupportedFeature(f"{engine.model.name}: does not transcribe", param="model")
-    spoken, sequences = list[list[int]](), list[list[int]]()
-    for prompt, output in zip(prompts, outputs):
-        room = engine.model.max_model_len - _num_told(prompt)
-        spoken.append(_spoken(engine, speech, output)[:room])
-        # The end token is aligned, too: where it begins the last word ends.
-        sequences.append([*spoken[-1], *engine.model.eos_token_ids[:1]][:room])
-    continued = [speech.continued(*both) for both in zip(prompts, sequences)]
-    found = []
-    for prompt, tokens, sequence, weights in zip(
-        prompts, spoken, sequences, engine.align(continued)
-    ):
-        seconds = _seconds(prompt)
-        starts = speech.token_times(weights, len(sequence), seconds)
-        times = [round(time, 2) for time in (*starts, seconds)]
-        words = _words(engine, tokens, language)
-        found.append([WordTime(w.text.strip(), times[w.begin], times[w.end]) for w in words])
+    speech = need_speech(engine, speech)
+    found: list[list[WordTime]] = [[] for _ in prompts]
+    with OfflineSteps(engine) as steps:
+        for prompt, output, timed in zip(prompts, outputs, found, strict=True):
+            _check_told(prompt)
+            spoken = words(
+                prompt, output.outputs[0].token_ids, speech, engine.model,
+                start=0.0, seconds=_seconds(prompt), written=language,
+            )  # fmt: skip
+            steps.start(spoken, _noted(timed))
+        steps.finish()
     return found
 
 
-def _spoken(engine: OfflineEngine, speech: SpeechModel, output: RequestOutput) -> list[int]:
-    """A transcript's tokens without its end and those that say times."""
-    tokens, ends = output.outputs[0].token_ids, engine.model.eos_token_ids
-    return [token for token in tokens if token not in ends and speech.timestamp(token) is None]
+def need_speech(engine: OfflineEngine, speech: SpeechModel | None) -> SpeechModel:
+    """The engine's speech model.
+
+    Raises:
+        UnsupportedFeature: it has none; says why, where that is known.
+    """
+    if speech is not None and "transcription" in engine.model.tasks:
+        return speech
+    why = "".join(f"; {reason}" for reason in engine.model.unmet.get("transcription", ()))
+    raise UnsupportedFeature(f"{engine.model.name}: does not transcribe{why}", param="model")
 
 
-def _num_told(prompt: Any) -> int:
-    """Tokens that a prompt begins a transcript with."""
+def _noted(timed: list[WordTime]) -> Callable[[list[Word]], None]:
+    return lambda found: timed.extend(WordTime(w.word, w.start, w.end) for w in found)
+
+
+def _check_told(prompt: Any) -> None:
+    """Refuse a prompt that does not say with which tokens a transcript begins."""
     given = prompt if isinstance(prompt, Mapping) else {}
     ids = given.get("decoder_prompt", given.get("prompt_token_ids"))
     if not isinstance(ids, list):
@@ -74,7 +77,6 @@ def _num_told(prompt: Any) -> int:
             f"decoder_prompt = {ids!r:.100}: must be token ids, for the times of words",
             param="decoder_prompt",
         )
-    return len(ids)
 
 
 def _seconds(prompt: Any) -> float:
@@ -88,17 +90,3 @@ def _seconds(prompt: Any) -> float:
         )
     samples, rate = audio
     return float(len(samples) / rate)
-
-
-def _words(engine: OfflineEngine, tokens: Sequence[int], language: str | None) -> list[TokenWord]:
-    from headrace_server.speech.words import TokenWord, words_of
-
-    tokenizer = engine.tokenizer
-    assert tokenizer is not None  # what transcribes has one
-    pieces, begin = [], 0
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[begin:end], skip_special_tokens=True)
-        if not text.endswith(_BROKEN) or end == len(tokens):
-            pieces.append(TokenWord(text, begin, end))
-            begin = end
-    return words_of(pieces, language)

@@ -12,10 +12,10 @@ namespace paged {
 // All partitions of a unit, and the result.
 template <class Unit> inline void run_all(Unit& unit) {
   const Tile& t = unit.t;
-  if (t.end - t.begin == 1 && unit.g.sinks == nullptr) {  // nothing to merge: most encoders' sequences
+  if (t.end - t.begin == 1 && unit.g.sinks == nullptr && unit.g.prefix == 0) {  // nothing to merge: most encoders' sequences
     unit.visit(t.begin, unit.total);
   } else {
-    for (int64_t r = 0; r < unit.rows; ++r) begin_row(unit.g, unit.total, r, unit.head_of(r));
+    for (int64_t r = 0; r < unit.rows; ++r) begin_row<typename Unit::TQ>(unit.g, t, unit.total, r, unit.kv_head);
     for (int64_t partition = t.begin; partition < t.end; ++partition) {
       unit.visit(partition, unit.part);
       for (int64_t r = 0; r < unit.rows; ++r) merge_row(unit.g, unit.total, unit.part, r);
@@ -57,7 +57,7 @@ inline void merge_tile(const Attention& g, const Tile& t, int64_t kv_head, float
   const int64_t size = state_floats(rows, g.value_dim), count = t.end - t.begin;
   const State total = state_at(static_cast<float*>(scratch(SCRATCH_TASK, size_t(size) * sizeof(float))), rows, g.value_dim);
   for (int64_t r = 0; r < rows; ++r) {
-    begin_row(g, total, r, kv_head * group + r % group);
+    begin_row<TQ>(g, t, total, r, kv_head);
     for (int64_t i = 0; i < count; ++i) {
       merge_row(g, total, state_at(partial + t.partial + (kv_head * count + i) * size, rows, g.value_dim), r);
     }
@@ -277,15 +277,18 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 // geometry: as for cache_write.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                        const float* sinks, const float* slopes, const int64_t* geometry, int64_t tokens, int64_t requests,
+                        const float* sinks, const float* slopes, const void* prefix_keys,
+                        const void* prefix_values, const int64_t* geometry, int64_t tokens, int64_t requests,
                         int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t q_row, int64_t q_head,
-                        int64_t table_stride, int64_t table_width, int64_t window, int64_t chunk, float scale,
-                        float soft_cap, int32_t causal, int32_t dtype) {
+                        int64_t table_stride, int64_t table_width, int64_t window, int64_t chunk,
+                        int64_t prefix, float scale, float soft_cap, int32_t causal, int32_t slope_roots,
+                        int32_t dtype) {
   TokenWork caches{};
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
-                           table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, {nullptr, 0}, nullptr, 0, 0};
+                           table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, slope_roots != 0,
+                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

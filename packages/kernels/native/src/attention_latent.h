@@ -59,7 +59,7 @@ int32_t latent_attention(void* out, const void* query, const void* rope_query, c
                    AS_COMPUTED, nullptr};
   paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, nullptr, both, both, tokens, requests,
                      q_heads, 1, dim, value_dim, q_row, q_head, table_stride, table_width, scale, 0.0f, 0, 0,
-                     true, nullptr, {nullptr, 0}, rope_query, rope_row, rope_head};
+                     true, nullptr, false, {nullptr, 0}, rope_query, rope_row, rope_head, nullptr, nullptr, 0};
   g.kv_heads = head_groups(g);
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;

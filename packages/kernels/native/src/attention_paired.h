@@ -210,11 +210,11 @@ struct PairedUnit : UnitRows<bf16, Pair> {
     float* const c = s + tile * KEYS + from * W;
     over_row_tiles(n, [&](auto number, int64_t i) {
       constexpr int R = decltype(number)::value;
-      const float* a = q + (r + i) * q_width;
+      const float* a = q + (r + i) * q_apart;
       if (AHEAD && i == 0) {
-        key_product_of<R, true>(to - from, a, q_width, groups, words, c, PART, ahead);
+        key_product_of<R, true>(to - from, a, q_apart, groups, words, c, PART, ahead);
       } else {
-        key_product_of<R, false>(to - from, a, q_width, groups, words, c + i * PART, PART, nullptr);
+        key_product_of<R, false>(to - from, a, q_apart, groups, words, c + i * PART, PART, nullptr);
       }
     });
   }
@@ -251,9 +251,7 @@ struct PairedUnit : UnitRows<bf16, Pair> {
       for (int tile = seen.from / KEYS; tile * KEYS < seen.to; ++tile) {
         r == 0 ? score<true>(r, n, tile, seen) : score<false>(r, n, tile, seen);
       }
-      for (int64_t i = 0; i < n; ++i) {
-        soften(r + i, base, s + i * PART, seen, state.best + r + i, state.sum + r + i);
-      }
+      soften_all(r, n, base, seen, state);
       if (seen.empty()) continue;
       if (together) {
         cut_edges(seen);

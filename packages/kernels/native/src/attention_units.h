@@ -63,9 +63,13 @@ struct Attention {
   int64_t chunk;   // 0 = none; else keys of the query's own chunk of positions are seen
   bool causal;     // false: keys after a query are seen too, with a window those less than it away
   const float* slopes;  // [q_heads] of ALiBi, null = none
+  bool slope_roots;     // they weigh the root of the distance
   Bias bias;
   const void* rope_query;  // null = the query is one piece; else of its dimensions from value_dim on
   int64_t rope_row, rope_head;
+  // What every row sees besides, [prefix, kv_heads, dim] of the query's dtype; 0 = nothing.
+  const void *prefix_keys, *prefix_values;
+  int64_t prefix;
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -365,13 +369,44 @@ inline int64_t position_of(const Attention& g, const Tile& t) {
   return context_of(g, t.request) - length + t.first;
 }
 
-// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum.
-inline void begin_row(const Attention& g, const State& state, int64_t r, int64_t head) {
+// One key that every row sees, with its value, into the state of a row.
+template <class TQ>
+inline void see(const Attention& g, const State& state, int64_t r, const TQ* query, const TQ* key, const TQ* value,
+                float value_scale) {
+  const float score = g.scale * LOG2E * hsum(sum_lanes(g.dim, [&](int64_t d, int64_t left) {
+    return vmul(ld_upto(query + d, left), ld_upto(key + d, left));
+  }));
+  const float now = state.best[r] > score ? state.best[r] : score;
+  const vf keep = exp2_of<false>(vset(state.best[r] - now)), add = exp2_of<false>(vset(score - now));
+  float kept[W], added[W];
+  st(kept, keep);
+  st(added, add);
+  state.best[r] = now;
+  state.sum[r] = state.sum[r] * kept[0] + added[0];
+  const vf weight = vset(added[0] / value_scale);
+  float* acc = state.acc + r * lanes_of(g.value_dim);
+  for (int64_t d = 0; d < g.value_dim; d += W) {
+    st(acc + d, vfma(ld_upto(value + d, g.value_dim - d), weight, vmul(ld(acc + d), keep)));
+  }
+}
+
+// The state of a row before its first key: nothing, or the sink, which is e^sink more in the sum, and what
+// every row sees.
+template <class TQ>
+inline void begin_row(const Attention& g, const Tile& t, const State& state, int64_t r, int64_t kv_head) {
+  const int64_t group = g.q_heads / g.kv_heads, head = kv_head * group + r % group;
   const float sink = g.sinks != nullptr ? g.sinks[head] : -__builtin_inff();
   state.best[r] = sink * LOG2E;
   state.sum[r] = sink == -__builtin_inff() ? 0.0f : 1.0f;
   const int64_t lanes = lanes_of(g.value_dim);
   for (int64_t d = 0; d < lanes; d += W) st(state.acc + r * lanes + d, vzero());
+  const int64_t token = g.cu_seqlens_q[t.request] + t.first + r / group;
+  const TQ* query = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
+  for (int64_t i = 0; i < g.prefix; ++i) {
+    const int64_t at = i * g.kv_heads + kv_head;
+    see(g, state, r, query, static_cast<const TQ*>(g.prefix_keys) + at * g.dim,
+        static_cast<const TQ*>(g.prefix_values) + at * g.value_dim, scale_of(g.values, kv_head));
+  }
 }
 
 inline void merge_row(const Attention& g, const State& into, const State& from, int64_t r) {
@@ -399,18 +434,18 @@ inline void finish_row(const Attention& g, const Tile& t, const State& state, in
     return;
   }
   const float sum = state.sum[r];
-  const vf divisor = vset(sum > 0.0f || sum != sum ? sum : 1.0f);
-  const vf scale = vset(scale_of(g.values, kv_head));
+  const vf share = vset(scale_of(g.values, kv_head) / (sum > 0.0f || sum != sum ? sum : 1.0f));
   for (int64_t d = 0; d < g.value_dim; d += W) {
     // Plus zero: products of pairs may end in -0, which merging would have made 0.
     const vf acc = vadd(ld(state.acc + r * lanes + d), vzero());
-    st_upto(to + d, vmul(vdiv(acc, divisor), scale), g.value_dim - d);
+    st_upto(to + d, vmul(acc, share), g.value_dim - d);
   }
 }
 
 struct Span {
   int from, to;
   bool empty() const { return from >= to; }
+  bool operator==(Span other) const { return from == other.from && to == other.to; }
 };
 
 // What a unit does whatever the order of the cache: the rows' queries, what they see, their weights.
@@ -423,10 +458,12 @@ struct UnitRows {
   const Attention& g;
   const Tile& t;
   int64_t kv_head, group, rows, position, context;
-  int64_t words, q_width;  // of a query row: in use, and apart
+  int64_t words, q_width;  // of a query: in use, and packed
+  int64_t q_apart;         // from one row's query to the next
   float scale;             // of scores: the call's and that of the keys
   bool last_head;          // of the task: the next one's keys are fetched ahead otherwise
-  float *q, *s;
+  const float* q;
+  float* s;
   State total, part;
   int32_t status = OK;
 
@@ -444,30 +481,44 @@ struct UnitRows {
   // Takes the task's scratch: for queries, scores and states, and `more` floats, where it returns.
   float* take_scratch(int64_t more) {
     const int64_t state = state_floats(rows, g.value_dim), s_floats = min_of(rows, BLOCK_ROWS) * PART;
-    const int64_t all = rows * q_width + s_floats + 2 * state + more;
-    q = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
-    s = q + rows * q_width;
+    const int64_t q_floats = queries_are_words() ? 0 : rows * q_width;
+    const int64_t all = q_floats + s_floats + 2 * state + more;
+    float* const copy = static_cast<float*>(scratch(SCRATCH_TASK, size_t(all) * sizeof(float)));
+    s = copy + q_floats;
     total = state_at(s + s_floats, rows, g.value_dim);
     part = state_at(s + s_floats + state, rows, g.value_dim);
-    load_query();
+    find_query(copy);
     return s + s_floats + 2 * state;
+  }
+
+  // Whether queries can be read where they are: one head's rows, in words.
+  bool queries_are_words() const {
+    return sizeof(TQ) * STEP == sizeof(float) && group == 1 && g.rope_query == nullptr && g.dim % STEP == 0 &&
+           g.q_row % STEP == 0 && g.q_head % STEP == 0;
   }
 
   int64_t head_of(int64_t r) const { return kv_head * group + r % group; }
 
-  void load_query() {
+  void find_query(float* copy) {
     const int64_t begin = g.cu_seqlens_q[t.request] + t.first;
-    if (g.rope_query != nullptr) return load_query_of_two(begin);
+    if (queries_are_words()) {
+      q = reinterpret_cast<const float*>(static_cast<const TQ*>(g.query) + begin * g.q_row + kv_head * g.q_head);
+      q_apart = g.q_row / STEP;
+      return;
+    }
+    q = copy;
+    q_apart = q_width;
+    if (g.rope_query != nullptr) return load_query_of_two(begin, copy);
     for (int64_t r = 0; r < rows; ++r) {
       const TQ* from = static_cast<const TQ*>(g.query) + (begin + r / group) * g.q_row + head_of(r) * g.q_head;
       for (int64_t w = 0; w < q_width; w += W) {
-        st(q + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
+        st(copy + r * q_width + w, A::words(from + w * STEP, g.dim - w * STEP));
         if (!last_head) __builtin_prefetch(from + group * g.q_head + w * STEP);  // the next unit's
       }
     }
   }
 
-  void load_query_of_two(int64_t begin) {
+  void load_query_of_two(int64_t begin, float* copy) {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = begin + r / group, head = head_of(r);
       const TQ* first = static_cast<const TQ*>(g.query) + token * g.q_row + head * g.q_head;
@@ -476,7 +527,7 @@ struct UnitRows {
         const int64_t d = w * STEP, left = min_of(CHUNK, g.dim - d);
         TQ both[CHUNK] = {};
         for (int64_t i = 0; i < left; ++i) both[i] = d + i < g.value_dim ? first[d + i] : second[d + i - g.value_dim];
-        st(q + r * q_width + w, A::words(both, CHUNK));
+        st(copy + r * q_width + w, A::words(both, CHUNK));
       }
     }
   }
@@ -530,6 +581,51 @@ struct UnitRows {
     *sum = hsum(adding);
   }
 
+  // soften for the rows [r, r + n). Rows that see the same keys go in fours, whose long chains of maxima,
+  // powers and sums the machine then runs side by side.
+  void soften_all(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
+    const bool plain = g.soft_cap <= 0 && scale >= 0 && g.bias.data == nullptr && g.slopes == nullptr;
+    for (int64_t i = 0; i < n;) {
+      float *line = s + i * PART, *best = state.best + r + i, *sum = state.sum + r + i;
+      if (plain && i + 4 <= n && !seen.empty() && span(r + i, base) == seen && span(r + i + 3, base) == seen) {
+        soften_four(line, seen, best, sum);
+        i += 4;
+      } else {
+        soften(r + i, base, line, seen, best, sum);
+        i += 1;
+      }
+    }
+  }
+
+  void soften_four(float* lines, Span seen, float* best, float* sum) {
+    const int from = seen.from / CHUNK * CHUNK, to = int(round_up(seen.to, CHUNK));
+    const float factor = scale * LOG2E;
+    vf top[4], shift[4], adding[4];
+    HR_UNROLL for (int i = 0; i < 4; ++i) {
+      hide(lines + i * PART, from, seen.from);
+      hide(lines + i * PART, seen.to, to);
+      top[i] = ld(lines + i * PART + from);
+      adding[i] = vzero();
+    }
+    for (int j = from + W; j < to; j += W) {
+      HR_UNROLL for (int i = 0; i < 4; ++i) top[i] = vmax(top[i], ld(lines + i * PART + j));
+    }
+    hmax4(top[0], top[1], top[2], top[3], best);
+    HR_UNROLL for (int i = 0; i < 4; ++i) {
+      best[i] *= factor;
+      if (best[i] < LEAST) best[i] = LEAST;
+      shift[i] = vset(-best[i]);
+    }
+    const vf slope = vset(factor);
+    for (int j = from; j < to; j += CHUNK) {
+      HR_UNROLL for (int i = 0; i < 4; ++i) {
+        float* const line = lines + i * PART;
+        adding[i] = A::weights(line + j, slope, shift[i], line + j / STEP, adding[i]);
+      }
+    }
+    hsum4(adding[0], adding[1], adding[2], adding[3], sum);
+  }
+
   // -inf for the scores [from, to). Whole vectors are written, each where one was written before: what is
   // read next need not wait for pieces to reach the cache.
   static void hide(float* line, int from, int to) {
@@ -544,7 +640,8 @@ struct UnitRows {
     }
   }
 
-  // slope * (key's position - the row's), ATTN-REF's ALiBi. Requests that are visited together stand
+  // slope * (key's position - the row's), ATTN-REF's ALiBi; or less slope times the root of what the key
+  // lies back. Requests that are visited together stand
   // at positions of their own.
   void add_slope(int64_t r, int64_t base, float* line, int from, int to) const {
     const int64_t p = t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
@@ -553,8 +650,16 @@ struct UnitRows {
     for (int i = 0; i < W; ++i) distance[i] = float(base + from + i - p);
     for (int j = from; j < to; j += W) {
       const vf away = vadd(ld(distance), vset(float(j - from)));
-      st(line + j, vfma(slope, away, ld(line + j)));
+      st(line + j, vfma(slope, g.slope_roots ? vsub(vzero(), root_of(vsub(vzero(), away))) : away, ld(line + j)));
     }
+  }
+
+  // Of what is not negative; else 0.
+  static vf root_of(vf x) {
+    float part[W];
+    st(part, vmax(vzero(), x));
+    for (int i = 0; i < W; ++i) part[i] = __builtin_sqrtf(part[i]);
+    return ld(part);
   }
 
   void add_bias(int64_t r, int64_t base, float* line, Span own) const {
@@ -570,8 +675,8 @@ struct UnitRows {
 template <class TQ_, class TC>
 struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   using Base = UnitRows<TQ_, typename Choice<TQ_, TC>::Words>;
-  using Base::g, Base::t, Base::kv_head, Base::group, Base::rows, Base::words, Base::q_width;
-  using Base::last_head, Base::q, Base::s, Base::status, Base::span, Base::soften;
+  using Base::g, Base::t, Base::kv_head, Base::group, Base::rows, Base::words, Base::q_width, Base::q_apart;
+  using Base::last_head, Base::q, Base::s, Base::status, Base::span;
   using typename Base::A;
   static constexpr int STEP = Base::STEP, CHUNK = Base::CHUNK;
 
@@ -702,7 +807,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
   void score(int64_t r, int64_t n, int tile, Span seen, const float* packed) {
     const int from = int(max_of(seen.from - tile * KEYS, 0)) / W * W;
     const int to = int(min_of(seen.to - tile * KEYS, KEYS));
-    product_rows<A>(n, int(ceil_div(to - from, W)), q + r * q_width, q_width, packed + from, KEYS, words,
+    product_rows<A>(n, int(ceil_div(to - from, W)), q + r * q_apart, q_apart, packed + from, KEYS, words,
                     s + tile * KEYS + from, PART, false);
   }
 
@@ -756,9 +861,7 @@ struct PlainUnit : UnitRows<TQ_, typename Choice<TQ_, TC>::Words> {
         if (once) pack_keys(tile, seen, k);
         score(r, n, tile, seen, k + (once ? 0 : tile * tile_floats));
       }
-      for (int64_t i = 0; i < n; ++i) {
-        soften(r + i, base, s + i * PART, seen, state.best + r + i, state.sum + r + i);
-      }
+      this->soften_all(r, n, base, seen, state);
       if (seen.empty()) continue;
       if (once || !finite) {
         weigh_tiles(r, n, base, seen, state);

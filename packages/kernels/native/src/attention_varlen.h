@@ -39,7 +39,7 @@ int32_t varlen_attention(void* out, const void* query, const void* key, const vo
   const Cache values{const_cast<void*>(value), 1, tokens, 0, v_row, v_head, 1, AS_COMPUTED, nullptr};
   const paged::Attention g{out, query, nullptr, cu_seqlens, key_lens, nullptr, keys, values, tokens, sequences,
                            q_heads, kv_heads, dim, dim, q_row, q_head, 0, 0, scale, soft_cap, window, 0, false,
-                           nullptr, {bias, reach}, nullptr, 0, 0};
+                           nullptr, false, {bias, reach}, nullptr, 0, 0, nullptr, nullptr, 0};
   paged::Plan plan;
   if (!keys_fit(g) || !paged::make_plan(g, plan) || !bias_reaches(g)) return BAD_LENGTHS;
   int32_t status = OK;

@@ -1,4 +1,4 @@
-// Sums, multiples and widening of rows, element by element. Strides are in elements.
+// Sums, multiples, copies and widening of rows, element by element. Strides are in elements.
 
 namespace headrace::HR_ISA {
 namespace {
@@ -78,23 +78,107 @@ void scale(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, fl
   });
 }
 
-// How gate() opens.
-enum Opening : int32_t { AS_IT_IS = 0, BY_SILU = 1, BY_SIGMOID = 2 };
+// How gate() opens; the order is that of headrace_core.ops.OPENINGS.
+enum Opening : int32_t { AS_IT_IS = 0, BY_SILU = 1, BY_SIGMOID = 2, BY_SOFTPLUS = 3 };
+
+inline vf opening(int32_t kind, vf x) {
+  switch (kind) {
+    case BY_SILU: return act(SILU, x);
+    case BY_SIGMOID: return vsigmoid(x);
+    case BY_SOFTPLUS: return vsoftplus(x);
+  }
+  return x;
+}
 
 // out [rows, n] = x * act(gate)
-void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int64_t x_stride,
+template <class T>
+inline void gate_values(T* out, const T* x, const T* by, int64_t rows, int64_t n, int64_t x_stride,
+                        int64_t by_stride, int32_t kind) {
+  over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
+    const T *a = x + row * x_stride + at, *b = by + row * by_stride + at;
+    T* to = out + row * n + at;
+    for (int64_t j = 0; j < many; j += W) {
+      const vf open = opening(kind, ld_upto(b + j, many - j));
+      st_upto(to + j, vmul(ld_upto(a + j, many - j), open), many - j);
+    }
+  });
+}
+
+// The same where each of a row's gates opens n / gates neighbours.
+template <class T>
+inline void gate_runs(T* out, const T* x, const T* by, int64_t rows, int64_t n, int64_t gates, int64_t x_stride,
+                      int64_t by_stride, int32_t kind) {
+  const int64_t run = n / gates;
+  parallel_ranges(rows * gates, rows * n / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / gates, at = i % gates;
+      const T* from = x + row * x_stride + at * run;
+      const vf open = opening(kind, vset(to_float(by[row * by_stride + at])));
+      T* to = out + row * n + at * run;
+      for (int64_t j = 0; j < run; j += W) st_upto(to + j, vmul(ld_upto(from + j, run - j), open), run - j);
+    }
+  });
+}
+
+void gate(void* out, const void* x, const void* by, int64_t rows, int64_t n, int64_t gates, int64_t x_stride,
           int64_t by_stride, int32_t kind, int32_t dtype) {
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
+    T* to = static_cast<T*>(out);
+    const T *from = static_cast<const T*>(x), *open = static_cast<const T*>(by);
+    if (gates == n) gate_values(to, from, open, rows, n, x_stride, by_stride, kind);
+    else gate_runs(to, from, open, rows, n, gates, x_stride, by_stride, kind);
+  });
+}
+
+// out [rows, n] = min(max(x, low), high)
+void clamp(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, float low, float high,
+           int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
     over_pieces(rows, n, [&](int64_t row, int64_t at, int64_t many) {
-      const T* a = static_cast<const T*>(x) + row * x_stride + at;
-      const T* b = static_cast<const T*>(by) + row * by_stride + at;
+      const T* from = static_cast<const T*>(x) + row * stride + at;
       T* to = static_cast<T*>(out) + row * n + at;
       for (int64_t j = 0; j < many; j += W) {
-        vf open = ld_upto(b + j, many - j);
-        if (kind == BY_SILU) open = act(SILU, open);
-        if (kind == BY_SIGMOID) open = vsigmoid(open);
-        st_upto(to + j, vmul(ld_upto(a + j, many - j), open), many - j);
+        const vf v = ld_upto(from + j, many - j);
+        st_upto(to + j, vmin(vset(high), vmax(vset(low), v)), many - j);
+      }
+    });
+  });
+}
+
+// out [rows, inner, n] = x; of any type: n and strides are in bytes.
+void copy_rows(void* out, const void* x, int64_t rows, int64_t inner, int64_t n, int64_t out_row,
+               int64_t out_inner, int64_t x_row, int64_t x_inner) {
+  parallel_ranges(rows * inner, rows * inner * n / 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / inner, at = i % inner;
+      __builtin_memcpy(static_cast<char*>(out) + row * out_row + at * out_inner,
+                       static_cast<const char*>(x) + row * x_row + at * x_inner, size_t(n));
+    }
+  });
+}
+
+// out [rows, M, n] = residual [rows, M, n], if there is one, + weights [rows, M, N] times x [rows, N, n]
+void mix(void* out, const void* x, const float* weights, const void* residual, int64_t rows, int64_t M, int64_t N,
+         int64_t n, int64_t x_row, int64_t x_inner, int64_t w_row, int64_t w_inner, int64_t r_row,
+         int64_t r_inner, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    parallel_ranges(rows * M, rows * M * (N + 1) * n / 12, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t row = i / M, m = i % M;
+        const T* from = static_cast<const T*>(x) + row * x_row;
+        const T* base = static_cast<const T*>(residual) + row * r_row + m * r_inner;
+        const float* by = weights + row * w_row + m * w_inner;
+        T* to = static_cast<T*>(out) + i * n;
+        for (int64_t j = 0; j < n; j += W) {
+          vf sum = residual == nullptr ? vzero() : ld_upto(base + j, n - j);
+          for (int64_t k = 0; k < N; ++k) {
+            sum = vadd(sum, vmul(vset(by[k]), ld_upto(from + k * x_inner + j, n - j)));
+          }
+          st_upto(to + j, sum, n - j);
+        }
       }
     });
   });

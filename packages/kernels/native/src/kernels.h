@@ -16,6 +16,7 @@
 #include "packed_rows.h"
 #include "head_linear.h"
 #include "moe.h"
+#include "quant_experts.h"
 #include "attention_units.h"
 #include "attention_paired.h"
 #include "attention.h"
@@ -41,6 +42,11 @@ const Entry entries[] = {
     HR_ENTRY(add),
     HR_ENTRY(scale),
     HR_ENTRY(gate),
+    HR_ENTRY(clamp),
+    HR_ENTRY(copy_rows),
+    HR_ENTRY(mix),
+    HR_ENTRY(match_rms),
+    HR_ENTRY(gaussian_topk),
     HR_ENTRY(to_float32),
     HR_ENTRY(elementwise),
     HR_ENTRY(route_experts),
@@ -57,8 +63,10 @@ const Entry entries[] = {
     HR_ENTRY(quant_linear_round),
     HR_ENTRY(quant_linear),
     HR_ENTRY(quant_linear_gated),
+    HR_ENTRY(quant_routed),
     HR_ENTRY(linear_rows),
     HR_ENTRY(moe),
+    HR_ENTRY(expert_linear),
     HR_ENTRY(paged_attention),
     HR_ENTRY(varlen_attention),
     HR_ENTRY(latent_cache_write),
@@ -70,6 +78,7 @@ const Entry entries[] = {
     HR_ENTRY(delta_rule),
     HR_ENTRY(rg_lru),
     HR_ENTRY(wkv),
+    HR_ENTRY(mlstm),
     HR_ENTRY(gated_rms_norm),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),

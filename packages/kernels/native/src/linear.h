@@ -54,28 +54,43 @@ struct Ahead {
 template <int R, int V, class WT>
 inline void fma_step(const float* const* a, int64_t k, const WT* b, vf (&acc)[R][V]) {
   vf weights[V];
-  for (int v = 0; v < V; ++v) weights[v] = ld(b + v * W);
-  for (int r = 0; r < R; ++r) {
+  HR_UNROLL for (int v = 0; v < V; ++v) weights[v] = ld(b + v * W);
+  HR_UNROLL for (int r = 0; r < R; ++r) {
     const vf x = vset(a[r][k]);
-    for (int v = 0; v < V; ++v) acc[r][v] = vfma(x, weights[v], acc[r][v]);
+    HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = vfma(x, weights[v], acc[r][v]);
   }
 }
 
-// c[r][v] (+)= sum over k of a[r][k] * b[k][v]; b has `width` features for each k.
-template <int R, int V, class WT>
-inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                     int64_t ldc, bool resume, Ahead ahead) {
+// Sums of a tile that go on later, or are finished from scratch: [rows][PANEL] floats.
+struct Rest {
+  float* sums;
+  template <int R, int V> HR_INLINE void operator()(int at, const vf (&acc)[R][V]) const {
+    HR_UNROLL for (int r = 0; r < R; ++r)
+      HR_UNROLL for (int v = 0; v < V; ++v) st(sums + r * PANEL + (at + v) * W, acc[r][v]);
+  }
+};
+
+// What sums begin with: nothing, or what a piece of K before has left.
+template <int R, int V> HR_INLINE inline void begin_tile(vf (&acc)[R][V], const float* rest, int at) {
+  HR_UNROLL for (int r = 0; r < R; ++r)
+    HR_UNROLL for (int v = 0; v < V; ++v)
+      acc[r][v] = rest == nullptr ? vzero() : ld(rest + r * PANEL + (at + v) * W);
+}
+
+// keep(at, acc), acc[r][v] (+)= sum over k of a[r][k] * b[k][v]; b has `width` features for each k, and the
+// tile's first vector is the panel's `at`-th.
+template <int R, int V, class WT, class Keep>
+inline void tile_fma(const float* const* a, int64_t count, const WT* b, int64_t width, const float* rest,
+                     int at, Ahead ahead, const Keep& keep) {
   vf acc[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
+  begin_tile(acc, rest, at);
   int64_t k = 0;
   for (; k + UNROLL <= count; k += UNROLL) {
     ahead.fetch();
-    for (int u = 0; u < UNROLL; ++u, b += width) fma_step<R, V>(a, k + u, b, acc);
+    HR_UNROLL for (int u = 0; u < UNROLL; ++u, b += width) fma_step<R, V>(a, k + u, b, acc);
   }
   for (; k < count; ++k, b += width) fma_step<R, V>(a, k, b, acc);
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+  keep(at, acc);
 }
 
 #if defined(HR_DOT_BF16)
@@ -87,70 +102,68 @@ inline __m512bh pair_of(const bf16* p) {
 template <int R, int V>
 inline void dot_step(const bf16* const* a, int64_t k, const bf16* b, vf (&acc)[R][V]) {
   __m512bh weights[V];
-  for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * W);
-  for (int r = 0; r < R; ++r) {
+  HR_UNROLL for (int v = 0; v < V; ++v) weights[v] = (__m512bh)_mm512_loadu_si512(b + v * 2 * W);
+  HR_UNROLL for (int r = 0; r < R; ++r) {
     const __m512bh x = pair_of(a[r] + k);
-    for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
+    HR_UNROLL for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], weights[v], x);
   }
 }
-template <int R, int V>
-inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t width, float* c,
-                     int64_t ldc, bool resume, Ahead ahead) {
+template <int R, int V, class Keep>
+inline void tile_dot(const bf16* const* a, int64_t count, const bf16* b, int64_t width, const float* rest,
+                     int at, Ahead ahead, const Keep& keep) {
   vf acc[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) acc[r][v] = resume ? ld(c + r * ldc + v * W) : vzero();
+  begin_tile(acc, rest, at);
   int64_t k = 0;
   for (; k + 2 * UNROLL <= count; k += 2 * UNROLL) {
     ahead.fetch();
-    for (int u = 0; u < UNROLL; ++u, b += 2 * width) dot_step<R, V>(a, k + 2 * u, b, acc);
+    HR_UNROLL for (int u = 0; u < UNROLL; ++u, b += 2 * width) dot_step<R, V>(a, k + 2 * u, b, acc);
   }
   for (; k + 2 <= count; k += 2, b += 2 * width) dot_step<R, V>(a, k, b, acc);
   if (k < count) {  // an odd K: the packed weight ends in zeros, the row does not
     bf16 last[R][2];
     const bf16* lasts[R];
-    for (int r = 0; r < R; ++r) { last[r][0] = a[r][k]; last[r][1] = bf16{0}; lasts[r] = last[r]; }
+    HR_UNROLL for (int r = 0; r < R; ++r) { last[r][0] = a[r][k]; last[r][1] = bf16{0}; lasts[r] = last[r]; }
     dot_step<R, V>(lasts, 0, b, acc);
   }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) st(c + r * ldc + v * W, acc[r][v]);
+  keep(at, acc);
 }
 #endif
 
-template <int R, int V, class WT, class A>
-inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                       int64_t ldc, bool resume, Ahead ahead) {
+template <int R, int V, class WT, class A, class Keep>
+inline void tile_block(const A* const* a, int64_t count, const WT* b, int64_t width, const float* rest,
+                       int at, Ahead ahead, const Keep& keep) {
 #if defined(HR_DOT_BF16)
   if constexpr (Meeting<WT>::STEP == 2) {
-    tile_dot<R, V>(a, count, b, width, c, ldc, resume, ahead);
+    tile_dot<R, V>(a, count, b, width, rest, at, ahead, keep);
     return;
   } else
 #endif
-  tile_fma<R, V>(a, count, b, width, c, ldc, resume, ahead);
+  tile_fma<R, V>(a, count, b, width, rest, at, ahead, keep);
 }
 
 // A register tile of R rows and V vectors; in halves where the accumulators do not fit.
-template <int R, int V, class WT, class A>
-inline void tile(const A* const* a, int64_t count, const WT* b, int64_t width, float* c, int64_t ldc,
-                 bool resume, Ahead ahead) {
+template <int R, int V, class WT, class A, class Keep>
+inline void tile(const A* const* a, int64_t count, const WT* b, int64_t width, const float* rest, int at,
+                 Ahead ahead, const Keep& keep) {
   if constexpr (R * V <= ACCUMULATORS) {
-    tile_block<R, V>(a, count, b, width, c, ldc, resume, ahead);
+    tile_block<R, V>(a, count, b, width, rest, at, ahead, keep);
   } else {
     constexpr int H = V / 2;
-    tile<R, H>(a, count, b, width, c, ldc, resume, ahead);
-    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, c + H * W, ldc, resume, ahead);
+    tile<R, H>(a, count, b, width, rest, at, ahead, keep);
+    tile<R, V - H>(a, count, b + H * W * Meeting<WT>::STEP, width, rest, at + H, ahead, keep);
   }
 }
 
 template <int V, class WT, class A>
-inline void tile_rows(int rows, const A* const* a, int64_t count, const WT* b, int64_t width, float* c,
-                      int64_t ldc, bool resume, Ahead ahead) {
+inline void tile_rows(int rows, const A* const* a, int64_t count, const WT* b, int64_t width,
+                      const float* rest, Ahead ahead, const Rest& keep) {
   switch (rows) {
-    case 1: return tile<1, V>(a, count, b, width, c, ldc, resume, ahead);
-    case 2: return tile<2, V>(a, count, b, width, c, ldc, resume, ahead);
-    case 3: return tile<3, V>(a, count, b, width, c, ldc, resume, ahead);
-    case 4: return tile<4, V>(a, count, b, width, c, ldc, resume, ahead);
-    case 5: return tile<5, V>(a, count, b, width, c, ldc, resume, ahead);
-    case 6: return tile<6, V>(a, count, b, width, c, ldc, resume, ahead);
+    case 1: return tile<1, V>(a, count, b, width, rest, 0, ahead, keep);
+    case 2: return tile<2, V>(a, count, b, width, rest, 0, ahead, keep);
+    case 3: return tile<3, V>(a, count, b, width, rest, 0, ahead, keep);
+    case 4: return tile<4, V>(a, count, b, width, rest, 0, ahead, keep);
+    case 5: return tile<5, V>(a, count, b, width, rest, 0, ahead, keep);
+    case 6: return tile<6, V>(a, count, b, width, rest, 0, ahead, keep);
   }
 }
 
@@ -165,10 +178,12 @@ template <class A> struct Rows {
 // sums [rows][PANEL] = activations of rows [begin, begin + rows) times one panel. `after` is what will
 // be read next, fetched on the way (a panel's last piece fetches the first of what comes after it).
 // done(first, many, sums) takes rows [first, first + many) as soon as they are complete; if the panel is
-// one piece, nobody reads them afterwards, and they lie in the first cache.
-template <class WT, class A, class Done>
+// one piece, nobody reads them afterwards, and they lie in the first cache. If there is `whole`,
+// whole.from(first) keeps full tiles instead, whose sums are never put down.
+struct NoTiles {};
+template <class WT, class A, class Done, class Whole = NoTiles>
 inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t K, const WT* panel,
-                          int vectors, float* sums, const WT* after, const Done& done) {
+                          int vectors, float* sums, const WT* after, const Done& done, const Whole& whole = {}) {
   const int64_t width = int64_t(vectors) * W;
   const int64_t tiles = ceil_div(rows, MAX_ROWS);
   const int64_t step_bytes = UNROLL * Meeting<WT>::STEP * width * int64_t(sizeof(WT));
@@ -192,11 +207,18 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
       const int64_t own = tiles == 1 ? next != contiguous : tiles == 2 && i == 0 ? 0 : lines;
       const Ahead ahead{next, next < end ? own : 0};
       next += 64 * own * steps;
+      const float* const rest = k > 0 ? c : nullptr;
+      if constexpr (!__is_same(Whole, NoTiles)) {
+        if (k + count >= K && many == MAX_ROWS && vectors == MAX_VECTORS) {
+          tile<MAX_ROWS, MAX_VECTORS>(a, count, b, width, rest, 0, ahead, whole.from(first));
+          continue;
+        }
+      }
       switch (vectors) {
-        case 1: tile_rows<1>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
-        case 2: tile_rows<2>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
-        case 3: tile_rows<3>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
-        case 4: tile_rows<4>(int(many), a, count, b, width, c, PANEL, k > 0, ahead); break;
+        case 1: tile_rows<1>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
+        case 2: tile_rows<2>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
+        case 3: tile_rows<3>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
+        case 4: tile_rows<4>(int(many), a, count, b, width, rest, ahead, Rest{c}); break;
       }
       if (k + count >= K) done(first, many, static_cast<const float*>(c));
     }
@@ -266,23 +288,50 @@ inline void over_panels(int64_t rows, int64_t panels, int64_t work, const F& f) 
   });
 }
 
-// finish(to, sums, bias, n) makes n outputs of a row of their sums.
-template <class T, class WT, class Finish>
+// How sums with their bias become outputs.
+template <class T> struct AsTheyAre {
+  static vf of(vf x) { return x; }
+  static void row(T* out, const float* sums, const T* bias, int64_t n) { finish_row(out, sums, bias, n); }
+};
+// They are rounded to T before the activation: the bits are those of two steps.
+template <class T, Activation kind> struct Activated {
+  static vf of(vf x) { return act(kind, vrounded<T>(x)); }
+  static void row(T* out, const float* sums, const T* bias, int64_t n) {
+    finish_row(out, sums, bias, n);
+    act_row<kind>(out, out, n);
+  }
+};
+
+// Makes outputs of whole tiles, from their accumulators.
+template <class Finish, class T> struct Outputs {
+  T* out;
+  int64_t stride;
+  const T* bias;  // null = none
+  Outputs from(int64_t row) const { return {out + row * stride, stride, bias}; }
+  template <int R, int V> HR_INLINE void operator()(int at, const vf (&acc)[R][V]) const {
+    T* const to = out + at * W;
+    vf b[V];
+    HR_UNROLL for (int v = 0; v < V; ++v) b[v] = bias == nullptr ? vzero() : ld(bias + (at + v) * W);
+    HR_UNROLL for (int r = 0; r < R; ++r)
+      HR_UNROLL for (int v = 0; v < V; ++v) st(to + r * stride + v * W, Finish::of(vadd(acc[r][v], b[v])));
+  }
+};
+
+template <class Finish, class T, class WT>
 inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int64_t rows, int64_t N,
-                       int64_t K, int64_t stride, const Finish& finish) {
+                       int64_t K, int64_t stride) {
   using A = typename Meeting<WT>::A;
   if (rows == 0) return;
   const Packed<WT> packed{weight, N, K};
   const Rows<A> a = readable<A>(x, rows, K, stride, SCRATCH_A);
   over_panels<1>(rows, packed.panels(), rows * N * K / 32, [&](int64_t begin, int64_t many, int64_t p, float* sums) {
-    const int64_t at = p * PANEL;
+    T* const to = out + begin * N + p * PANEL;
+    const T* const b = bias == nullptr ? nullptr : bias + p * PANEL;
     const auto done = [&](int64_t first, int64_t count, const float* from) {
-      for (int64_t r = 0; r < count; ++r) {
-        finish(out + (begin + first + r) * N + at, from + r * PANEL, bias == nullptr ? nullptr : bias + at,
-               packed.features(p));
-      }
+      for (int64_t r = first; r < first + count; ++r, from += PANEL) Finish::row(to + r * N, from, b, packed.features(p));
     };
-    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done);
+    panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done,
+                  Outputs<Finish, T>{to, N, b});
   });
 }
 
@@ -340,24 +389,22 @@ void linear(void* out, const void* x, const void* packed, const void* bias, int6
             int64_t K, int64_t stride, int32_t dtype) {
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
-               static_cast<const T*>(bias), rows, N, K, stride,
-               [](T* to, const float* sums, const T* b, int64_t n) { finish_row(to, sums, b, n); });
+    run_linear<AsTheyAre<T>>(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
+                             static_cast<const T*>(bias), rows, N, K, stride);
   });
 }
 
-// out [rows, N] = act(x W + b), kind of enum Activation. Sums are rounded to T before the activation:
-// the bits are those of two steps.
+// out [rows, N] = act(x W + b), kind of enum Activation that is no gate only.
 void linear_activated(void* out, const void* x, const void* packed, const void* bias, int64_t rows,
                       int64_t N, int64_t K, int64_t stride, int32_t kind, int32_t dtype) {
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
-    run_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
-               static_cast<const T*>(bias), rows, N, K, stride,
-               [kind](T* to, const float* sums, const T* b, int64_t n) {
-                 finish_row(to, sums, b, n);
-                 act_row(kind, to, to, n);
-               });
+    const auto run = [&](auto activation) {
+      run_linear<Activated<T, decltype(activation)::value>>(
+          static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(packed),
+          static_cast<const T*>(bias), rows, N, K, stride);
+    };
+    with_activation(kind, run);
   });
 }
 

@@ -1,4 +1,4 @@
-// Mixture of gated experts over packed weights.
+// Mixture of gated experts over packed weights, and linear layers of experts.
 //
 // Each (row, place) of topk_ids is one entry. Entries are sorted by expert, so that an expert's
 // panels are read once for all its rows; results go back to the entry's own line, and a row sums
@@ -15,14 +15,15 @@ struct Sorted {
   int64_t used;
 };
 
-inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts, Sorted& sorted) {
+// Entries of the `others` ids from `experts` on are left out.
+inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts, int64_t others, Sorted& sorted) {
   int32_t* memory = static_cast<int32_t*>(scratch(SCRATCH_B, size_t(2 * entries + 3 * experts + 2) * 4));
   int32_t* counts = memory;
   sorted = {counts + experts, counts + experts + 2 * entries, counts + experts + 2 * entries + experts + 1, 0};
   for (int64_t e = 0; e < experts; ++e) counts[e] = 0;
   for (int64_t i = 0; i < entries; ++i) {
-    if (ids[i] < 0 || ids[i] >= experts) return BAD_INDEX;
-    ++counts[ids[i]];
+    if (ids[i] < 0 || ids[i] >= experts + others) return BAD_INDEX;
+    if (ids[i] < experts) ++counts[ids[i]];
   }
   int32_t at = 0;
   for (int64_t e = 0; e < experts; ++e) {
@@ -35,7 +36,9 @@ inline int32_t sort_entries(const int64_t* ids, int64_t entries, int64_t experts
     at += many;
   }
   sorted.begin[sorted.used] = at;
-  for (int64_t i = 0; i < entries; ++i) sorted.order[counts[ids[i]]++] = int32_t(i);
+  for (int64_t i = 0; i < entries; ++i) {
+    if (ids[i] < experts) sorted.order[counts[ids[i]]++] = int32_t(i);
+  }
   return OK;
 }
 
@@ -52,9 +55,16 @@ inline void over_experts(const Sorted& sorted, int64_t panels, int64_t work, con
   });
 }
 
+// Behind the sorted entries: rows of x, of which `share` entries each have one.
+inline const int32_t* rows_of(const Sorted& sorted, int64_t entries, int64_t share) {
+  int32_t* index = sorted.order + entries;
+  for (int64_t e = 0; e < sorted.begin[sorted.used]; ++e) index[e] = int32_t(sorted.order[e] / share);
+  return index;
+}
+
 // lines [entries][N]: line e = row index[e] of x times the weight of e's expert, plus its bias.
-template <class WT, class A, class T>
-inline void experts_product(float* lines, const Rows<A>& x, const WT* weights, const T* biases,
+template <class WT, class A, class T, class L>
+inline void experts_product(L* lines, const Rows<A>& x, const WT* weights, const T* biases,
                             const Sorted& sorted, int64_t entries, int64_t N, int64_t K) {
   const int64_t size = Packed<WT>::elements(N, K);
   over_experts<1>(sorted, ceil_div(N, PANEL), entries * N * K / 32,
@@ -101,15 +111,17 @@ inline void experts_gated(A* hidden, const Rows<A>& x, const WT* weights, const 
   });
 }
 
-// out [rows][H] = sums of lines [rows * k][H] by weight, in the order of a row's places.
-template <class T>
-inline void sum_places(T* out, const float* lines, const float* weights, int64_t rows, int64_t k, int64_t H) {
+// out [rows][H] = sums by weight, in the order of a row's places, of line(e, j, left): the W values from j
+// on of entry e. Without weights each counts 1.
+template <class T, class Line>
+inline void sum_places(T* out, const float* weights, int64_t rows, int64_t k, int64_t H, const Line& line) {
   parallel_ranges(rows, rows * k * H / 8, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       for (int64_t j = 0; j < H; j += W) {
         vf sum = vzero();
         for (int64_t e = r * k; e < (r + 1) * k; ++e) {
-          sum = vadd(sum, vmul(vset(weights[e]), ld_upto(lines + e * H + j, H - j)));
+          const vf v = line(e, j, H - j);
+          sum = vadd(sum, weights == nullptr ? v : vmul(vset(weights[e]), v));
         }
         st_upto(out + r * H + j, sum, H - j);
       }
@@ -123,15 +135,20 @@ template <class T> struct ExpertWeights {
   int64_t experts, H, I;
 };
 
+// Ids from the last expert on that give back `scale` times what they get.
+struct Identities {
+  int64_t count;
+  float scale;
+};
+
 template <class T>
 inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const float* weights,
-                       const int64_t* ids, int64_t rows, int64_t k, int64_t stride, int32_t kind) {
+                       const int64_t* ids, const Identities& same, int64_t rows, int64_t k, int64_t stride,
+                       int32_t kind) {
   using A = typename Meeting<T>::A;
   const int64_t entries = rows * k, H = w.H, I = w.I;
   Sorted sorted;
-  if (sort_entries(ids, entries, w.experts, sorted) != OK) return BAD_INDEX;
-  int32_t* index = sorted.order + entries;  // row of x behind each sorted entry
-  for (int64_t e = 0; e < entries; ++e) index[e] = int32_t(sorted.order[e] / k);
+  if (sort_entries(ids, entries, w.experts, same.count, sorted) != OK) return BAD_INDEX;
 
   // Lines of the intermediate results, float32 but for the hidden ones that the kernel reads as A.
   const bool fused = I % PANEL == 0;  // else ups begin inside a panel
@@ -140,32 +157,75 @@ inline int32_t run_moe(T* out, const T* x, const ExpertWeights<T>& w, const floa
   A* hidden = reinterpret_cast<A*>(lines + wide);
 
   Rows<A> a = readable<A>(x, rows, H, stride, SCRATCH_A);
-  a.index = index;
+  a.index = rows_of(sorted, entries, k);
   if (fused) {
     experts_gated(hidden, a, w.gate_up, w.gate_up_bias, sorted, entries, I, H, kind);
   } else {
     experts_product(lines, a, w.gate_up, w.gate_up_bias, sorted, entries, 2 * I, H);
     parallel_ranges(entries, entries * I, [&](int64_t begin, int64_t end) {
       for (int64_t e = begin; e < end; ++e) {
+        if (ids[e] >= w.experts) continue;  // nothing is in its line
         act_mul_row(kind, hidden + e * I, lines + e * 2 * I, lines + e * 2 * I + I, I);
       }
     });
   }
   experts_product(lines, Rows<A>{hidden, I, sorted.order}, w.down, w.down_bias, sorted, entries, H, I);
-  sum_places(out, lines, weights, rows, k, H);
+  sum_places(out, weights, rows, k, H, [&](int64_t e, int64_t j, int64_t left) {
+    if (ids[e] < w.experts) return ld_upto(lines + e * H + j, left);
+    return vmul(vset(same.scale), ld_upto(x + e / k * stride + j, left));
+  });
   return OK;
 }
 
 // gate_up and down are packed, expert after expert; the biases [experts, 2 I] and [experts, H] are not.
 int32_t moe(void* out, const void* x, const void* gate_up, const void* gate_up_bias, const void* down,
             const void* down_bias, const float* weights, const int64_t* ids, int64_t rows, int64_t k,
-            int64_t experts, int64_t H, int64_t I, int64_t stride, int32_t kind, int32_t dtype) {
+            int64_t experts, int64_t H, int64_t I, int64_t stride, int64_t identities, float identity_scale,
+            int32_t kind, int32_t dtype) {
   int32_t status = OK;
   with_dtype(dtype, [&](auto* t) {
     using T = typename pointee<decltype(t)>::type;
     const ExpertWeights<T> w{static_cast<const T*>(gate_up), static_cast<const T*>(gate_up_bias),
                              static_cast<const T*>(down), static_cast<const T*>(down_bias), experts, H, I};
-    status = run_moe(static_cast<T*>(out), static_cast<const T*>(x), w, weights, ids, rows, k, stride, kind);
+    status = run_moe(static_cast<T*>(out), static_cast<const T*>(x), w, weights, ids,
+                     Identities{identities, identity_scale}, rows, k, stride, kind);
+  });
+  return status;
+}
+
+template <class T>
+inline int32_t run_expert_linear(T* out, const T* x, const T* weight, const float* weights, const int64_t* ids,
+                                 int64_t rows, int64_t k, int64_t share, int64_t experts, int64_t N, int64_t K,
+                                 int64_t stride) {
+  using A = typename Meeting<T>::A;
+  const int64_t entries = rows * k;
+  Sorted sorted;
+  if (sort_entries(ids, entries, experts, 0, sorted) != OK) return BAD_INDEX;
+  Rows<A> a = readable<A>(x, entries / share, K, stride, SCRATCH_A);
+  a.index = rows_of(sorted, entries, share);
+  const T* no_bias = nullptr;
+  if (weights == nullptr) {
+    experts_product(out, a, weight, no_bias, sorted, entries, N, K);
+    return OK;
+  }
+  float* lines = static_cast<float*>(scratch(SCRATCH_C, size_t(entries * N + W) * sizeof(float)));
+  experts_product(lines, a, weight, no_bias, sorted, entries, N, K);
+  sum_places(out, weights, rows, k, N, [&](int64_t e, int64_t j, int64_t left) {
+    return ld_upto(lines + e * N + j, left);
+  });
+  return OK;
+}
+
+// weight is packed, expert after expert. x has a row for each `share` entries: k, or 1. out [rows, k, N], or
+// with weights [rows, N].
+int32_t expert_linear(void* out, const void* x, const void* weight, const float* weights, const int64_t* ids,
+                      int64_t rows, int64_t k, int64_t share, int64_t experts, int64_t N, int64_t K,
+                      int64_t stride, int32_t dtype) {
+  int32_t status = OK;
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    status = run_expert_linear(static_cast<T*>(out), static_cast<const T*>(x), static_cast<const T*>(weight),
+                               weights, ids, rows, k, share, experts, N, K, stride);
   });
   return status;
 }

@@ -338,18 +338,20 @@ inline void fix_row(const FixedRows& f, int64_t row, const T* x, const Layout& l
   }
 }
 
-template <class T>
-inline FixedRows fix_rows(const T* x, int64_t rows, int64_t stride, const Layout& l, int limbs) {
+// Rows 0 to `rows` in fixed point, row(i) being the i-th; all in SCRATCH_A.
+template <class Row>
+inline FixedRows fix_rows(const Row& row, int64_t rows, const Layout& l, int limbs) {
   FixedRows f;
   f.limbs = limbs;
   f.groups = l.groups();
   f.line = round_up(4 * l.steps(), 64) + 64;  // an odd number of lines of cache: no two rows collide
   f.line += f.line / 64 % 2 ? 0 : 64;
-  f.bytes = static_cast<int8_t*>(scratch(SCRATCH_A, size_t(rows * limbs * f.line + 64)));
-  f.scales = static_cast<float*>(scratch(SCRATCH_B, size_t(rows * (1 + limbs * f.groups)) * 4 + 64));
+  const int64_t bytes = rows * limbs * f.line + 64;  // whole lines of cache
+  f.bytes = static_cast<int8_t*>(scratch(SCRATCH_A, size_t(bytes + rows * (1 + limbs * f.groups) * 4 + 64)));
+  f.scales = reinterpret_cast<float*>(f.bytes + bytes);
   f.sums = reinterpret_cast<int32_t*>(f.scales + rows);
   parallel_ranges(rows, rows * l.K / 2, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) fix_row(f, i, x + i * stride, l);
+    for (int64_t i = begin; i < end; ++i) fix_row(f, i, row(i), l);
   });
   return f;
 }
@@ -546,8 +548,8 @@ inline void store(bf16* p, vf x, int64_t n) {
 #endif
 
 // out[n] = real[n] * scale + bias[n]
-template <class T>
-inline void finish_row(T* out, const float* real, float scale, const T* bias, int64_t n) {
+template <class T, class B>
+inline void finish_row(T* out, const float* real, float scale, const B* bias, int64_t n) {
   for (int64_t j = 0; j < n; j += W) {
     vf y = vmul(ld(real + j), vset(scale));
     if (bias != nullptr) y = vadd(y, ld_upto(bias + j, n - j));
@@ -577,7 +579,7 @@ template <class T>
 inline void run(T* out, const T* x, const uint8_t* packed, const T* bias, int64_t rows, int64_t stride,
                 const Layout& l, int limbs) {
   if (rows == 0) return;
-  const FixedRows f = fix_rows(x, rows, stride, l, limbs);
+  const FixedRows f = fix_rows([=](int64_t i) { return x + i * stride; }, rows, l, limbs);
   over_panels<1>(l, rows, l.panels(), limbs, [&](int64_t begin, int64_t many, int64_t p, Sums sums) {
     const uint8_t* panel = packed + p * l.panel_bytes();
     panel_rows_of(l, panel, panel + l.panel_bytes(), f, begin, many, sums);
@@ -596,7 +598,7 @@ inline void run_gated(T* out, const T* x, const uint8_t* packed, const T* bias, 
                       const Layout& l, int limbs, int32_t kind) {
   if (rows == 0) return;
   const int64_t I = l.N / 2, panels = I / QPANEL;
-  const FixedRows f = fix_rows(x, rows, stride, l, limbs);
+  const FixedRows f = fix_rows([=](int64_t i) { return x + i * stride; }, rows, l, limbs);
   over_panels<2>(l, rows, panels, limbs, [&](int64_t begin, int64_t many, int64_t p, Sums gates) {
     const uint8_t* gate = packed + p * l.panel_bytes();
     const uint8_t* up = gate + panels * l.panel_bytes();

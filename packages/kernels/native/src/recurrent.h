@@ -57,26 +57,9 @@ template <class T> inline void scatter(T* p, vf x, int64_t stride, int64_t left)
   for (int64_t i = 0; i < min_of(W, left); ++i) from_float(part[i], p[i * stride]);
 }
 
-// log(1 + t) for t in [0, 1]: 2 atanh(t / (2 + t)), whose series ends at 1e-9 of itself.
-inline vf vlog1p_unit(vf t) {
-  const vf z = vdiv(t, vadd(t, vset(2.0f))), q = vmul(z, z);
-  vf p = vset(1.0f / 15.0f);
-  p = vfma(p, q, vset(1.0f / 13.0f));
-  p = vfma(p, q, vset(1.0f / 11.0f));
-  p = vfma(p, q, vset(1.0f / 9.0f));
-  p = vfma(p, q, vset(1.0f / 7.0f));
-  p = vfma(p, q, vset(1.0f / 5.0f));
-  p = vfma(p, q, vset(1.0f / 3.0f));
-  const vf twice = vadd(z, z);
-  return vfma(vmul(p, q), twice, twice);
-}
-inline vf vsoftplus(vf x) {
-  return vadd(vmax(vzero(), x), vlog1p_unit(vexp(vsub(vzero(), vabs(x)))));
-}
-
 // --- convolution ------------------------------------------------------------------------------
 
-constexpr int64_t MAX_TAPS = 64;
+constexpr int64_t MAX_TAPS = 64;  // that of ops/recurrent.py
 constexpr int64_t CONV_RUN = 64;  // channels of a task
 
 template <class T> struct Conv {
@@ -411,6 +394,7 @@ template <class T> struct Delta {
   int64_t key_heads, heads, length, size;
   int64_t query_row, query_head, key_row, key_head, value_row, value_head, gate_row, gate_head, beta_row;
   float scale, eps, beta_scale;  // eps below 0: query and key are as they come
+  float lower;                   // of the decay's logarithm, if below 0
   bool by_channel;               // a decay for each channel of the key
 };
 
@@ -437,7 +421,9 @@ inline void make_ready(const Delta<T>& g, int64_t head, int64_t t, const DeltaRu
   const int64_t key_head = head / (g.heads / g.key_heads);
   const vf rate = vexp(vset(g.rates[head]));
   const auto decay = [&](vf gate, vf bias) {
-    return vexp(vsub(vzero(), vmul(rate, vsoftplus(vadd(gate, bias)))));
+    const vf opened = vadd(gate, bias);
+    if (g.lower < 0) return vexp(vmul(vset(g.lower), vsigmoid(vmul(rate, opened))));
+    return vexp(vsub(vzero(), vmul(rate, vsoftplus(opened))));
   };
   for (int64_t i = 0; i < run.tokens; ++i) {
     const int64_t row = t + i;
@@ -559,7 +545,7 @@ int32_t delta_rule(void* out, const void* query, const void* key, const void* va
                    int64_t size, int64_t query_row, int64_t query_head, int64_t key_row, int64_t key_head,
                    int64_t value_row, int64_t value_head, int64_t gate_row, int64_t gate_head,
                    int64_t beta_row, int64_t blocks, int64_t stride, float scale, float eps,
-                   float beta_scale, int32_t by_channel, int32_t dtype) {
+                   float beta_scale, float lower, int32_t by_channel, int32_t dtype) {
   const States s{state, state_in, state_out, cu_seqlens, requests, tokens, blocks, stride};
   const int32_t status = check_states(s);
   if (status != OK) return status;
@@ -569,10 +555,102 @@ int32_t delta_rule(void* out, const void* query, const void* key, const void* va
                      static_cast<const T*>(value), static_cast<const T*>(gate), static_cast<const T*>(beta),
                      rates, bias, key_heads, heads, length, size, query_row, query_head, key_row, key_head,
                      value_row, value_head, gate_row, gate_head, beta_row, scale, eps, beta_scale,
-                     by_channel != 0};
+                     lower, by_channel != 0};
     over_requests<float>(s, heads, tokens * heads * size * length / 4, g.out, heads * size,
                          [&](int64_t head, int64_t first, int64_t end, const float* from, float* to) {
       delta_head(g, head, first, end, from, to);
+    });
+  });
+  return OK;
+}
+
+// --- the matrix memory of xLSTM ---------------------------------------------------------------
+
+template <class T> struct MatrixMemory {
+  T* out;
+  const T *query, *key, *value;
+  const float *input, *forget;
+  int64_t heads, length, size;
+  int64_t query_row, query_head, key_row, key_head, value_row, value_head, input_row, forget_row;
+  float scale, eps;
+};
+
+inline float first_lane(vf x) {
+  float part[W];
+  st(part, x);
+  return part[0];
+}
+
+// One token of a head. memory [length, size], then normaliser [length], then the logarithm of what both are
+// multiples of; key, query [length] and sums [size] are memory of the task's own.
+template <class T>
+inline void memorise(const MatrixMemory<T>& g, int64_t t, int64_t head, float* memory, float* key, float* query,
+                     float* sums) {
+  float *normaliser = memory + g.length * g.size, *log = normaliser + g.length;
+  const float forget = g.forget[t * g.forget_row + head], input = g.input[t * g.input_row + head];
+  const float kept = *log - first_lane(vsoftplus(vset(-forget)));
+  const float most = kept > input ? kept : input;
+  const vf old = vexp(vset(kept - most)), fresh = vexp(vset(input - most));
+  const T* value = g.value + t * g.value_row + head * g.value_head;
+  *log = most;
+  const float weight = hsum(sum_lanes(g.length, [&](int64_t n, int64_t left) {
+    const vf k = vmul(fresh, ld_upto(g.key + t * g.key_row + head * g.key_head + n, left));
+    const vf q = vmul(vset(g.scale), ld_upto(g.query + t * g.query_row + head * g.query_head + n, left));
+    const vf held = vfma(old, ld_upto(normaliser + n, left), k);
+    st_upto(key + n, k, left);
+    st_upto(query + n, q, left);
+    st_upto(normaliser + n, held, left);
+    return vmul(held, q);
+  }));
+  for (int64_t p = 0; p < g.size; p += W) st_upto(sums + p, vzero(), g.size - p);
+  for (int64_t n = 0; n < g.length; ++n) {
+    const vf k = vset(key[n]), q = vset(query[n]);
+    float* row = memory + n * g.size;
+    for (int64_t p = 0; p < g.size; p += W) {
+      const int64_t left = g.size - p;
+      const vf held = vfma(k, ld_upto(value + p, left), vmul(old, ld_upto(row + p, left)));
+      st_upto(row + p, held, left);
+      st_upto(sums + p, vfma(q, held, ld_upto(sums + p, left)), left);
+    }
+  }
+  const float least = first_lane(vexp(vset(-most))), size = weight < 0 ? -weight : weight;
+  const vf divisor = vset((size > least ? size : least) + g.eps);
+  T* out = g.out + (t * g.heads + head) * g.size;
+  for (int64_t p = 0; p < g.size; p += W) st_upto(out + p, vdiv(ld_upto(sums + p, g.size - p), divisor), g.size - p);
+}
+
+// query and key [tokens, heads, length], value [tokens, heads, size], gates [tokens, heads] float32,
+// state [blocks, heads, length * size + length + 1]
+int32_t mlstm(void* out, const void* query, const void* key, const void* value, const float* input,
+              const float* forget, void* state, const int64_t* state_in, const int64_t* state_out,
+              const int32_t* cu_seqlens, int64_t requests, int64_t tokens, int64_t heads, int64_t length,
+              int64_t size, int64_t query_row, int64_t query_head, int64_t key_row, int64_t key_head,
+              int64_t value_row, int64_t value_head, int64_t input_row, int64_t forget_row, int64_t blocks,
+              int64_t stride, float scale, float eps, int32_t dtype) {
+  const States s{state, state_in, state_out, cu_seqlens, requests, tokens, blocks, stride};
+  const int32_t status = check_states(s);
+  if (status != OK) return status;
+  with_dtype(dtype, [&](auto* type) {
+    using T = typename pointee<decltype(type)>::type;
+    const MatrixMemory<T> g{static_cast<T*>(out), static_cast<const T*>(query), static_cast<const T*>(key),
+                            static_cast<const T*>(value), input, forget, heads, length, size, query_row,
+                            query_head, key_row, key_head, value_row, value_head, input_row, forget_row, scale,
+                            eps};
+    const int64_t held = length * size + length + 1;
+    over_requests<float>(s, heads, tokens * heads * size * length / 4, g.out, heads * size,
+                         [&](int64_t head, int64_t first, int64_t end, const float* from, float* to) {
+      float* own = static_cast<float*>(
+          scratch(SCRATCH_TASK, size_t(held + 2 * (length + W) + size + W) * sizeof(float)));
+      float* memory = to == nullptr ? own : to + head * held;
+      if (from == nullptr) {
+        __builtin_memset(memory, 0, size_t(held) * sizeof(float));
+      } else if (memory != from + head * held) {
+        __builtin_memcpy(memory, from + head * held, size_t(held) * sizeof(float));
+      }
+      float* row = own + held;
+      for (int64_t t = first; t < end; ++t) {
+        memorise(g, t, head, memory, row, row + length + W, row + 2 * (length + W));
+      }
     });
   });
   return OK;

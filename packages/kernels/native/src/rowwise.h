@@ -8,17 +8,19 @@
 namespace headrace::HR_ISA {
 namespace {
 
+// Ids that are none get row `beyond`, or are reported if that is negative.
 int32_t embedding(void* out, const int64_t* ids, const void* weight, int64_t row_bytes,
-                  int64_t stride_bytes, int64_t rows, int64_t vocabulary) {
+                  int64_t stride_bytes, int64_t rows, int64_t vocabulary, int64_t beyond) {
   int32_t status = OK;
   parallel_ranges(rows, rows * row_bytes / 16, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (ids[i] < 0 || ids[i] >= vocabulary) {
+      const bool known = ids[i] >= 0 && ids[i] < vocabulary;
+      if (!known && beyond < 0) {
         __atomic_store_n(&status, int32_t(BAD_INDEX), __ATOMIC_RELAXED);
         continue;
       }
       __builtin_memcpy(static_cast<char*>(out) + i * row_bytes,
-                       static_cast<const char*>(weight) + ids[i] * stride_bytes, size_t(row_bytes));
+                       static_cast<const char*>(weight) + (known ? ids[i] : beyond) * stride_bytes, size_t(row_bytes));
     }
   });
   return status;
@@ -246,6 +248,49 @@ void add_layer_norm(void* out, const void* x, void* residual, const void* weight
   });
 }
 
+// f(x, out) for all rows, out [rows, n] contiguous; `work` is that of a value.
+template <class T, class F>
+inline void over_rows(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, int64_t work, const F& f) {
+  parallel_ranges(rows, rows * n * work / 16, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i, static_cast<const T*>(x) + i * stride, static_cast<T*>(out) + i * n);
+  });
+}
+
+template <class T> inline float mean_square(const T* x, int64_t n) {
+  return sum_row(x, n, [](vf v) { return vmul(v, v); }) / float(n);
+}
+
+// out = x * sqrt(mean like^2 / max(mean x^2, least))
+void match_rms(void* out, const void* x, const void* like, int64_t rows, int64_t n, int64_t x_stride,
+               int64_t like_stride, float least, int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_rows<T>(out, x, rows, n, x_stride, 3, [&](int64_t i, const T* from, T* to) {
+      const float target = mean_square(static_cast<const T*>(like) + i * like_stride, n);
+      const float own = mean_square(from, n), floored = own < least ? least : own;
+      const vf factor = vset(__builtin_sqrtf(target / floored));
+      for (int64_t j = 0; j < n; j += W) st_upto(to + j, vmul(ld_upto(from + j, n - j), factor), n - j);
+    });
+  });
+}
+
+// out = max(x - (mean + deviations * standard deviation), 0)
+void gaussian_topk(void* out, const void* x, int64_t rows, int64_t n, int64_t stride, float deviations,
+                   int32_t dtype) {
+  with_dtype(dtype, [&](auto* t) {
+    using T = typename pointee<decltype(t)>::type;
+    over_rows<T>(out, x, rows, n, stride, 3, [&](int64_t, const T* from, T* to) {
+      const float mean = sum_row(from, n, [](vf v) { return v; }) / float(n);
+      const vf m = vset(mean);
+      const float variance = sum_row(from, n, [m](vf v) { const vf d = vsub(v, m); return vmul(d, d); }) / float(n);
+      const vf cutoff = vset(mean + __builtin_sqrtf(variance) * deviations);
+      for (int64_t j = 0; j < n; j += W) {
+        st_upto(to + j, vmax(vzero(), vsub(ld_upto(from + j, n - j), cutoff)), n - j);
+      }
+    });
+  });
+}
+
 inline vf act(Activation kind, vf x) {
   const vf one = vset(1.0f), half = vset(0.5f);
   switch (kind) {
@@ -264,6 +309,23 @@ inline vf act(Activation kind, vf x) {
 }
 
 inline vf vsigmoid(vf x) { return vdiv(vset(1.0f), vadd(vset(1.0f), vexp(vsub(vzero(), x)))); }
+
+// log(1 + t) for t in [0, 1]: 2 atanh(t / (2 + t)), whose series ends at 1e-9 of itself.
+inline vf vlog1p_unit(vf t) {
+  const vf z = vdiv(t, vadd(t, vset(2.0f))), q = vmul(z, z);
+  vf p = vset(1.0f / 15.0f);
+  p = vfma(p, q, vset(1.0f / 13.0f));
+  p = vfma(p, q, vset(1.0f / 11.0f));
+  p = vfma(p, q, vset(1.0f / 9.0f));
+  p = vfma(p, q, vset(1.0f / 7.0f));
+  p = vfma(p, q, vset(1.0f / 5.0f));
+  p = vfma(p, q, vset(1.0f / 3.0f));
+  const vf twice = vadd(z, z);
+  return vfma(vmul(p, q), twice, twice);
+}
+inline vf vsoftplus(vf x) {
+  return vadd(vmax(vzero(), x), vlog1p_unit(vexp(vsub(vzero(), vabs(x)))));
+}
 
 // What a gate lets through. The constants are headrace_core.ops.CLAMPED_SWIGLU_ALPHA and _LIMIT; of
 // minimum and maximum the value is the second operand, which is the result if either is NaN.
@@ -284,14 +346,20 @@ inline void act_mul_row(U* out, const T* gate, const T* up, int64_t n) {
   }
 }
 
-template <class T> inline void act_row(int32_t kind, T* out, const T* x, int64_t n) {
+// Calls f with an activation that the compiler knows, as its type's `value`.
+template <Activation kind> struct KnownActivation { static constexpr Activation value = kind; };
+template <class F> inline void with_activation(int32_t kind, const F& f) {
   switch (kind) {
-    case SILU: return act_row<SILU>(out, x, n);
-    case GELU: return act_row<GELU>(out, x, n);
-    case GELU_TANH: return act_row<GELU_TANH>(out, x, n);
-    case RELU: return act_row<RELU>(out, x, n);
-    case RELU2: return act_row<RELU2>(out, x, n);
+    case SILU: return f(KnownActivation<SILU>{});
+    case GELU: return f(KnownActivation<GELU>{});
+    case GELU_TANH: return f(KnownActivation<GELU_TANH>{});
+    case RELU: return f(KnownActivation<RELU>{});
+    case RELU2: return f(KnownActivation<RELU2>{});
   }
+}
+
+template <class T> inline void act_row(int32_t kind, T* out, const T* x, int64_t n) {
+  with_activation(kind, [&](auto known) { act_row<decltype(known)::value>(out, x, n); });
 }
 template <class T, class U>
 inline void act_mul_row(int32_t kind, U* out, const T* gate, const T* up, int64_t n) {

@@ -11,6 +11,9 @@
 // from where it fetches them and where it puts them at both ends of the loop over K.
 #define HR_UNROLL _Pragma("GCC unroll 16")
 
+// For what gets a tile's accumulators: they stay in registers where they are.
+#define HR_INLINE __attribute__((always_inline))
+
 namespace headrace::HR_ISA {
 namespace {
 
@@ -126,6 +129,11 @@ inline __m128 fold(vf x) {
   return _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
 }
 
+inline __m128 fold_max(vf x) {
+  const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  return _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+}
+
 #elif defined(HR_AVX2)
 
 constexpr int W = 8;
@@ -171,6 +179,7 @@ inline void st(bf16* p, vf x) {
 }
 inline void st(f16* p, vf x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
 inline __m128 fold(vf x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+inline __m128 fold_max(vf x) { return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
 
 #else  // portable: GCC's and Clang's vectors of four, lowered to whatever the machine has
 
@@ -257,6 +266,20 @@ inline float hmax(vf a) {
   for (int i = 1; i < W; ++i) best = lanes[i] > best ? lanes[i] : best;
   return best;
 }
+// Largest lanes of four vectors.
+#if defined(HR_AVX512) || defined(HR_AVX2)
+inline void hmax4(vf a, vf b, vf c, vf d, float* out) {
+  __m128 x = fold_max(a), y = fold_max(b), z = fold_max(c), w = fold_max(d);
+  _MM_TRANSPOSE4_PS(x, y, z, w);
+  _mm_storeu_ps(out, _mm_max_ps(_mm_max_ps(x, z), _mm_max_ps(y, w)));
+}
+#else
+inline void hmax4(vf a, vf b, vf c, vf d, float* out) {
+  const vf all[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) out[i] = hmax(all[i]);
+}
+#endif
+
 
 // --- functions --------------------------------------------------------------------------------
 

@@ -303,6 +303,12 @@ def test_requests_beyond_a_recurrences_rows(ops, bounds):
         ops["causal_conv"](rand(2, 5), rand(5, 4), None, None, None, None, cu)
 
 
+def test_a_convolution_of_more_taps_than_there_is_room_for(ops):
+    bounds = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ConfigError, match=r"weight is float32 \[5, 65\].* K from 1 to 64"):
+        ops["causal_conv"](rand(2, 5), rand(5, 65), None, None, None, None, bounds)
+
+
 def test_states_of_another_shape(ops):
     one, bounds = torch.tensor([1]), torch.tensor([0, 2], dtype=torch.int32)
     apart = torch.zeros(3, 5, 6)[:, :, ::2]

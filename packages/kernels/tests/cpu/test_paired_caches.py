@@ -137,6 +137,7 @@ def both(ops: Any, shape: Shape, step: Step, *, poison: bool = False, **options:
         {"soft_cap": 5.0},
         {"sinks": True},
         {"alibi_slopes": True},
+        {"prefix": True},
     ],
     ids=lambda options: "".join(options) or "plain",
 )
@@ -145,6 +146,9 @@ def test_attention_has_the_same_bits(ops: Any, shape: Shape, options: dict[str, 
         name: torch.linspace(0.1, 1, shape.q_heads) if value is True else value
         for name, value in options.items()
     }
+    if options.pop("prefix", None) is not None:
+        always = queries(shape, 2 * 5)[:, : shape.kv_heads].unflatten(0, (2, 5))
+        options = {**options, "prefix_key": always[0], "prefix_value": always[1]}
     step = step_of([1, 1, 5, 40, 300, 1, 2], [1, 1100, 70, 40, 555, 513, 516], shape.block_size)
     assert both(ops, shape, step, **options).isfinite().all()
 

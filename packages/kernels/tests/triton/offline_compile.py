@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace_core.ops import GATED_ACTIVATIONS, HeadNorm
+from headrace_core.ops import GATED_ACTIVATIONS, OPENINGS, HeadNorm
 
 try:
     from triton.backends.compiler import GPUTarget
@@ -58,7 +58,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...]) -> Any:
 
 
 def small_ops(dtype: torch.dtype) -> None:
-    from headrace_kernels.triton import activations, norms
+    from headrace_kernels.triton import activations, elementwise, head_linear, norms
 
     x, weight = torch.ones(5, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
     norms.rms_norm(x, weight, 1e-6)
@@ -69,6 +69,16 @@ def small_ops(dtype: torch.dtype) -> None:
     for kind in GATED_ACTIVATIONS:
         activations.activation_and_mul(x, kind)
     activations.activation(x, "gelu")
+    activations.xielu(x, 0.8, 0.9)
+    norms.match_rms(x, x, 1e-5)
+    norms.gaussian_topk(x, 1.6)
+    for kind in (None, *OPENINGS):
+        elementwise.gate(x, x[:, :32], activation=kind)
+    streams, weights = torch.ones(5, 4, 4096, dtype=dtype), torch.ones(5, 4, 4)
+    elementwise.mix(streams, weights)
+    elementwise.mix(streams, weights, streams)
+    op = head_linear.HeadLinear()
+    op(torch.ones(5, 8, 128, dtype=dtype), op.pack(torch.ones(8, 512, 128, dtype=dtype)))
 
 
 def expert_ops(dtype: torch.dtype) -> None:
@@ -82,6 +92,12 @@ def expert_ops(dtype: torch.dtype) -> None:
             scores, 6, scoring="sigmoid", bias=bias, num_groups=8, top_groups=4,
             group_score=group_score, renormalise=True,
         )  # fmt: skip
+    op = moe.ExpertLinear()
+    op(
+        torch.ones(3, 512, dtype=dtype),
+        op.pack(torch.ones(4, 64, 512, dtype=dtype)),
+        torch.zeros(3, 2, dtype=torch.int64),
+    )
     gate_up, down = torch.ones(4, 256, 512, dtype=dtype), torch.ones(4, 512, 128, dtype=dtype)
     biases = torch.ones(4, 256, dtype=dtype), torch.ones(4, 512, dtype=dtype)
     for rows in (3, 300):
@@ -163,7 +179,7 @@ def attention(dtype: torch.dtype, head_dims: list[int]) -> None:
 
 
 def recurrences(dtype: torch.dtype) -> None:
-    from headrace_kernels.triton import recurrent
+    from headrace_kernels.triton import channelwise, recurrent
 
     ends, blocks = torch.tensor([0, 2, 5], dtype=torch.int32), torch.tensor([1, -1])
     state = (torch.ones(3, 64, 3, dtype=dtype), blocks, blocks, ends)
@@ -177,6 +193,10 @@ def recurrences(dtype: torch.dtype) -> None:
     kept = (torch.ones(3, 64, 16), blocks, blocks, ends)
     rates = torch.ones(64, 16)
     recurrent.selective_scan(x, x, rates, narrow, narrow, vector, *kept, dt_bias=vector, gate=x)
+    kept = (torch.ones(3, 64), blocks, blocks, ends)
+    channelwise.rg_lru(x, x, x, vector, *kept, input_bias=vector, decay_bias=vector)
+    kept = (torch.ones(3, 3, 64), blocks, blocks, ends)
+    channelwise.wkv(x, x, vector, vector, *kept)
     heads, each = torch.ones(5, 8, 64, dtype=dtype), torch.ones(8)
     groups, steps = torch.ones(5, 2, 128, dtype=dtype), torch.ones(5, 8, dtype=dtype)
     kept = (torch.ones(3, 8, 64, 128), blocks, blocks, ends)

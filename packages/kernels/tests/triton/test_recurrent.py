@@ -7,10 +7,17 @@ import torch
 
 from headrace_core import reference
 from headrace_core.testing.attention import assert_near
-from headrace_core.testing.ops.recurrent import RecurrentConformance
-from headrace_kernels.triton import recurrent
+from headrace_core.testing.ops.recurrent import RecurrentCase, RecurrentConformance
+from headrace_kernels.triton import channelwise, recurrent
 
-NAMES = ("causal_conv", "selective_scan", "state_space_scan", "delta_rule")
+OPS = {
+    "causal_conv": recurrent.causal_conv,
+    "selective_scan": recurrent.selective_scan,
+    "state_space_scan": recurrent.state_space_scan,
+    "delta_rule": recurrent.delta_rule,
+    "rg_lru": channelwise.rg_lru,
+    "wkv": channelwise.wkv,
+}
 
 
 class Inputs(RecurrentConformance):
@@ -20,7 +27,7 @@ class Inputs(RecurrentConformance):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPS)
 def test_recurrences(device: str, name: str, dtype: str) -> None:
     inputs = Inputs()
     Inputs.device = device
@@ -29,7 +36,7 @@ def test_recurrences(device: str, name: str, dtype: str) -> None:
     state, cu = inputs.states(case), inputs.bounds(lengths)
     where = inputs.indices(-1, 2, 2), inputs.indices(1, 3, 4)
     kept = state.detach().cpu().double()
-    out = case.run(getattr(recurrent, name), slice(None), state, *where, cu)
+    out = case.run(OPS[name], slice(None), state, *where, cu)
     exact = case.widened()
     expected = exact.run(
         getattr(reference, name), slice(None), kept, *(w.cpu() for w in where), cu.cpu()
@@ -37,13 +44,31 @@ def test_recurrences(device: str, name: str, dtype: str) -> None:
     assert_near(out, expected, dtype)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_head_whose_state_is_more_than_a_program_holds(device: str) -> None:
+    inputs = Inputs()
+    Inputs.device = device
+    x, keys = inputs.rand(2, 1, 40), inputs.rand(2, 2, 1, 130, seed=1)
+    by_token = {"x": x, "b": keys[0], "c": keys[1]}
+    rates = -inputs.rand(1, seed=2).exp()
+    case = RecurrentCase(
+        "state_space_scan", by_token, {"a": rates, "d": None, "dt": None}, (1, 40, 130)
+    )
+    state, cu = inputs.states(case), inputs.bounds((2,))
+    where, kept = (inputs.indices(1), inputs.indices(2)), state.cpu().double()
+    out = case.run(recurrent.state_space_scan, slice(None), state, *where, cu)
+    exact = (kept, *(w.cpu() for w in where), cu.cpu())
+    expected = case.widened().run(reference.state_space_scan, slice(None), *exact)
+    assert_near(out, expected, "float32")
+    assert_near(state, kept, "float32")
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_a_request_may_be_cut(device: str, name: str) -> None:
     """Token after token, the bits of one step."""
     inputs = Inputs()
     Inputs.device = device
     case = inputs.case(name, "float32", 6, 0)
-    op, state = getattr(recurrent, name), inputs.states(case)
+    op, state = OPS[name], inputs.states(case)
     one = inputs.indices(1), inputs.indices(1)
     whole = case.run(op, slice(None), state.clone(), *one, inputs.bounds((6,)))
     state = state.clone()

@@ -37,6 +37,8 @@ class OpBackend(AttentionBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_alibi_sqrt = True
+    supports_prefix = True
     options: ClassVar[dict[str, Any]] = {}
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
@@ -72,6 +74,9 @@ class OpBackend(AttentionBackend):
             sinks=layer.sinks,
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+            alibi_sqrt=layer.alibi_sqrt,
+            prefix_key=layer.prefix_key,
+            prefix_value=layer.prefix_value,
             **self.options,
         )
 
@@ -107,6 +112,7 @@ DECODES: dict[str, Case] = {
     "window": Case([1], [100], num_kv_heads=1, sliding_window=40),
     "chunks": Case([1, 1, 1], [100, 39, 40], num_kv_heads=1, chunk=40),
     "alibi": Case([1, 1], [100, 5], num_kv_heads=2, alibi=True),
+    "alibi by the root": Case([1], [100], num_kv_heads=2, alibi=True, alibi_sqrt=True),
     "soft cap": Case([1], [100], num_kv_heads=1, soft_cap=5.0),
     "sinks": Case([1, 1], [30, 0], num_kv_heads=1, sinks=True),
     "all": Case([1], [90], sliding_window=40, soft_cap=5.0, sinks=True, head_dim=20),

@@ -93,6 +93,11 @@ class PoolingDecoder(Decoder):
         if context.path is None:
             raise UnsupportedModel("classifier_from_token: the checkpoint's folder is not known")
         ids = token_ids(context.path, wanted.tokens, setting="classifier_from_token")
+        vocab = self.settings.integer("vocab_size")
+        if max(ids) >= vocab:
+            raise UnsupportedModel(
+                f"classifier_from_token = {max(ids)}: must be below vocab_size = {vocab}"
+            )
         return self.make_rows(context, prefix, ids, difference=wanted.difference)
 
     def make_rows(

@@ -41,7 +41,7 @@ from headrace_core.registry import check_constructor
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.layers.base import Slot, WeightLayer, walk
-from headrace_models.mapping import Place, WeightMap, parts_of, stored_shape
+from headrace_models.mapping import Place, WeightMap, listed, parts_of, stored_shape
 from headrace_models.slots import fill_slots
 
 if TYPE_CHECKING:
@@ -337,11 +337,11 @@ class _Filling:
         missing = [w for w in self.weights.wanted() if not self._has(w.place, w.part)]
         wrong = []
         if missing:
-            named = _listed([f"{w.source!r} {list(w.shape)}" for w in missing])
+            named = listed([f"{w.source!r} {list(w.shape)}" for w in missing])
             wrong.append(f"tensors are missing from the checkpoint: {named}")
         if self.left_over:
             one = "belongs" if len(self.left_over) == 1 else "belong"
-            wrong.append(f"{_listed(self.left_over)} {one} to no layer of the model")
+            wrong.append(f"{listed(self.left_over)} {one} to no layer of the model")
         if wrong:
             raise WeightsError(f"{path}: {'; '.join(wrong)}")
         for leaf in sorted(self.leaves, key=lambda name: not self.weights.slots[name]):
@@ -420,12 +420,6 @@ class _Filling:
         heads = [rule.source for rule in self.weights.rules if rule.target == "head"]
         tied = "weight" not in self.weights.slots.get("head", ("weight",))
         return tied and name in ("lm_head.weight", *(f"{head}.weight" for head in heads))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first ten, and how many more there are."""
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return ", ".join(names[:10]) + more
 
 
 def _unstacked(

@@ -15,6 +15,16 @@ ALL_PARTS: tuple[int, ...] = ()
 those of ``WeightRule.order``); their sizes are the target's own."""
 
 
+SHOWN = 10
+"""Names that a message lists."""
+
+
+def listed(names: Sequence[str], between: str = ", ") -> str:
+    """The first :data:`SHOWN`, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return between.join(names[:SHOWN]) + more
+
+
 class Place(NamedTuple):
     """A slot of a model."""
 

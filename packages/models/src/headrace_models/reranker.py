@@ -21,14 +21,20 @@ _ORIGINAL_QWEN3 = ("no", "yes")
 class TokenClassifier:
     """What the overrides ask for."""
 
-    tokens: tuple[str, ...]
-    """With two classes: false, true."""
+    tokens: tuple[str | int, ...]
+    """As the vocabulary spells them, or their ids. With two classes: false, true."""
     difference: bool
     """One label: the difference of both rows. Else one label for each token."""
 
     @property
     def num_labels(self) -> int:
         return 1 if self.difference else len(self.tokens)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The tokens as names; () where one has none."""
+        names = tuple(token for token in self.tokens if isinstance(token, str))
+        return names if not self.difference and len(names) == len(self.tokens) else ()
 
 
 def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
@@ -46,9 +52,8 @@ def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
         if not original:
             return None
         tokens = list(_ORIGINAL_QWEN3)
-    texts = isinstance(tokens, list | tuple) and all(isinstance(token, str) for token in tokens)
-    if not texts or not tokens:
-        raise _wrong("classifier_from_token", tokens, "a list of tokens")
+    if not isinstance(tokens, list | tuple) or not tokens or not all(map(_is_token, tokens)):
+        raise _wrong("classifier_from_token", tokens, "a list of tokens, or of their ids")
     default = METHODS[1] if original else METHODS[0]
     method = config.get("method") or default
     if method not in METHODS:
@@ -59,6 +64,22 @@ def token_classifier(config: Mapping[str, Any]) -> TokenClassifier | None:
     if difference and len(tokens) != 2:
         raise _wrong("classifier_from_token", tokens, f"two tokens, false and true, for {method}")
     return TokenClassifier(tuple(tokens), difference)
+
+
+def scored_by(config: dict[str, Any], tokens: tuple[int, ...]) -> dict[str, Any]:
+    """A config that asks for a classifier of the head's rows for these tokens, unless it asks for one
+    already.
+
+    Args:
+        tokens: one, or false and true; none: there is nothing to ask for.
+    """
+    if not tokens or token_classifier(config) is not None:
+        return config
+    return {**config, "classifier_from_token": list(tokens), "method": METHODS[len(tokens) - 1]}
+
+
+def _is_token(given: object) -> bool:
+    return isinstance(given, str) or (type(given) is int and given >= 0)
 
 
 def _wrong(name: str, value: object, accepted: str) -> ConfigError:

@@ -38,6 +38,7 @@ from headrace_models.pooling.late_interaction import late_interaction, projected
 from headrace_models.pooling.sentence_transformers import SentenceModules, read_modules
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
+from headrace_models.reranker import scored_by
 from headrace_models.rope import respelled, scaled_context
 from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings, Spelling
@@ -78,6 +79,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)
     entries = list(stored_tensors(path, load))
     sentence = _sentence_modules(config, path, architecture, entries)
+    text = scored_by(text, sentence.score_tokens)
     if by_transformers:
         own = transformers_traits(config, architecture, whole, path)
     else:
@@ -178,7 +180,10 @@ def _run(
     Args:
         own: of a class that pools by itself.
     """
-    run = choose_run(config, architecture, own, sentence_transformer=sentence.says_pooling)
+    run = choose_run(
+        config, architecture, own,
+        sentence_transformer=sentence.says_pooling, scores=bool(sentence.score_tokens),
+    )  # fmt: skip
     if run.runner != "pooling":
         return run, None
     traits = own or converted_traits(architecture, text, run.convert, config.pooler)

@@ -157,7 +157,8 @@ def respelled(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     """Whether the block holds one block per layer type."""
     return any(
-        isinstance(block.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")
+        isinstance(block.get(kind), Mapping)
+        for kind in ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
     )
 
 

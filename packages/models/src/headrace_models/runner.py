@@ -48,12 +48,14 @@ def choose_run(
     traits: PoolingTraits | None,
     *,
     sentence_transformer: bool,
+    scores: bool = False,
 ) -> Run:
     """The user's choice, else what the files say, else the class, else its name.
 
     Args:
         traits: of a class that pools by itself; None: it generates.
         sentence_transformer: the checkpoint has a Sentence Transformers pooling module.
+        scores: that module makes a score of a language model's logits.
 
     Raises:
         ConfigError: the class cannot do what the user chose.
@@ -77,7 +79,9 @@ def choose_run(
         return Run(runner, "none")
     if config.convert != "auto":
         return Run(runner, config.convert)
-    return Run(runner, "embed" if usual.convert == "none" else usual.convert)
+    if usual.convert == "none":
+        return Run(runner, "classify" if scores else "embed")
+    return Run(runner, usual.convert)
 
 
 def _by_name(architecture: str) -> Run:

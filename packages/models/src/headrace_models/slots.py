@@ -10,6 +10,7 @@ import torch
 
 from headrace_core.errors import WeightsError
 from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.mapping import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,36 +33,50 @@ def fill_slots(
         path: of the checkpoint; for messages.
 
     Raises:
-        WeightsError: a tensor is missing, left over, or of the wrong shape or dtype.
+        WeightsError: tensors are missing, left over, repeated, or of the wrong shape or dtype; lists
+            them, up to :data:`~headrace_models.mapping.SHOWN`.
     """
     places = {f"{leaf}.{key}": (leaf, key) for leaf in slots for key in slots[leaf]}
     waiting: dict[str, dict[str, Tensor]] = {leaf: {} for leaf in leaves}
+    seen: set[str] = set()
+    faults: list[str] = []
     for name, tensor, file in tensors:
         leaf, key = places.get(name, ("", ""))
-        if leaf not in waiting or key in waiting[leaf]:
-            why = "comes twice" if leaf else "belongs to no layer of the model"
-            raise WeightsError(f"{file}: tensor {name!r} {list(tensor.shape)} {why}")
-        held = waiting[leaf]
-        held[key] = _own(slots[leaf][key], leaves[leaf], context, name, tensor, file)
-        if len(held) == len(slots[leaf]):
+        fault = _fault(slots[leaf][key], context, tensor) if leaf else "belongs to no layer"
+        if name in seen:
+            fault = "comes twice"
+        if leaf:
+            seen.add(name)
+        if fault:
+            faults.append(f"{file.name}: tensor {name!r} {list(tensor.shape)} {fault}")
+        if faults:  # the rest is only looked at, for a whole list
+            continue
+        waiting[leaf][key] = _own(leaves[leaf], context, tensor)
+        if len(waiting[leaf]) == len(slots[leaf]):
             leaves[leaf].load(waiting.pop(leaf))
+    for name, (leaf, key) in places.items():
+        if slots[leaf][key].required and name not in seen:
+            faults.append(f"tensor {name!r} {list(slots[leaf][key].shape)} is missing")
+    if faults:
+        raise WeightsError(f"{path}: {listed(faults, '; ')}")
     # What is left waits for optional tensors only, or for another leaf's.
     for leaf in sorted(waiting, key=lambda each: not slots[each]):
-        for key, slot in slots[leaf].items():
-            if slot.required and key not in waiting[leaf]:
-                raise WeightsError(f"{path}: tensor {f'{leaf}.{key}'!r} is missing")
         leaves[leaf].load(waiting[leaf])
 
 
-def _own(
-    slot: Slot, leaf: WeightLayer, context: BuildContext, name: str, tensor: Tensor, file: Path
-) -> Tensor:
+def _fault(slot: Slot, context: BuildContext, tensor: Tensor) -> str:
+    """What is wrong with a tensor; "" if nothing is."""
     dtype = getattr(torch, slot.dtype or context.dtype)
-    if tuple(tensor.shape) != slot.shape or tensor.dtype != dtype:
-        raise WeightsError(
-            f"{file}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, the model needs "
-            f"{dtype} {list(slot.shape)}: load with the settings it was saved with"
-        )
+    if tuple(tensor.shape) == slot.shape and tensor.dtype == dtype:
+        return ""
+    return (
+        f"is {tensor.dtype}, the model needs {dtype} {list(slot.shape)}: load with the settings it was "
+        "saved with"
+    )
+
+
+def _own(leaf: WeightLayer, context: BuildContext, tensor: Tensor) -> Tensor:
+    """The tensor on the model's device, in memory that the leaf may keep."""
     if context.device == "cpu" and leaf.takes_views:
         return tensor
     return tensor.clone() if context.device == "cpu" else tensor.to(context.device)

@@ -14,8 +14,8 @@ from typing import Any
 from headrace_core.errors import ConfigError, UnsupportedModel
 
 
-def token_ids(folder: Path, tokens: Sequence[str], *, setting: str) -> list[int]:
-    """Id of each of ``tokens``, spelled as the vocabulary spells them.
+def token_ids(folder: Path, tokens: Sequence[str | int], *, setting: str) -> list[int]:
+    """Id of each of ``tokens``, spelled as the vocabulary spells them; of ids, these.
 
     Args:
         folder: of the checkpoint.
@@ -25,15 +25,16 @@ def token_ids(folder: Path, tokens: Sequence[str], *, setting: str) -> list[int]
         ConfigError: a string is no single token; names it.
         UnsupportedModel: there is no ``tokenizer.json``, or it is unreadable.
     """
-    known = read_vocabulary(folder / "tokenizer.json")
-    for token in tokens:
+    spelled = [token for token in tokens if isinstance(token, str)]
+    known = read_vocabulary(folder / "tokenizer.json") if spelled else {}
+    for token in spelled:
         if token not in known:
             raise ConfigError(
                 f"{setting}: {token!r} is not one token of the model's vocabulary (upper and lower "
                 "case matter, and so does a leading space, which vocabularies write as \u0120 or \u2581)",
                 field=setting,
             )
-    return [known[token] for token in tokens]
+    return [known[token] if isinstance(token, str) else token for token in tokens]
 
 
 def read_vocabulary(path: Path) -> Mapping[str, int]:

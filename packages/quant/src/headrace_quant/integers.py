@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,6 +38,19 @@ class IntegerMethod(LinearMethod):
         bias: Tensor | None = None,
     ) -> Tensor:
         return ops.quant_linear.gated(x, state, kind, bias)
+
+    def join(self, states: Sequence[PackedLinear]) -> PackedLinear | None:
+        return self.ops.quant_linear.join(states)
+
+    def apply_routed(
+        self,
+        state: PackedLinear,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        return self.ops.quant_linear.routed(x, state, ids, weights, biases)
 
 
 class RoundedWeight(IntegerMethod):

@@ -151,6 +151,9 @@ class PagedAttentionOp(Protocol):
         causal: bool = True,
         attention_chunk: int | None = None,
         alibi_slopes: Tensor | None = None,
+        alibi_sqrt: bool = False,
+        prefix_key: Tensor | None = None,
+        prefix_value: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -163,7 +166,9 @@ class PagedAttentionOp(Protocol):
         ``p - j < W``. With ``causal`` False it sees all ``seq_lens[b]`` keys, which need not be its
         own tokens' (cross-attention); there is no window then. With ``attention_chunk`` C it sees keys
         ``C * (p // C) <= j <= p``. ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the
-        scaled (and capped) score. ``soft_cap`` t > 0 maps scores s to
+        scaled (and capped) score, with ``alibi_sqrt`` ``-slope_h * sqrt(p - j)``. prefix_key and
+        prefix_value [S, Hk, D], in query's dtype, are keys and values that every row sees besides, wherever
+        it stands. ``soft_cap`` t > 0 maps scores s to
         ``t * tanh(s / t)``. sinks [Hq] are extra logits that enter the softmax's denominator only. A
         row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is None
         or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
@@ -171,9 +176,40 @@ class PagedAttentionOp(Protocol):
         specification.
 
         Raises:
-            ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk.
+            ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk; a prefix
+                with a soft cap or slopes.
         """
         ...
+
+
+def check_prefix(
+    query: Tensor,
+    prefix_key: Tensor | None,
+    prefix_value: Tensor | None,
+    *,
+    num_kv_heads: int,
+    soft_cap: float,
+    alibi: bool,
+) -> None:
+    """What :class:`PagedAttentionOp` says of keys that every row sees.
+
+    Raises:
+        ConfigError: see there; or one without the other, or of another shape or dtype.
+    """
+    if prefix_key is None and prefix_value is None:
+        return
+    good = prefix_key is not None and prefix_value is not None
+    if prefix_key is not None and prefix_value is not None:
+        shape = (prefix_key.shape[0], num_kv_heads, query.shape[-1])
+        good = prefix_key.shape == prefix_value.shape == shape
+        good = good and prefix_key.dtype == prefix_value.dtype == query.dtype
+    if not good:
+        raise ConfigError(
+            "paged_attention: prefix_key and prefix_value must both be [S, "
+            f"{num_kv_heads}, {query.shape[-1]}] of {query.dtype}, or both None"
+        )
+    if soft_cap > 0 or alibi:
+        raise ConfigError("paged_attention: a prefix has neither a soft cap nor ALiBi")
 
 
 def check_mask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -165,6 +166,25 @@ class QuantLinearOp(Protocol):
         """As :meth:`LinearOp.gated`."""
         ...
 
+    def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
+        """Packed weights as the experts of :meth:`routed`; nothing is copied.
+
+        Returns:
+            None: they are not of one shape and kind.
+        """
+        ...
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        """As :class:`ExpertLinearOp`, of weights that were joined; biases [E, N] in x's dtype."""
+        ...
+
 
 class HeadLinearOp(Protocol):
     """A small weight for each head, as latent attention has."""
@@ -196,11 +216,41 @@ class MoEOp(Protocol):
         ...
 
     def __call__(
-        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor,
+        kind: str,
+        *,
+        identities: int = 0,
+        identity_scale: float = 1.0,
     ) -> Tensor:
-        """x [T, H], topk_weights [T, k] float32, topk_ids [T, k] int64 -> [T, H]; ``kind`` of
-        :data:`~headrace_core.ops.GATED_ACTIVATIONS`.
+        """x [T, H], topk_weights [T, k] float32 (None: ones), topk_ids [T, k] int64 -> [T, H]; ``kind``
+        of :data:`~headrace_core.ops.GATED_ACTIVATIONS`.
 
-        A row's experts are summed in the order of ``topk_ids``, in float32.
+        A row's experts are summed in the order of ``topk_ids``, in float32. The ``identities`` ids from E
+        on stand for experts that give back ``identity_scale`` x (LongCat-Flash; arXiv:2509.01322).
+        """
+        ...
+
+
+class ExpertLinearOp(Protocol):
+    """A linear layer of each expert, for the rows that go to it."""
+
+    pack_copies: bool
+    """Whether :meth:`pack` keeps nothing of its argument, so that the memory may be used again."""
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        """weight [E, N, K] in the activations' dtype."""
+        ...
+
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """``out[t, j] = weight[ids[t, j]] @ x[t]``, or ``@ x[t, j]``: x [T, K] or [T, k, K], ids [T, k]
+        int64 -> [T, k, N].
+
+        With weights [T, k] float32 the sum of these by weight, [T, N], in the order of ids, in float32.
         """
         ...

@@ -113,11 +113,13 @@ class DeltaRuleOp(Protocol):
         scale: float,
         l2_norm_eps: float | None = None,
         beta_scale: float = 1.0,
+        lower_bound: float | None = None,
     ) -> Tensor:
         """The gated delta rule. Yang et al. 2024, arXiv:2412.06464; a decay for each channel of the
         key: Kimi Team 2025, arXiv:2510.26692.
 
-        With ``g = -exp(a_log) softplus(gate + dt_bias)`` and ``w = beta_scale sigmoid(beta)``:
+        With ``g = -exp(a_log) softplus(gate + dt_bias)``, or with a ``lower_bound`` (negative)
+        ``g = lower_bound sigmoid(exp(a_log) (gate + dt_bias))``, and ``w = beta_scale sigmoid(beta)``:
         ``S <- exp(g) S``, ``S <- S + w k (x) (v - S^T k)``, then ``o = scale S^T q``. query, key
         [T, Hk, N], value [T, Hv, P], value head h reads key head ``h // (Hv // Hk)``; gate and dt_bias
         [T, Hv] and [Hv], or [T, Hv, N] and [Hv, N] (then exp(g) scales the rows of S); beta [T, Hv];
@@ -173,6 +175,33 @@ class WKVOp(Protocol):
         becomes ``max(decay + m, k)``. key, value [T, C] (rows may lie apart), decay (negative) and
         first [C] float32; state [*, 3, C] float32: a, b and m, of which a request that begins has 0, 0
         and -1e38. Returns [T, C] in value's dtype.
+        """
+        ...
+
+
+class MLSTMOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        input_gate: Tensor,
+        forget_gate: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+        *,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        """The matrix memory of xLSTM. Beck et al. 2024, arXiv:2405.04517.
+
+        Memory C and normaliser n are kept as multiples of ``exp(m)``. With ``f = logsigmoid(forget_gate)``
+        and ``m' = max(f + m, input_gate)``: ``C <- exp(f + m - m') C + exp(input_gate - m') k (x) v``, n
+        alike with 1 for v, then ``o = scale C^T q / (max(|scale n . q|, exp(-m')) + eps)``. query, key
+        [T, H, N], value [T, H, P], gates [T, H] float32; state [*, H, N P + N + 1] float32: C [N, P], n and
+        m of each head. Rows may lie apart. Returns [T, H, P] in value's dtype.
         """
         ...
 

@@ -18,13 +18,17 @@ GATED_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu")
 CLAMPED_SWIGLU_ALPHA = 1.702
 CLAMPED_SWIGLU_LIMIT = 7.0
 
+OPENINGS = ("silu", "sigmoid", "softplus")
+"""What :class:`GateOp` may apply to a gate."""
+
 SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 """How scores of experts come of a router's outputs; :class:`RouteExpertsOp` says what each means."""
 
 
 class EmbeddingOp(Protocol):
-    def __call__(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Rows of a table: ids [T] int64, weight [V, H] -> [T, H]. ids are within [0, V)."""
+    def __call__(self, ids: Tensor, weight: Tensor, *, beyond: int | None = None) -> Tensor:
+        """Rows of a table: ids [T] int64, weight [V, H] -> [T, H]. ids are within [0, V); with
+        ``beyond``, 0 to V - 1, others get that row."""
         ...
 
 
@@ -100,7 +104,8 @@ class GateOp(Protocol):
     def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
         """``x act(gate)``: x, gate [T, H] of one dtype, whose rows may lie apart -> [T, H].
 
-        ``activation`` is ``silu``, ``sigmoid`` or None, the gate as it is. In float32, rounded once.
+        ``activation`` is of :data:`OPENINGS`; None: the gate as it is. In float32, rounded once. A
+        gate [T, G] with G below H that divides it opens H / G neighbours with each of its values.
         """
         ...
 
@@ -108,6 +113,52 @@ class GateOp(Protocol):
 class ScaleOp(Protocol):
     def __call__(self, x: Tensor, factor: float) -> Tensor:
         """``x * factor``, x [T, H]; the factor is float32, the product is rounded once."""
+        ...
+
+
+class ClampOp(Protocol):
+    def __call__(self, x: Tensor, low: float, high: float) -> Tensor:
+        """``min(max(x, low), high)``, x [T, H]; NaN stays NaN."""
+        ...
+
+
+class CopyRowsOp(Protocol):
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """out = x, both [T, H] or both [T, A, B] and of one dtype; the last dimension's values lie side by
+        side, everything else may lie apart.
+
+        ``out`` is a part of something larger: so rows are joined, and dimensions change places.
+        """
+        ...
+
+
+class MixOp(Protocol):
+    def __call__(self, x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Each token's own sums of its vectors: ``residual[t, m] + sum over n of weights[t, m, n]
+        x[t, n]``.
+
+        x [T, N, H] and residual [T, M, H] of one dtype, weights [T, M, N] float32, all with rows that may
+        lie apart (the weights' even at one place) -> [T, M, H]. In float32, in the order of n, rounded
+        once. Source: Baykal et al. 2023, arXiv:2301.13310.
+        """
+        ...
+
+
+class MatchRMSOp(Protocol):
+    def __call__(self, x: Tensor, like: Tensor, least: float) -> Tensor:
+        """``x sqrt(mean(like^2) / max(mean(x^2), least))``: each row of x as large as that of ``like``,
+        both [T, H]."""
+        ...
+
+
+class GaussianTopKOp(Protocol):
+    def __call__(self, x: Tensor, deviations: float) -> Tensor:
+        """``max(x - (mean(x) + deviations std(x)), 0)`` of each row, x [T, H], whose values stand for a
+        normal distribution's: what is above a quantile, and by how much.
+
+        The standard deviation is that of all H values (divided by H). Source: You et al. 2025,
+        arXiv:2506.06644.
+        """
         ...
 
 

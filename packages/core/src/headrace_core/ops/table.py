@@ -15,11 +15,18 @@ from headrace_core.ops.attention import (
     RotaryOp,
     VarlenAttentionOp,
 )
-from headrace_core.ops.linear import HeadLinearOp, LinearOp, MoEOp, QuantLinearOp
+from headrace_core.ops.linear import (
+    ExpertLinearOp,
+    HeadLinearOp,
+    LinearOp,
+    MoEOp,
+    QuantLinearOp,
+)
 from headrace_core.ops.recurrent import (
     CausalConvOp,
     DeltaRuleOp,
     GatedRMSNormOp,
+    MLSTMOp,
     RGLRUOp,
     SelectiveScanOp,
     StateSpaceScanOp,
@@ -31,9 +38,14 @@ from headrace_core.ops.rowwise import (
     AddLayerNormOp,
     AddOp,
     AddRMSNormOp,
+    ClampOp,
+    CopyRowsOp,
     EmbeddingOp,
     GateOp,
+    GaussianTopKOp,
     LayerNormOp,
+    MatchRMSOp,
+    MixOp,
     RMSNormOp,
     RouteExpertsOp,
     ScaleOp,
@@ -61,6 +73,11 @@ class OpTable:
     add: AddOp
     scale: ScaleOp
     gate: GateOp
+    clamp: ClampOp
+    copy_rows: CopyRowsOp
+    mix: MixOp
+    match_rms: MatchRMSOp
+    gaussian_topk: GaussianTopKOp
     to_float32: ToFloat32Op
     route_experts: RouteExpertsOp
     rotary: RotaryOp
@@ -76,11 +93,13 @@ class OpTable:
     delta_rule: DeltaRuleOp
     rg_lru: RGLRUOp
     wkv: WKVOp
+    mlstm: MLSTMOp
     gated_rms_norm: GatedRMSNormOp
     linear: LinearOp
     quant_linear: QuantLinearOp
     head_linear: HeadLinearOp
     moe: MoEOp
+    expert_linear: ExpertLinearOp
     sample: SampleOp
     top_logprobs: TopLogprobsOp
     providers: Mapping[str, str] = field(default_factory=dict)

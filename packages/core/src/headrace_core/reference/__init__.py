@@ -9,7 +9,12 @@ Linear layers are torch's own, so results may depend on the number of rows: the 
 claim row invariance.
 """
 
-from headrace_core.reference.activations import activation, activation_and_mul, xielu
+from headrace_core.reference.activations import (
+    activation,
+    activation_and_mul,
+    gaussian_topk,
+    xielu,
+)
 from headrace_core.reference.attention import (
     latent_attention,
     paged_attention,
@@ -20,17 +25,32 @@ from headrace_core.reference.cache import (
     latent_cache_write,
     rotary_cache_write,
 )
-from headrace_core.reference.elementwise import add, gate, scale, to_float32
+from headrace_core.reference.elementwise import (
+    add,
+    clamp,
+    copy_rows,
+    gate,
+    mix,
+    scale,
+    to_float32,
+)
 from headrace_core.reference.embedding import embedding
 from headrace_core.reference.linear import head_linear, linear
 from headrace_core.reference.logprobs import top_logprobs
-from headrace_core.reference.moe import moe
-from headrace_core.reference.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from headrace_core.reference.moe import expert_linear, moe
+from headrace_core.reference.norms import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    match_rms,
+    rms_norm,
+)
 from headrace_core.reference.quantized import quant_linear
 from headrace_core.reference.recurrent import (
     causal_conv,
     delta_rule,
     gated_rms_norm,
+    mlstm,
     rg_lru,
     selective_scan,
     state_space_scan,
@@ -48,15 +68,22 @@ __all__ = [
     "add_rms_norm",
     "cache_write",
     "causal_conv",
+    "clamp",
+    "copy_rows",
     "delta_rule",
     "embedding",
+    "expert_linear",
     "gate",
     "gated_rms_norm",
+    "gaussian_topk",
     "head_linear",
     "latent_attention",
     "latent_cache_write",
     "layer_norm",
     "linear",
+    "match_rms",
+    "mix",
+    "mlstm",
     "moe",
     "paged_attention",
     "quant_linear",

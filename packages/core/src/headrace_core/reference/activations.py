@@ -43,6 +43,14 @@ def xielu(
     return (torch.where(wide > 0, alpha_p * wide.square(), below) + beta * wide).to(x.dtype)
 
 
+def gaussian_topk(x: Tensor, deviations: float) -> Tensor:
+    """See :class:`headrace_core.ops.GaussianTopKOp`."""
+    wide = widened(x)
+    mean = wide.mean(dim=-1, keepdim=True)
+    deviation = (wide - mean).square().mean(dim=-1, keepdim=True).sqrt()
+    return torch.relu(wide - (mean + deviation * deviations)).to(x.dtype)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import check_mask
+from headrace_core.ops import check_mask, check_prefix
 from headrace_core.paired import is_paired, plain_keys, plain_values
 from headrace_core.reference.cache import as_bytes
 from headrace_core.reference.dtypes import widened
@@ -31,12 +31,23 @@ def paged_attention(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_sqrt: bool = False,
+    prefix_key: Tensor | None = None,
+    prefix_value: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     check_mask(
         causal=causal,
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
+        alibi=alibi_slopes is not None,
+    )
+    check_prefix(
+        query,
+        prefix_key,
+        prefix_value,
+        num_kv_heads=key_cache.shape[1] if is_paired(key_cache) else key_cache.shape[2],
+        soft_cap=soft_cap,
         alibi=alibi_slopes is not None,
     )
     if is_paired(key_cache):
@@ -56,6 +67,9 @@ def paged_attention(
             causal=causal,
             attention_chunk=attention_chunk,
             alibi_slopes=alibi_slopes,
+            alibi_sqrt=alibi_sqrt,
+            prefix_key=prefix_key,
+            prefix_value=prefix_value,
         )
     return out
 
@@ -188,6 +202,9 @@ def attend(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_sqrt: bool = False,
+    prefix_key: Tensor | None = None,
+    prefix_value: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
 
@@ -205,15 +222,24 @@ def attend(
         scores = soft_cap * torch.tanh(scores / soft_cap)
     if alibi_slopes is not None:
         distance = key_distance(num_q, seq_len, query.device).to(scores.dtype)
+        if alibi_sqrt:
+            distance = distance.clamp(min=0).sqrt()
         scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance
     visible = visibility(num_q, seq_len, sliding_window, query.device, attention_chunk)
     if not causal:
         visible = torch.ones_like(visible)
     scores = scores.masked_fill(~visible, -torch.inf)
+    if prefix_key is not None and prefix_value is not None:
+        always = prefix_key.to(wide_query.dtype).repeat_interleave(group, dim=1)
+        first = torch.einsum("qhd,khd->hqk", wide_query, always) * scale
+        scores = torch.cat([scores, first], dim=-1)
+        more = prefix_value.to(wide_query.dtype).repeat_interleave(group, dim=1)
+        wide_value = torch.cat([wide_value, more])
+        visible = torch.cat([visible, visible.new_ones((num_q, always.shape[0]))], dim=1)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_q, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :seq_len]
+    weights = torch.softmax(scores, dim=-1)[..., : wide_value.shape[0]]
     unseen = ~visible.any(dim=0)  # may lie in the null block, whose content is arbitrary
     wide_value = wide_value.masked_fill(unseen[:, None, None], 0.0)
     out = torch.einsum("hqk,khd->qhd", weights, wide_value)

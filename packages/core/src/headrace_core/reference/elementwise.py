@@ -1,12 +1,21 @@
-"""Sums, multiples and widening of rows."""
+"""Sums, multiples, copies and widening of rows."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.reference.dtypes import widened
+
+_OPENINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "softplus": F.softplus,
+}
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -20,11 +29,42 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
-    """See :class:`headrace_core.ops.GateOp`."""
+    """See :class:`headrace_core.ops.GateOp`.
+
+    Raises:
+        ConfigError: activation is not one of :data:`headrace_core.ops.OPENINGS`.
+    """
     wide = widened(gate)
     if activation is not None:
-        wide = F.silu(wide) if activation == "silu" else torch.sigmoid(wide)
+        try:
+            wide = _OPENINGS[activation](wide)
+        except KeyError:
+            raise ConfigError(
+                f"gate: activation = {activation!r}: must be one of {list(_OPENINGS)}"
+            ) from None
+    if gate.shape != x.shape:
+        wide = wide.repeat_interleave(x.shape[1] // gate.shape[1], dim=1)
     return (widened(x) * wide).to(x.dtype)
+
+
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    """See :class:`headrace_core.ops.ClampOp`."""
+    return x.clamp(low, high)
+
+
+def copy_rows(x: Tensor, out: Tensor) -> None:
+    """See :class:`headrace_core.ops.CopyRowsOp`."""
+    out.copy_(x)
+
+
+def mix(x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    """See :class:`headrace_core.ops.MixOp`."""
+    wide, by = widened(x), widened(weights)
+    shape = (*weights.shape[:2], x.shape[2])
+    total = wide.new_zeros(shape) if residual is None else widened(residual)
+    for n in range(x.shape[1]):  # in order: addition does not commute in bits
+        total = total + by[:, :, n, None] * wide[:, None, n]
+    return total.to(x.dtype)
 
 
 def to_float32(x: Tensor, *, soft_cap: float = 0.0) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, *, beyond: int | None = None) -> Tensor:
     """See :class:`headrace_core.ops.EmbeddingOp`."""
+    if beyond is not None:
+        ids = torch.where((ids >= 0) & (ids < weight.shape[0]), ids, beyond)
     return weight[ids]

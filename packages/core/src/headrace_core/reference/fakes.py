@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headrace_core.ops import PackedLinear, TopLogprobs
 from headrace_core.reference.linear import HeadLinear, Linear
-from headrace_core.reference.moe import MoE
+from headrace_core.reference.moe import ExpertLinear, MoE
 from headrace_core.reference.quantized import QuantLinear
 
 
@@ -21,7 +21,7 @@ def _like(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape or x.shape, dtype=x.dtype, device=x.device)
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor, *, beyond: int | None = None) -> Tensor:
     return _like(weight, ids.shape[0], weight.shape[1])
 
 
@@ -66,6 +66,26 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 
 def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def clamp(x: Tensor, low: float, high: float) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def copy_rows(x: Tensor, out: Tensor) -> None:
+    return None
+
+
+def mix(x: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+    return _like(x, *weights.shape[:2], x.shape[2])
+
+
+def match_rms(x: Tensor, like: Tensor, least: float) -> Tensor:
+    return _like(x, *x.shape)
+
+
+def gaussian_topk(x: Tensor, deviations: float) -> Tensor:
     return _like(x, *x.shape)
 
 
@@ -139,6 +159,10 @@ def wkv(key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(value, *value.shape)
 
 
+def mlstm(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+    return _like(value, *value.shape)
+
+
 def gated_rms_norm(x: Tensor, gate: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(x, *x.shape)
 
@@ -186,6 +210,17 @@ class _FakeQuantLinear(QuantLinear):
     ) -> Tensor:
         return _like(x, x.shape[0], packed.out_features // 2)
 
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        rows = ids.shape if weights is None else ids.shape[:1]
+        return _like(x, *rows, packed.out_features)
+
 
 class _FakeHeadLinear(HeadLinear):
     def __call__(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -194,12 +229,27 @@ class _FakeHeadLinear(HeadLinear):
 
 class _FakeMoE(MoE):
     def __call__(
-        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor,
+        kind: str,
+        **options: float,
     ) -> Tensor:
         return _like(x, x.shape[0], packed.out_features)
+
+
+class _FakeExpertLinear(ExpertLinear):
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        rows = ids.shape if weights is None else ids.shape[:1]
+        return _like(x, *rows, packed.out_features)
 
 
 linear = _FakeLinear()
 quant_linear = _FakeQuantLinear()
 head_linear = _FakeHeadLinear()
 moe = _FakeMoE()
+expert_linear = _FakeExpertLinear()

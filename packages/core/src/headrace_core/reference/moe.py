@@ -1,6 +1,8 @@
-"""Mixture of gated experts."""
+"""Experts: gated ones, summed, and single linear layers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -33,21 +35,78 @@ class MoE:
         )
 
     def __call__(
-        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor,
+        kind: str,
+        *,
+        identities: int = 0,
+        identity_scale: float = 1.0,
     ) -> Tensor:
         gate_up, down, gate_up_bias, down_bias = packed.data
-        shape = (*topk_ids.shape, packed.out_features)
-        chosen = widened(torch.zeros(shape, dtype=x.dtype, device=x.device))  # [T, k, H]
-        for expert in sorted(set(topk_ids.flatten().tolist())):
-            rows, places = (topk_ids == expert).nonzero(as_tuple=True)
+        experts = gate_up.shape[0]
+        chosen = lines(x, topk_ids, packed.out_features)
+        for expert, rows, places in chosen_experts(topk_ids, experts + identities):
+            if expert >= experts:
+                chosen[rows, places] = x[rows].to(chosen.dtype) * identity_scale
+                continue
             inner = F.linear(x[rows], gate_up[expert], _of(gate_up_bias, expert))
             hidden = activation_and_mul(inner, kind)
             result = F.linear(hidden, down[expert], _of(down_bias, expert))
             chosen[rows, places] = result.to(chosen.dtype)
-        out = torch.zeros_like(chosen[:, 0])
-        for place in range(topk_ids.shape[1]):  # in order: addition does not commute in bits
-            out += topk_weights[:, place, None] * chosen[:, place]
-        return out.to(x.dtype)
+        return summed(chosen, topk_weights).to(x.dtype)
+
+
+class ExpertLinear:
+    """See :class:`headrace_core.ops.ExpertLinearOp`. Packing keeps the weights as they are."""
+
+    pack_copies = False
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        return PackedLinear(
+            in_features=weight.shape[2],
+            out_features=weight.shape[1],
+            dtype=dtype_name(weight),
+            data=weight,
+            num_bytes=weight.numel() * weight.element_size(),
+        )
+
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        chosen = lines(x, ids, packed.out_features)
+        for expert, rows, places in chosen_experts(ids, packed.data.shape[0]):
+            own = x[rows] if x.dim() == 2 else x[rows, places]
+            chosen[rows, places] = F.linear(own, packed.data[expert]).to(chosen.dtype)
+        return (chosen if weights is None else summed(chosen, weights)).to(x.dtype)
+
+
+def lines(x: Tensor, ids: Tensor, width: int) -> Tensor:
+    """A line for each row and place: [T, k, width] in the dtype of sums."""
+    return widened(torch.zeros((*ids.shape, width), dtype=x.dtype, device=x.device))
+
+
+def chosen_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(expert, rows, places) of all that are chosen.
+
+    Raises:
+        IndexError: one of them is not within [0, count).
+    """
+    for expert in sorted(set(ids.flatten().tolist())):
+        if not 0 <= expert < count:
+            raise IndexError(f"expert {expert} is outside [0, {count})")
+        yield expert, *(ids == expert).nonzero(as_tuple=True)
+
+
+def summed(chosen: Tensor, weights: Tensor | None) -> Tensor:
+    """[T, k, N] -> [T, N], in order: addition does not commute in bits."""
+    out = torch.zeros_like(chosen[:, 0])
+    for place in range(chosen.shape[1]):
+        own = chosen[:, place]
+        out += own if weights is None else weights[:, place, None] * own
+    return out
 
 
 def _of(bias: Tensor | None, expert: int) -> Tensor | None:
@@ -55,3 +114,4 @@ def _of(bias: Tensor | None, expert: int) -> Tensor | None:
 
 
 moe = MoE()
+expert_linear = ExpertLinear()

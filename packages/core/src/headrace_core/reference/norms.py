@@ -31,6 +31,13 @@ def add_layer_norm(
     return layer_norm(total, weight, bias, eps), total
 
 
+def match_rms(x: Tensor, like: Tensor, least: float) -> Tensor:
+    """See :class:`headrace_core.ops.MatchRMSOp`."""
+    wide, target = widened(x), widened(like).square().mean(dim=-1, keepdim=True)
+    own = wide.square().mean(dim=-1, keepdim=True).clamp_min(least)
+    return (wide * torch.sqrt(target / own)).to(x.dtype)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See :class:`headrace_core.ops.LayerNormOp`."""
     wide = widened(x)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,7 @@ from headrace_core.errors import WeightsError
 from headrace_core.ops import PackedLinear, QuantizedWeight, Rounding
 from headrace_core.reference.activations import activation_and_mul
 from headrace_core.reference.dtypes import widened
+from headrace_core.reference.moe import chosen_experts, lines, summed
 from headrace_core.reference.rounding import rounded
 
 
@@ -76,6 +80,30 @@ class QuantLinear:
         self, x: Tensor, packed: PackedLinear, kind: str, bias: Tensor | None = None
     ) -> Tensor:
         return activation_and_mul(self(x, packed, bias), kind)
+
+    def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
+        first = each[0]
+        if any(
+            (p.in_features, p.out_features) != (first.in_features, first.out_features) for p in each
+        ):
+            return None
+        num_bytes = sum(packed.num_bytes for packed in each)
+        return replace(first, data=tuple(each), num_bytes=num_bytes)
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        chosen = lines(x, ids, packed.out_features)
+        for expert, rows, places in chosen_experts(ids, len(packed.data)):
+            own = widened(x[rows] if x.dim() == 2 else x[rows, places])
+            bias = None if biases is None else biases[expert]
+            chosen[rows, places] = self(own, packed.data[expert], bias)
+        return (chosen if weights is None else summed(chosen, weights)).to(x.dtype)
 
 
 quant_linear = QuantLinear()

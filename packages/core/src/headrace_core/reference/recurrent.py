@@ -132,6 +132,7 @@ def delta_rule(
     scale: float,
     l2_norm_eps: float | None = None,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.DeltaRuleOp`."""
     out = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
@@ -141,9 +142,13 @@ def delta_rule(
     queries, keys = (_unit(x.to(values.dtype), l2_norm_eps) for x in (query, key))
     queries = queries.repeat_interleave(group, dim=1)
     keys = keys.repeat_interleave(group, dim=1)
-    rate = -torch.exp(a_log.to(values.dtype))
-    log_decay = F.softplus(gate.to(values.dtype) + dt_bias.to(values.dtype))
-    log_decay = log_decay * (rate if gate.dim() == 2 else rate[:, None])
+    rate = torch.exp(a_log.to(values.dtype))
+    rate = rate if gate.dim() == 2 else rate[:, None]
+    opened = gate.to(values.dtype) + dt_bias.to(values.dtype)
+    if lower_bound is None:
+        log_decay = -rate * F.softplus(opened)
+    else:
+        log_decay = lower_bound * torch.sigmoid(rate * opened)
     if gate.dim() == 2:
         log_decay = log_decay[:, :, None]
     strength = beta_scale * torch.sigmoid(beta.to(values.dtype))
@@ -216,6 +221,43 @@ def wkv(
             decayed = torch.stack((held[0], held[1], held[2] + decay))
             held = torch.stack(_averaged(decayed, k, v))
         keep(state, state_out, r, held)
+    return out
+
+
+def mlstm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    input_gate: Tensor,
+    forget_gate: Tensor,
+    state: Tensor | None,
+    state_in: Tensor | None,
+    state_out: Tensor | None,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float,
+    eps: float,
+) -> Tensor:
+    """See :class:`headrace_core.ops.MLSTMOp`."""
+    out = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    values = widened(value)
+    queries, keys = scale * query.to(values.dtype), key.to(values.dtype)
+    taken, kept = input_gate.to(values.dtype), F.logsigmoid(forget_gate.to(values.dtype))
+    heads, length, size = *key.shape[1:], value.shape[2]
+    for r, rows in requests(cu_seqlens_q):
+        held = started(state, state_in, r, (heads, length * size + length + 1), values)
+        memory = held[:, : length * size].reshape(heads, length, size)
+        normaliser, log = held[:, length * size : -1], held[:, -1:]
+        for t in range(rows.start, rows.stop):
+            most = torch.maximum(kept[t, :, None] + log, taken[t, :, None])  # [H, 1]
+            old, new = torch.exp(kept[t, :, None] + log - most), torch.exp(taken[t, :, None] - most)
+            added = new * keys[t]
+            memory = old[..., None] * memory + added[:, :, None] * values[t][:, None, :]
+            normaliser, log = old * normaliser + added, most
+            found = (memory * queries[t][:, :, None]).sum(1)  # [H, P]
+            weight = (normaliser * queries[t]).sum(1, keepdim=True).abs()
+            out[t] = (found / (torch.maximum(weight, torch.exp(-log)) + eps)).to(out.dtype)
+        keep(state, state_out, r, torch.cat((memory.flatten(1), normaliser, log), dim=1))
     return out
 
 

@@ -56,6 +56,9 @@ def dense_attention(
     causal: bool = True,
     attention_chunk_size: int | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_sqrt: bool = False,
+    prefix_key: Tensor | None = None,
+    prefix_value: Tensor | None = None,
 ) -> DenseResult:
     """ATTN-REF: the last q of L tokens attend, in float64, without paging.
 
@@ -66,7 +69,9 @@ def dense_attention(
         soft_cap: t; 0 = none.
         sinks: [Hq], in the denominator only.
         attention_chunk_size: C; a query sees keys of its own chunk.
-        alibi_slopes: [Hq]; the slope times key's position less query's is added to scores.
+        alibi_slopes: [Hq]; the slope times key's position less query's is added to scores;
+            alibi_sqrt: less the slope times the root of the distance.
+        prefix_key, prefix_value: [S, Hk, D], seen by all.
     """
     num_new, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -79,13 +84,19 @@ def dense_attention(
     position, at = torch.arange(seq_len - num_new, seq_len)[:, None], torch.arange(seq_len)[None]
     distance = position - at
     if alibi_slopes is not None:
-        score = score - alibi_slopes.double()[None, :, None] * distance[:, None]
+        far = distance.clamp(min=0).double().sqrt() if alibi_sqrt else distance
+        score = score - alibi_slopes.double()[None, :, None] * far[:, None]
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if sliding_window is not None and sliding_window > 0:
         visible &= distance < sliding_window
     if attention_chunk_size is not None:
         visible &= position // attention_chunk_size == at // attention_chunk_size
     score = score.masked_fill(~visible[:, None, :], -torch.inf)
+    if prefix_key is not None and prefix_value is not None:
+        always = prefix_key.double().repeat_interleave(group, dim=1)
+        first = torch.einsum("qhd,khd->qhk", query.double(), always) * scale
+        score = torch.cat([score, first], dim=-1)
+        wide_value = torch.cat([wide_value, prefix_value.double().repeat_interleave(group, dim=1)])
     extra = torch.full((num_new, num_heads, 1), -torch.inf, dtype=torch.float64)
     if sinks is not None:
         extra = sinks.double()[None, :, None].expand(num_new, num_heads, 1)
@@ -111,6 +122,9 @@ class Case:
     sinks: bool = False
     chunk: int | None = None
     alibi: bool = False
+    alibi_sqrt: bool = False
+    prefix: int = 0
+    """Keys that every token sees."""
     magnitude: float = 1.0
     """Factor on query values; large ones drive scores into a soft cap."""
 
@@ -127,6 +141,8 @@ class Case:
             has_sink=self.sinks,
             chunked=self.chunk is not None,
             alibi=self.alibi,
+            alibi_sqrt=self.alibi_sqrt,
+            prefix=self.prefix > 0,
         )
 
 
@@ -148,6 +164,7 @@ BASIC_CASES: dict[str, Case] = {
     "blocks of 128": Case([3, 1], [5, 130], block_size=128),
     "large scores": Case([3, 1], [5, 10], magnitude=30.0),
 }
+_BY_ROOT, _PREFIX = "ALiBi by the root of the distance", "keys that every token sees"
 OPTION_CASES: dict[str, Case] = {
     f"window {w}": Case([1, 11, 1], [20, 10, 3], sliding_window=w) for w in (1, 7, 8, 9, 100)
 }
@@ -156,6 +173,9 @@ OPTION_CASES |= {
 }
 OPTION_CASES |= {
     "alibi": Case([1, 9], [12, 3], alibi=True),
+    "alibi by the root": Case([1, 9], [12, 3], alibi=True, alibi_sqrt=True),
+    "a prefix": Case([1, 9, 4], [12, 3, 0], prefix=5),
+    "a prefix, window and sinks": Case([1, 9], [12, 3], prefix=3, sliding_window=5, sinks=True),
     "alibi, chunks": Case([1, 9], [12, 3], alibi=True, chunk=5),
     "alibi, window": Case([1, 9], [12, 3], alibi=True, sliding_window=5),
     "chunks, sinks": Case([1, 9], [12, 3], chunk=5, sinks=True),
@@ -241,6 +261,9 @@ class World:
                 sinks=layer.sinks,
                 attention_chunk_size=layer.attention_chunk_size,
                 alibi_slopes=layer.alibi_slopes,
+                alibi_sqrt=layer.alibi_sqrt,
+                prefix_key=layer.prefix_key,
+                prefix_value=layer.prefix_value,
             )
             for q, k, v in zip(queries, self.keys, self.values, strict=True)
         ]
@@ -264,6 +287,9 @@ class World:
             sinks=sinks if case.sinks else None,
             attention_chunk_size=case.chunk,
             alibi_slopes=0.7 ** torch.arange(1.0, case.num_heads + 1) if case.alibi else None,
+            alibi_sqrt=case.alibi_sqrt,
+            prefix_key=self._normal(case.prefix, case.num_kv_heads) if case.prefix else None,
+            prefix_value=self._normal(case.prefix, case.num_kv_heads) if case.prefix else None,
         )
 
     def _place(self) -> list[list[int]]:
@@ -534,6 +560,8 @@ class AttentionBackendConformance:
             ("soft_cap", "supports_soft_cap", "logits soft cap not supported"),
             ("chunked", "supports_chunks", "attention within chunks not supported"),
             ("alibi", "supports_alibi", "ALiBi not supported"),
+            ("alibi_sqrt", "supports_alibi_sqrt", f"{_BY_ROOT} not supported"),
+            ("prefix", "supports_prefix", f"{_PREFIX} not supported"),
         ],
     )
     def test_refuses_options_that_it_does_not_claim(
@@ -557,6 +585,8 @@ class AttentionBackendConformance:
             has_sink=True,
             chunked=True,
             alibi=True,
+            alibi_sqrt=True,
+            prefix=True,
         )
         expected = [
             *([] if self._serves_head_dim(16) else ["head_size not supported"]),
@@ -570,6 +600,8 @@ class AttentionBackendConformance:
             *([] if cls.supports_soft_cap else ["logits soft cap not supported"]),
             *([] if cls.supports_chunks else ["attention within chunks not supported"]),
             *([] if cls.supports_alibi else ["ALiBi not supported"]),
+            *([] if cls.supports_alibi_sqrt else [f"{_BY_ROOT} not supported"]),
+            *([] if cls.supports_prefix else [f"{_PREFIX} not supported"]),
         ]
         assert cls.refuse(need) == expected
 

@@ -80,6 +80,12 @@ class EchoWorker:
         self._note("apply_model")
         return function(self)
 
+    def update_config(self, changes: object) -> None:
+        self._note("update_config")
+
+    def reload_weights(self) -> None:
+        self._note("reload_weights")
+
     def start_profile(self) -> None:
         self._note("start_profile")
 

@@ -59,6 +59,8 @@ class ReferenceAttention(AttentionBackend):
     supports_sliding_window = True
     supports_chunks = True
     supports_alibi = True
+    supports_alibi_sqrt = True
+    supports_prefix = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -98,6 +100,9 @@ class ReferenceAttention(AttentionBackend):
             v_scale=layer.v_scale,
             attention_chunk=layer.attention_chunk_size,
             alibi_slopes=layer.alibi_slopes,
+            alibi_sqrt=layer.alibi_sqrt,
+            prefix_key=layer.prefix_key,
+            prefix_value=layer.prefix_value,
         )
 
 

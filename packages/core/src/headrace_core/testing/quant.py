@@ -138,6 +138,30 @@ class QuantConformance(ABC):
         expected = ops.activation(layer.apply(state, x.clone(), bias), "gelu")
         assert torch.equal(layer.apply_activated(ops, state, x, "gelu", bias), expected)
 
+    def test_joined_layers_are_each_as_by_itself(self) -> None:
+        spec = self.spec()
+        layer, weight = self.method().for_layer(spec), self.weight(spec)
+        states = [
+            layer.finish(spec, self.make_tensors(spec, weight.roll(turns, 0))[0])
+            for turns in range(3)
+        ]
+        joined = layer.join(states)
+        if joined is None:
+            pytest.skip("it joins nothing")
+        x, biases = torch.randn(5, spec.in_features), torch.randn(3, spec.out_features)
+        ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])
+        each = torch.stack(
+            [layer.apply(state, x.clone(), bias) for state, bias in zip(states, biases)]
+        )
+        expected = each[ids, torch.arange(5)[:, None]]
+        out = layer.apply_routed(joined, x, ids, None, biases)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-4)
+        weights = torch.rand(5, 2)
+        total = layer.apply_routed(joined, x, ids, weights, biases)
+        torch.testing.assert_close(
+            total, (expected * weights[..., None]).sum(1), rtol=1e-5, atol=1e-4
+        )
+
     def test_refusals_name_key_and_value(self) -> None:
         for key, value in self.refused.items():
             with pytest.raises(ConfigError) as caught:

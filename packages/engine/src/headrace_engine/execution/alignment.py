@@ -64,7 +64,7 @@ class Alignments:
 
     def _result(self, request_id: str, count: int) -> RequestStepResult:
         inputs = self._inputs.build({request_id: count})
-        if inputs.batch is None:
+        if inputs.errors:
             return RequestStepResult(error=inputs.errors[request_id])
         try:
             weights = self._aligned(self._wanted[request_id], inputs)

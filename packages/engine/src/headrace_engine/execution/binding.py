@@ -40,6 +40,11 @@ class ThreadBinding:
         if self._cores:
             os.sched_setaffinity(0, self._cores[:1])
 
+    def widen(self) -> None:
+        """Undo :meth:`narrow`, for threads that are started from now on."""
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+
     def leave(self) -> None:
         """Let this thread onto the cores that it had before. Idempotent."""
         if self._before is not None:

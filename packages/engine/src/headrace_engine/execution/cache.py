@@ -84,9 +84,11 @@ def bind_cache(
 
 
 def unbind(layers: Mapping[str, AttentionLayer], states: Mapping[str, StateLayer]) -> None:
-    """Take what :func:`bind_cache` gave away from the layers, which compute without it then."""
-    for name in cache_owners(layers):
-        layers[name].bind_cache(None, 0)
+    """Take what :func:`bind_cache` gave away from the layers, which compute without it then. Nothing is
+    checked: what could not be bound can be let go."""
+    for attending in layers.values():
+        if attending.kv_spec is not None or attending.spec.kv_sharing_target is not None:
+            attending.bind_cache(None, 0)
     for layer in states.values():
         layer.bind_states(None, 0)
 

@@ -42,13 +42,14 @@ class StepInputs:
     """A step, ready to run."""
 
     request_ids: list[str]
-    """B ids, in batch order; those in ``errors`` are left out."""
+    """B ids, in batch order."""
     rows: Ints
     """[B]; rows of the request table."""
     seq_lens: Ints
     """[B]; context length including this step's tokens."""
     sampled: Ints
-    """Indices (0..B-1) of the requests that get a token: this step completes what is known."""
+    """Indices (0..B-1) of the requests that get a token: this step completes what is known, and
+    nothing is wrong with them."""
     prompt_rows: list[PromptRows]
     encodes: list[int]
     """Indices (0..B-1) of the requests whose media this step encodes."""
@@ -56,7 +57,7 @@ class StepInputs:
     """None if no request of the step can run. ``logits_rows`` holds the sampled requests' last
     rows, then the prompt rows."""
     errors: dict[str, str]
-    """Requests that cannot run, and why."""
+    """Requests of which nothing comes, and why; what can be computed of them is in the batch."""
 
     @property
     def sampled_rows(self) -> Ints:
@@ -169,6 +170,11 @@ class InputBuilder:
         positions = cast.positions(computed)
         sampled = np.flatnonzero(seq_lens == known)
         prompt_rows = _prompt_rows(table, cast, computed, seq_lens)
+        failing = self._failing(rows) if table.failures else []
+        if failing:
+            errors = errors | {cast.request_ids[b]: table.failures[int(rows[b])] for b in failing}
+            sampled = np.setdiff1d(sampled, failing)
+            prompt_rows = [part for part in prompt_rows if part.index not in failing]
         longest, device = int(seq_lens.max()), self._device
         encodes = self.media.to_encode(rows.tolist())
         embeds = self.given.inputs(rows, computed, cast.cu_seqlens)
@@ -195,14 +201,14 @@ class InputBuilder:
         )
 
     def _look_up(self, ids: list[str], counts: list[int]) -> tuple[_Cast, dict[str, str]]:
-        """Those that the table holds unharmed, and what is wrong with the others."""
+        """Those whose tokens the table holds, and what is wrong with the others."""
         table, cast = self._table, self._cast
         if cast.version == table.version and ids == self._ids and counts == self._counts:
             return cast, {}
         found, errors = [], {}
         for request_id, count in zip(ids, counts):
             row = table.row_of.get(request_id, -1)
-            if row < 0 or count < 1 or row in table.failures:
+            if row < 0 or count < 1 or row in table.broken:
                 errors[request_id] = self._why_not(request_id, count)
             else:
                 found.append((request_id, row, count))
@@ -211,6 +217,10 @@ class InputBuilder:
         if not errors:
             self._cast, self._ids, self._counts = cast, ids, counts
         return cast, errors
+
+    def _failing(self, rows: Ints) -> list[int]:
+        """Indices of the requests of which nothing comes."""
+        return [b for b, row in enumerate(rows.tolist()) if row in self._table.failures]
 
     def _lengths(self, cast: _Cast) -> tuple[Ints, Ints, Ints]:
         """[B] each: tokens before this step, with it, and known."""

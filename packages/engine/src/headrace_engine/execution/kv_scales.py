@@ -93,6 +93,23 @@ def _fresh_state(block_id: int, device: torch.device) -> GroupBatch:
     )
 
 
+def one_byte_layers(layers: Mapping[str, AttentionLayer]) -> list[AttentionLayer]:
+    """Those whose cache has one byte a number, in execution order.
+
+    Raises:
+        ConfigError: there are none, so that nothing can be measured.
+    """
+    specs = ((layer, layer.kv_spec) for layer in layers.values())
+    found = [layer for layer, spec in specs if spec is not None and spec.dtype in LARGEST]
+    if not found:
+        raise ConfigError(
+            "cache.calculate_kv_scales = True: no layer of the model caches keys and values in one "
+            "byte; leave it and cache.kv_cache_dtype out",
+            field="cache.calculate_kv_scales",
+        )
+    return found
+
+
 def measure_kv_scales(
     layers: Mapping[str, AttentionLayer], constants: ScaleConstants, run: Callable[[], object]
 ) -> None:
@@ -104,15 +121,11 @@ def measure_kv_scales(
         run: one forward pass, with real slots (:func:`measuring_batch`).
 
     Raises:
-        ConfigError: a layer cannot be measured; names it and its class.
+        ConfigError: a layer cannot be measured (names it and its class), or there is none to measure.
         ModelError: a layer's keys or values are not finite, or the pass did not come by a layer.
     """
     start = time.perf_counter()
-    one_byte = {
-        layer.spec.name: _measurable(layer)
-        for layer in layers.values()
-        if layer.kv_spec is not None and layer.kv_spec.dtype in LARGEST
-    }
+    one_byte = {layer.spec.name: _measurable(layer) for layer in one_byte_layers(layers)}
     found: dict[str, AttentionLayerSpec] = {}
 
     def measure(spec: AttentionLayerSpec, key: Tensor, value: Tensor) -> AttentionLayerSpec:

@@ -202,6 +202,8 @@ def spare_bytes(
     size = cache.kv_cache_memory_bytes
     if cache.num_gpu_blocks_override is not None:
         pools = _budget(profile, cache, needs, device="", num_requests=1).pools(needs)
+        if missing := _missing(pools, needs):
+            return -missing
         size = sum(count * need.block_bytes for count, need in zip(pools, needs))
     elif size is None:
         size, _ = _share(profile, cache, needs, None)
@@ -274,6 +276,12 @@ def _fits(pools: Sequence[int], needs: Sequence[PoolNeed]) -> bool:
     return all(count > need.needed for count, need in zip(pools, needs))
 
 
+def _missing(pools: Sequence[int], needs: Sequence[PoolNeed]) -> int:
+    """Bytes that pools have less than they need; what others have more does not help."""
+    lacking = (max(0, need.needed + 1 - count) for count, need in zip(pools, needs))
+    return sum(count * need.block_bytes for count, need in zip(lacking, needs))
+
+
 def _longest_that_fits(budget: _Budget, groups: Sequence[KVCacheGroup], limits: Limits) -> int:
     """Bisection over the length; 0 if not even one token fits."""
     low, high = 0, limits.max_model_len
@@ -296,7 +304,7 @@ def _too_small(
     fits: int,
 ) -> str:
     least = least_bytes(needs)
-    missing = least - sum(count * need.block_bytes for count, need in zip(pools, needs))
+    missing = _missing(pools, needs)
     states = sum(need.least_bytes for need in needs if need.most is not None)
     of_states = f" ({readable(states)} of it for the states of recurrent layers)" if states else ""
     advice = (

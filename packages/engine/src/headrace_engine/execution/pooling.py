@@ -135,6 +135,8 @@ class PoolingRunner(ModelRunner):
         spans, end = [], 0
         for b, (request_id, count) in enumerate(zip(inputs.request_ids, counts)):
             start, end = end, end + count
+            if request_id in inputs.errors:
+                continue
             rows = self._asked[request_id].rows
             if rows == "all":
                 spans.append(_Span(b, start, end))
@@ -153,7 +155,7 @@ class PoolingRunner(ModelRunner):
             try:
                 hidden = self.graph.replay(captured)
             except ReplayFailed as error:
-                logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
+                self.run_again(error)
             else:
                 return (
                     hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden

@@ -55,7 +55,10 @@ class RequestTable:
         self.vocab_size = vocab_size
         self.row_of: dict[str, int] = {}
         self.failures: dict[int, str] = {}
-        """Row -> why the request can no longer run; it stays so until it is gone."""
+        """Row -> why nothing more comes of the request; it stays so until it is gone. Its tokens are
+        computed all the same: others may have found them in the cache by now."""
+        self.broken: set[int] = set()
+        """Those of them of which not even tokens or blocks are here."""
         self.version = 0
         """Raised when a request comes, goes or fails: until then ids mean the same rows."""
         self.token_ids = np.zeros((_FIRST_ROWS, _FIRST_TOKENS), np.int32)
@@ -90,8 +93,11 @@ class RequestTable:
         row = self._free_rows.pop()
         self.row_of[new.request_id] = row
         self.num_blocks[:, row] = 0
+        self.broken.add(row)
         try:
             self._fill(row, new)
+            self.broken.discard(row)
+            self.sampling.set(row, new, self._constraint(new))
         except Exception as error:
             # Whatever is wrong with one request must not fail the step.
             logger.warning("request %s cannot run", new.request_id, exc_info=True)
@@ -100,7 +106,7 @@ class RequestTable:
         return row
 
     def fail(self, row: int, reason: str) -> None:
-        """Keep a request from running again."""
+        """See :attr:`failures`."""
         self.failures[row] = reason
         self.version += 1
 
@@ -129,6 +135,7 @@ class RequestTable:
         for group, table in enumerate(self.block_tables):
             table[row, : self.num_blocks[group, row]] = 0
         self.failures.pop(row, None)
+        self.broken.discard(row)
         self.version += 1
         self.sampling.clear(row)
         self._free_rows.append(row)
@@ -152,7 +159,6 @@ class RequestTable:
         self._set_tokens(row, new)
         for group, ids in enumerate(new.block_ids):
             self._append(group, row, ids)
-        self.sampling.set(row, new, self._constraint(new))
 
     def _constraint(self, new: NewRequest) -> RowConstraint | None:
         if new.constraint is None:

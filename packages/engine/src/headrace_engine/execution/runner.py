@@ -208,15 +208,29 @@ class ModelRunner:
         return dataclasses.replace(batch, encoder_states=states)
 
     def _replay(self, inputs: StepInputs, batch: ForwardBatch) -> Tensor | None:
-        """The sampled requests' logits by a captured step; None if the step must run eagerly."""
+        """The sampled requests' logits by a captured step; None if the step must run eagerly.
+
+        Raises:
+            ReplayFailed: see :meth:`run_again`.
+        """
         num_sampled = len(inputs.sampled)
         if self.graph is None or inputs.prompt_rows or not self.graph.fits(batch, num_sampled):
             return None
         try:
             return self.graph.replay(batch, num_sampled)
         except ReplayFailed as error:
-            logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
+            self.run_again(error)
             return None
+
+    def run_again(self, error: ReplayFailed) -> None:
+        """Say that a step whose replay has failed runs eagerly.
+
+        Raises:
+            ReplayFailed: the error, if layers are recurrent: their states may have moved on.
+        """
+        if self.requests.state_groups:
+            raise error
+        logger.warning("replay failed (%s); the step runs eagerly, which tells more", error)
 
     def _run_eagerly(self, inputs: StepInputs, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         hidden = self.model.forward(self.with_metadata(batch))

@@ -44,7 +44,11 @@ from headrace_engine.execution.cache import (
     unbind,
 )
 from headrace_engine.execution.capture import Capture, capture_steps
-from headrace_engine.execution.kv_scales import measure_kv_scales, measuring_batch
+from headrace_engine.execution.kv_scales import (
+    measure_kv_scales,
+    measuring_batch,
+    one_byte_layers,
+)
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
@@ -396,7 +400,8 @@ class ModelWorker:
         """Build the model again under the same cache plan, and capture its steps again.
 
         The old model goes first, so that memory for one is enough: where the new weights cannot be
-        read there is none. No request may run, and what is cached is lost.
+        read there is none until a later call reads some. No request may run, and what is cached is
+        lost.
 
         Raises:
             UnsupportedFeature: this worker cannot. WeightsError: see the loader.
@@ -405,6 +410,8 @@ class ModelWorker:
         if self._rebuild_model is None or cache is None:
             raise UnsupportedFeature("reload_weights: this worker reads its weights once")
         self._free()
+        self._cache = cache  # the plan stays, whatever happens now
+        self._binding.widen()
         self._hold(self._rebuild_model(self._load_changes))
         self.allocate_cache(cache)
         self.warm_up()
@@ -440,6 +447,7 @@ class ModelWorker:
     def _measure_kv_scales(self, constants: ScaleConstants) -> None:
         model, runner, cache = self._loaded(), self._ready(), self._cache
         assert cache is not None
+        one_byte_layers(self._layers)  # before a prompt is laid out in blocks that there are not
         batch, blocks = measuring_batch(
             cache,
             vocab_size=self._vocab_size,
@@ -456,11 +464,9 @@ class ModelWorker:
         than the context); sampled or pooled, remembered nowhere."""
         model = self._loaded()
         # No real step is larger, and no position beyond the context exists in a learned table.
-        num_tokens = min(num_tokens, self._max_num_seqs * self._max_model_len)
-        num_seqs = max(min(num_seqs, num_tokens), -(-num_tokens // self._max_model_len))
         longest = self._max_model_len
         num_tokens = min(num_tokens, self._max_num_seqs * longest)
-        num_seqs = min(max(num_seqs, -(-num_tokens // longest)), num_tokens)
+        num_seqs = max(min(num_seqs, num_tokens), -(-num_tokens // longest))
         batch = _dummy_batch(num_tokens, num_seqs, self._cache, self._device)
         if self._takes_token_types:
             batch = dataclasses.replace(batch, token_type_ids=torch.zeros_like(batch.input_ids))

@@ -85,6 +85,12 @@ class PooledPrompt:
         """Requests that it becomes."""
         return -(-len(self.token_ids) // self.window) if self.window else 1
 
+    def num_left_out(self, index: int) -> int:
+        """First tokens of a window that its embedding is not made of."""
+        start = index * self.window
+        length = min(self.window, len(self.token_ids) - start)
+        return min(max(0, (self.params.num_left_out or 0) - start), length)
+
 
 class PoolingIntake:
     """Takes in requests of one pooling model. Thread-safe.
@@ -105,6 +111,7 @@ class PoolingIntake:
         self._prompts = prompts
         self._clock = clock
         self._serial = itertools.count()  # next() is atomic
+        self._lengths: dict[tuple[str, bool | None], int] = {}
 
     def read(
         self,
@@ -144,7 +151,7 @@ class PoolingIntake:
         params = _verified(params, task, info, model)
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
-        prompt = _introduced(prompt, params, info)
+        prompt, introduction = _introduced(prompt, params, info)
         tokens = self._tokens(prompt, add_special_tokens, keep)
         ids, types = tokens.ids, tokens.token_type_ids
         if keep is not None and len(ids) > keep:
@@ -153,6 +160,13 @@ class PoolingIntake:
             ids, types = ids[-keep:], types[-keep:] if types is not None else None
         if not ids:
             raise RequestError("prompt: must hold at least one token", param="prompt")
+        if introduction and params.num_left_out is None and _leaves_out(task, info):
+            begins = self._num_tokens(introduction, add_special_tokens)
+            if keep is not None:  # what is cut off is the prompt's beginning
+                begins -= len(self._tokens(prompt, add_special_tokens, None).ids) - len(ids)
+            params.num_left_out = max(0, begins)
+        if params.num_left_out:
+            params.num_left_out = min(params.num_left_out, len(ids) - 1)
         if types is not None:
             _check_types(types, len(ids), info)
         window = _window(len(ids), task, info, model)
@@ -185,9 +199,10 @@ class PoolingIntake:
 
     def windows(self, prompt: PooledPrompt) -> Iterator[PreparedRequest]:
         """A long prompt's windows, each a request; its results are not normalised."""
-        params = prompt.params.clone()
-        params.normalize = False
         for index, start in enumerate(range(0, len(prompt.token_ids), prompt.window)):
+            params = prompt.params.clone()
+            params.normalize = False
+            params.num_left_out = prompt.num_left_out(index)
             part = slice(start, start + prompt.window)
             types = prompt.token_type_ids
             yield self._prepared(
@@ -197,6 +212,15 @@ class PoolingIntake:
                 types[part] if types is not None else None,
                 params,
             )
+
+    def _num_tokens(self, introduction: str, add_special_tokens: bool | None) -> int:
+        """Tokens at a prompt's beginning that come of the text before it, with the special ones there."""
+        key = (introduction, add_special_tokens)
+        if key not in self._lengths:
+            ids = self._tokens(introduction, add_special_tokens, None).ids
+            ends = bool(ids) and self._prompts.is_special(ids[-1])
+            self._lengths[key] = len(ids) - ends
+        return self._lengths[key]
 
     def _tokens(
         self, prompt: PoolingPrompt, add_special_tokens: bool | None, keep: int | None
@@ -244,6 +268,11 @@ class PoolingIntake:
             pooling=params,
             call=prompt.call,
         )
+
+
+def _leaves_out(task: str, info: PoolingInfo) -> bool:
+    """Whether embeddings are made of a text's own tokens only."""
+    return task == "embed" and not info.include_prompt and info.pooling_type in ("CLS", "MEAN")
 
 
 def check_task(model: ServedModel, task: str, *, call: str = "") -> PoolingInfo:
@@ -319,8 +348,11 @@ def _verified(
     return params
 
 
-def _introduced(prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo) -> PoolingPrompt:
-    """A prompt with the text that its request names before it, or the model's default one.
+def _introduced(
+    prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo
+) -> tuple[PoolingPrompt, str]:
+    """A prompt with the text that its request names before it, or the model's default one; and that
+    text, "" if there is none.
 
     Texts only: who sends token ids or a conversation has written all of it, as late interaction has.
 
@@ -328,14 +360,14 @@ def _introduced(prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo)
         RequestError: it is named for something else.
     """
     if params.task not in EMBED_TASKS:
-        return prompt
+        return prompt, ""
     text = info.prompt_text(params.prompt_name)
     if isinstance(prompt, str):
-        return text + prompt
+        return text + prompt, text
     if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
         own = prompt.get("prompt")
         if isinstance(own, str):
-            return cast("Prompt", {**prompt, "prompt": text + own})
+            return cast("Prompt", {**prompt, "prompt": text + own}), text
     if params.prompt_name is not None:
         raise RequestError(
             f"prompt_name = {params.prompt_name!r}: must be left out unless the input is text; write "
@@ -343,7 +375,7 @@ def _introduced(prompt: PoolingPrompt, params: PoolingParams, info: PoolingInfo)
             param="prompt_name",
             value=params.prompt_name,
         )
-    return prompt
+    return prompt, ""
 
 
 def _tokens_kept(params: PoolingParams, limit: int) -> int | None:

@@ -117,6 +117,10 @@ class PromptReader:
             return PromptTokens(ids, prompt, None)
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is one of the tokenizer's special ones."""
+        return self._tokenizer is not None and token_id in self._tokenizer.special_token_ids
+
     def read_pair(self, first: str, second: str, *, max_length: int | None = None) -> PromptTokens:
         """Tokens of two texts as one prompt, by the tokenizer's rule for pairs; lengths as
         :meth:`read`.

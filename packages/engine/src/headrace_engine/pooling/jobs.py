@@ -2,8 +2,8 @@
 
 A prompt is one request, or, if it is longer than the model takes and may be cut, one for each window.
 Windows are embedded without being normalised; the whole is their mean, weighted with their numbers of
-tokens and normalised if that was asked for. Sums are taken in the order of the windows, so it does not
-matter in which order they are ready.
+tokens, those that are left out not counted, and normalised if that was asked for. Sums are taken in the
+order of the windows, so it does not matter in which order they are ready.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gathering:
             return
         self._waiting[index] = output
         while self._next in self._waiting:
-            self._take(self._waiting.pop(self._next))
+            self._take(self._next, self._waiting.pop(self._next))
             self._next += 1
 
     def output(self) -> PooledOutput:
@@ -108,11 +108,13 @@ class Gathering:
         output.outputs = PoolingOutput(self._mean.result(normalize=normalize))
         return output
 
-    def _take(self, output: PooledOutput) -> None:
+    def _take(self, index: int, output: PooledOutput) -> None:
         if self._mean is None:
             from headrace_engine.pooling.vectors import WeightedMean
 
             self._mean = WeightedMean()
-        self._mean.add(output.outputs.data, len(output.prompt_token_ids))
+        weight = len(output.prompt_token_ids) - self._prompt.num_left_out(index)
+        if weight:
+            self._mean.add(output.outputs.data, weight)
         if self._first is not None and output is not self._first:
             self._first.num_cached_tokens += output.num_cached_tokens

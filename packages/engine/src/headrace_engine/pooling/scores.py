@@ -19,8 +19,8 @@ from typing import Any
 from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
-from headrace_core.pooling import PoolingInfo, PoolingParams
-from headrace_core.request import Prompt, TextPrompt, brings_media
+from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
+from headrace_core.request import ChatPrompt, Prompt, TextPrompt, brings_media
 from headrace_core.scoring import ScoreInput, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
@@ -114,7 +114,7 @@ class ScorePlanner:
 
         if info.scoring == "cross":
             jobs = [
-                job(self._pair_prompt(*pair, chat_template), "score", index)
+                job(self._pair_prompt(*pair, chat_template, info), "score", index)
                 for index, pair in enumerate(pairs)
             ]
             return ScorePlan(jobs, [(i, i) for i in range(len(jobs))], _single, request_id)
@@ -145,9 +145,14 @@ class ScorePlanner:
         return info
 
     def _pair_prompt(
-        self, first: ScoreInput, second: ScoreInput, template: str | None
+        self, first: ScoreInput, second: ScoreInput, template: str | None, info: PoolingInfo
     ) -> PoolingPrompt:
         query, document = text_of(first, "text_1"), text_of(second, "text_2")
+        if info.pair_chat is not None and template is None:
+            introduction = info.prompt_text(None)
+            return _conversation(
+                info.pair_chat, introduction, query, document, _salt(first, second)
+            )
         rendered, salt = self._render(query, document, template), _salt(first, second)
         if rendered is None:
             return PairPrompt(query, document, salt)
@@ -232,6 +237,25 @@ def text_of(value: ScoreInput, param: str) -> str:
     raise RequestError(
         f"{param} = {value!r:.100}: must be text, for a model that reads both texts in its own form",
         param=param,
+    )
+
+
+def _conversation(
+    chat: PairChat, introduction: str, query: str, document: str, salt: str | None
+) -> ChatPrompt:
+    """A pair as a checkpoint takes it that was trained with a chat template."""
+    told = {"system": introduction, "query": query, "document": document}
+    arguments = dict(chat.arguments)
+    return ChatPrompt(
+        messages=[
+            {"role": role, "content": text}
+            for role, text in told.items()
+            if text or role != "system"
+        ],
+        add_generation_prompt=bool(arguments.pop("add_generation_prompt", False)),
+        chat_template_kwargs=arguments,
+        content_format=chat.content_format,
+        cache_salt=salt,
     )
 
 

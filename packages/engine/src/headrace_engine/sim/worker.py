@@ -119,6 +119,14 @@ class SimWorker:
         """Refused, as :meth:`start_profile`."""
         self.start_profile()
 
+    def update_config(self, changes: object) -> None:
+        """Refused: there is nothing to load."""
+        raise UnsupportedFeature("device 'sim' has no weights to read")
+
+    def reload_weights(self) -> None:
+        """Refused, as :meth:`update_config`."""
+        self.update_config(None)
+
     def close(self) -> None:
         """Forget all requests."""
         self._held.clear()

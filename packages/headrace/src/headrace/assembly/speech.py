@@ -11,7 +11,7 @@ from headrace.assembly.missing import missing
 from headrace.assembly.transcription import TASK, model_class
 from headrace_core.config import SpeechConfig
 from headrace_core.declared_speech import DeclaredSpeech
-from headrace_core.errors import ConfigError
+from headrace_core.errors import ConfigError, MissingDependency
 from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FILE_SIZE_VARIABLE = "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB"
 DEFAULT_FILE_MB = 25.0
 DEFAULT_SECONDS = 7200.0
+OFFLINE_BYTES, OFFLINE_SECONDS = 1 << 40, 1e8
+"""Of a file of one's own: a terabyte, three years of sound."""
+OFFLINE_DECODE_SECONDS = 3600.0
 
 
 class ServedSpeech(DeclaredSpeech):
@@ -88,22 +91,51 @@ class ServedSpeech(DeclaredSpeech):
 
 
 def served_speech(resolved: Resolved) -> ServedSpeech | None:
-    """With a decoder whose processes start when they are needed; None: the model does not transcribe.
+    """With a decoder whose processes start when they are needed; None: the model hears no files.
+
+    A model that transcribes, and is run for pooling, has one for what conversations bring.
 
     Raises:
-        MissingDependency: the libraries that decode audio are not installed; names the extra.
+        MissingDependency: the libraries that decode audio are not installed; names the extra. Not of a
+            model that is run for pooling, which then takes no files.
         ConfigError: a limit is wrong.
     """
     info, config = resolved.info, resolved.config.speech
-    if TASK not in info.tasks:
+    transcribes = TASK in info.tasks
+    if not transcribes and not (info.processor and info.runner == "pooling"):
         return None
     try:
         from headrace_multimodal.audio.decoding import AudioDecoder
     except ImportError as error:
         raise missing(error) from error
     model: type[Any] = model_class(info)
-    decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
+    if not issubclass(model, SupportsTranscription):
+        return None
+    try:
+        decoder = AudioDecoder(audio_limits(config, os.environ), config.audio_decoders)
+    except MissingDependency:
+        if transcribes:
+            raise
+        return None
     return ServedSpeech(model, info, decoder)
+
+
+def offline_decoder(config: SpeechConfig) -> AudioDecoder:
+    """For files of one's own: bounded only where the configuration says so.
+
+    Raises:
+        MissingDependency: the libraries that decode audio are not installed; names the extra.
+    """
+    try:
+        from headrace_multimodal.audio.decoding import AudioDecoder, AudioLimits
+    except ImportError as error:
+        raise missing(error) from error
+    limits = AudioLimits(
+        config.max_audio_file_bytes or OFFLINE_BYTES,
+        config.max_audio_seconds or OFFLINE_SECONDS,
+        max(config.audio_decode_seconds, OFFLINE_DECODE_SECONDS),
+    )
+    return AudioDecoder(limits, config.audio_decoders)
 
 
 def audio_limits(config: SpeechConfig, environ: Mapping[str, str]) -> AudioLimits:

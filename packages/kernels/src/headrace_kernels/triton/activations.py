@@ -2,7 +2,7 @@
 
 ``silu(x) = x * sigmoid(x)``; ``gelu`` exact, ``x/2 * (1 + erf(x / sqrt 2))``; ``gelu_tanh`` its
 approximation ``x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`` (Hendrycks & Gimpel 2016,
-arXiv:1606.08415); ``relu``; ``relu2`` is relu squared (So et al. 2021, arXiv:2109.08668).
+arXiv:1606.08415); ``relu``; ``relu2`` is relu squared (So et al. 2021, arXiv:2109.08668); xIELU.
 Gated: ``act(x[..., :I]) * x[..., I:]`` (Shazeer 2020, arXiv:2002.05202), and gpt-oss's clamped form.
 """
 
@@ -83,6 +83,37 @@ def _activation_and_mul_kernel(
     # The product is taken in float32: rounding the activation first would cost a bit.
     y = gated(gate.to(tl.float32), up.to(tl.float32), KIND)
     tl.store(out_ptr + row * size + col, y.to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def _xielu_kernel(x_ptr, out_ptr, numel, alpha_p, alpha_n, beta, eps, BLOCK: tl.constexpr):
+    """``alpha_n (expm1(min(x, eps)) - x) + beta x``, or above 0 ``alpha_p x^2 + beta x``."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < numel
+    loaded = tl.load(x_ptr + index, mask=inside, other=0.0)
+    x = loaded.to(tl.float32)
+    low = tl.where(x > eps, eps, x)
+    # exp(low) - 1 - low, by its series where the difference would lose its digits.
+    series = low * (1 / 5040) + 1 / 720
+    series = series * low + 1 / 120
+    series = series * low + 1 / 24
+    series = series * low + 1 / 6
+    series = series * low + 0.5
+    rest = tl.where(low < -0.4, tl.exp(low) - 1.0 - low, series * low * low)
+    bent = tl.where(x > 0.0, alpha_p * x * x, alpha_n * (rest + (low - x)))
+    tl.store(out_ptr + index, (bent + beta * x).to(loaded.dtype), mask=inside)
+
+
+def xielu(
+    x: Tensor, alpha_p: float, alpha_n: float, *, beta: float = 0.5, eps: float = -1e-6
+) -> Tensor:
+    """See :class:`headrace_core.ops.XIELUOp`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        grid = (triton.cdiv(x.numel(), _BLOCK),)
+        _xielu_kernel[grid](x, out, x.numel(), alpha_p, alpha_n, beta, eps, BLOCK=_BLOCK)
+    return out
 
 
 def activation(x: Tensor, kind: str) -> Tensor:

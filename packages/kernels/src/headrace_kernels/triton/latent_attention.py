@@ -37,6 +37,8 @@ from headrace_kernels.triton.unified_attention import (
 
 _TILE = 16
 """Tokens of a step: with 512 latent entries a wider tile and the query exceed 99 KiB."""
+_NUM_WARPS = {64: 8}
+"""By heads of a program: with 4 warps 64 of them spill registers (ptxas, capability 8.6 and 9.0)."""
 
 
 @triton.jit
@@ -229,7 +231,7 @@ def latent_attention(
         cache.shape[1], scale, NUM_HEADS=num_heads, BLOCK_H=block_h, LATENT=latent,
         LATENT_BLOCK=latent_block, ROPE=rope_query.shape[2],
         ROPE_BLOCK=padded(rope_query.shape[2], MIN_DOT), TILE=_TILE, SEGMENTS=segments,
-        WIDEN=widen(query),
+        WIDEN=widen(query), num_warps=_NUM_WARPS.get(block_h, 4),
     )  # fmt: skip
     if segments > 1:
         _reduce_kernel[(num_seqs, num_heads)](

@@ -1,4 +1,7 @@
-"""What all host functions decide the same way."""
+"""What all host functions decide the same way, and what several kernels compute."""
+
+# Kernels are traced by triton, not called: their parameters have no Python types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 
@@ -26,3 +30,24 @@ def padded(size: int, least: int = 1) -> int:
 def num_warps(block: int) -> int:
     """Warps for one row of ``block`` values: about 8 to 16 values a thread."""
     return min(16, max(1, block // 512))
+
+
+def dense(x: Tensor) -> Tensor:
+    """x with adjacent values along the last axis; rows may lie apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), as max(x, 0) + log(1 + t) for t = e^-|x|. The logarithm is 2 atanh(t / (2 + t)),
+    whose series has the digits that 1 + t would lose; it ends at 1e-9 of itself."""
+    t = tl.exp(-tl.abs(x))
+    z = t / (2.0 + t)
+    q = z * z
+    p = q * (1.0 / 15.0) + 1.0 / 13.0
+    p = p * q + 1.0 / 11.0
+    p = p * q + 1.0 / 9.0
+    p = p * q + 1.0 / 7.0
+    p = p * q + 1.0 / 5.0
+    p = p * q + 1.0 / 3.0
+    return tl.where(x > 0.0, x, 0.0) + 2.0 * z * (1.0 + p * q)

@@ -1,4 +1,4 @@
-"""Mixture of gated experts: two grouped products over tokens sorted by expert.
+"""Experts: grouped products over tokens sorted by expert, two of them for gated ones.
 
 Each (row, place) of ``topk_ids`` is one entry. Entries are sorted by expert and laid out in blocks of
 BLOCK_M, none of which holds two experts; a program multiplies one block by one tile of its expert's
@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import PackedLinear
 from headrace_kernels.triton.activations import check_gate, gated
-from headrace_kernels.triton.launch import padded, widen
+from headrace_kernels.triton.launch import dense, padded, widen
 
 _FEW, _MANY = 16, 64
 """Rows of a block, by how many an expert has on average."""
@@ -174,29 +174,94 @@ class MoE:
         )
 
     def __call__(
-        self, x: Tensor, packed: PackedLinear, topk_weights: Tensor, topk_ids: Tensor, kind: str
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        topk_weights: Tensor | None,
+        topk_ids: Tensor,
+        kind: str,
+        *,
+        identities: int = 0,
+        identity_scale: float = 1.0,
     ) -> Tensor:
         check_gate(kind)
         gate_up, down, gate_up_bias, down_bias = packed.data
         rows, top_k = topk_ids.shape
-        out = torch.empty((rows, packed.out_features), dtype=x.dtype, device=x.device)
         if not rows:
-            return out
+            return torch.empty((0, packed.out_features), dtype=x.dtype, device=x.device)
         experts, size, inner = down.shape
         entries = rows * top_k
-        crowded = entries > _FEW * experts and not self.batch_invariant
-        block = _MANY if crowded else _FEW
-        where = sort_entries(topk_ids, experts, block)
+        block = _block(entries, experts, self.batch_invariant)
+        # Kernels skip what goes to experts beyond the last.
+        ids = topk_ids.clamp(max=experts) if identities else topk_ids
+        where = sort_entries(ids, experts + (identities > 0), block)
         hidden = torch.empty((entries, inner), dtype=x.dtype, device=x.device)
         lines = torch.empty((entries, size), dtype=torch.float32, device=x.device)
-        x = x if x.stride(1) == 1 else x.contiguous()
+        x = dense(x)
         _product(hidden, x, gate_up, gate_up_bias, where, block, top_k, kind)
         _product(lines, hidden, down, down_bias, where, block, 1, None)
+        if identities:
+            same = (ids == experts).view(entries, 1)
+            own = (x.float() * identity_scale).repeat_interleave(top_k, dim=0)
+            lines = torch.where(same, own, lines)
+        weights = (
+            torch.ones_like(ids, dtype=torch.float32) if topk_weights is None else topk_weights
+        )
+        return _sum_places(lines, weights, x.dtype)
+
+
+class ExpertLinear:
+    """See :class:`headrace_core.ops.ExpertLinearOp`. Packing keeps the weights as they are.
+
+    Args:
+        batch_invariant: one size of blocks for all batches.
+    """
+
+    pack_copies = False
+
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
+
+    def pack(self, weight: Tensor) -> PackedLinear:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        num_bytes = weight.numel() * weight.element_size()
+        return PackedLinear(weight.shape[2], weight.shape[1], dtype, weight.contiguous(), num_bytes)
+
+    def __call__(
+        self, x: Tensor, packed: PackedLinear, ids: Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        (rows, top_k), size = ids.shape, packed.out_features
+        entries, dtype = rows * top_k, x.dtype if weights is None else torch.float32
+        lines = torch.empty((entries, size), dtype=dtype, device=x.device)
+        if rows:
+            experts = packed.data.shape[0]
+            block = _block(entries, experts, self.batch_invariant)
+            where = sort_entries(ids, experts, block)
+            shared = x.dim() == 2
+            inputs = dense(x) if shared else x.reshape(entries, -1)
+            _product(
+                lines, inputs, packed.data, None, where, block, top_k if shared else 1, None
+            )  # fmt: skip
+        if weights is None:
+            return lines.view(rows, top_k, size)
+        return _sum_places(lines, weights, x.dtype)
+
+
+def _block(entries: int, experts: int, batch_invariant: bool) -> int:
+    """Rows of a block."""
+    return _MANY if entries > _FEW * experts and not batch_invariant else _FEW
+
+
+def _sum_places(lines: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """lines [T * k, N] by weights [T, k] -> [T, N]."""
+    (rows, top_k), size = weights.shape, lines.shape[1]
+    out = torch.empty((rows, size), dtype=dtype, device=lines.device)
+    if rows:
         tile = min(1024, padded(size))
         _sum_places_kernel[(rows, triton.cdiv(size, tile))](
-            lines, topk_weights.float().contiguous(), out, size, K=top_k, BLOCK=tile
+            lines, weights.float().contiguous(), out, size, K=top_k, BLOCK=tile
         )
-        return out
+    return out
 
 
 def _product(

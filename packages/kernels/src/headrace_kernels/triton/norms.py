@@ -1,4 +1,4 @@
-"""RMS and layer norm, one program a row.
+"""RMS and layer norm, and what else a row's own moments do to it, one program a row.
 
 RMS norm: ``y = x / sqrt(mean(x^2) + eps) * (weight + offset)`` (Zhang & Sennrich 2019,
 arXiv:1910.07467). Layer norm: ``y = (x - mean) / sqrt(var + eps) * weight + bias`` (Ba et al. 2016,
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_kernels.triton.launch import num_warps, padded
+from headrace_kernels.triton.launch import dense, num_warps, padded
 
 
 @triton.jit
@@ -85,6 +85,62 @@ def _layer_norm_kernel(
     if HAS_BIAS:
         out += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * hidden_size + cols, out.to(x.dtype), mask=inside)
+
+
+@triton.jit
+def _match_rms_kernel(
+    x_ptr, like_ptr, out_ptr, x_stride, like_stride, size, least, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < size
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
+    like = tl.load(like_ptr + row * like_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    own, target = tl.sum(wide * wide, axis=0) / size, tl.sum(like * like, axis=0) / size
+    factor = tl.sqrt(target / tl.where(own < least, least, own))
+    tl.store(out_ptr + row * size + cols, (wide * factor).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def _gaussian_topk_kernel(x_ptr, out_ptr, x_stride, size, deviations, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < size
+    x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    mean = tl.sum(wide, axis=0) / size
+    centred = tl.where(inside, wide - mean, 0.0)
+    cutoff = mean + tl.sqrt(tl.sum(centred * centred, axis=0) / size) * deviations
+    above = wide - cutoff
+    out = tl.where(above < 0.0, 0.0, above)  # not tl.maximum, which hides NaN
+    tl.store(out_ptr + row * size + cols, out.to(x.dtype), mask=inside)
+
+
+def match_rms(x: Tensor, like: Tensor, least: float) -> Tensor:
+    """See :class:`headrace_core.ops.MatchRMSOp`."""
+    x, like = dense(x), dense(like)
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        block = padded(size)
+        _match_rms_kernel[(rows,)](
+            x, like, out, x.stride(0), like.stride(0), size, least, BLOCK=block,
+            num_warps=num_warps(block),
+        )  # fmt: skip
+    return out
+
+
+def gaussian_topk(x: Tensor, deviations: float) -> Tensor:
+    """See :class:`headrace_core.ops.GaussianTopKOp`."""
+    x, (rows, size) = dense(x), x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        block = padded(size)
+        _gaussian_topk_kernel[(rows,)](
+            x, out, x.stride(0), size, deviations, BLOCK=block, num_warps=num_warps(block)
+        )
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

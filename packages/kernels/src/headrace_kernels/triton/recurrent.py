@@ -1,4 +1,4 @@
-"""Recurrences, one program for each request and its head (or run of channels), token by token.
+"""Recurrences, one program for each request and its head (or run of its channels), token by token.
 
 The state is held in registers from a request's first token of the step to its last, in float32; how a
 request is cut into steps changes nothing. Decoding, where each request has one token, reads and writes the
@@ -20,22 +20,18 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_core.ops import ACTIVATIONS
 from headrace_kernels.triton.activations import _activate
-from headrace_kernels.triton.launch import num_warps, padded
+from headrace_kernels.triton.launch import dense, num_warps, padded, softplus
 
 _CHANNELS = 64
 """Of a convolution's program."""
 _VALUES = 32
 """Of a delta rule's program."""
+_STATE_VALUES = 8192
+"""Of the state of a program of Mamba 2's scan: 128 threads keep as many in registers."""
 
 
 @triton.jit
-def _softplus(x):
-    """log(1 + e^x), which is x where e^x would overflow."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-
-
-@triton.jit
-def _tokens(cu_ptr, in_ptr, out_ptr, HAS_STATE: tl.constexpr):
+def tokens_of(cu_ptr, in_ptr, out_ptr, HAS_STATE: tl.constexpr):
     """A program's request: its first token, its end, the blocks of its state (-1: none)."""
     request = tl.program_id(0)
     first, end = tl.load(cu_ptr + request), tl.load(cu_ptr + request + 1)
@@ -47,7 +43,7 @@ def _tokens(cu_ptr, in_ptr, out_ptr, HAS_STATE: tl.constexpr):
 
 
 @triton.jit
-def _held(state_ptr, block, stride, places, inside):
+def held_state(state_ptr, block, stride, places, inside):
     """A block's state as a tile, zeros for block -1."""
     held = tl.load(state_ptr + tl.maximum(block, 0) * stride + places, mask=inside, other=0.0)
     return tl.where(block >= 0, held, 0.0)
@@ -64,7 +60,9 @@ def _conv_input(
     x = tl.where(here, x, 0.0)
     if HAS_STATE:
         kept = tl.where(here, 0, token - first + KEPT)
-        held = _held(state_ptr, tl.where(here, -1, before), stride, channel * KEPT + kept, inside)
+        held = held_state(
+            state_ptr, tl.where(here, -1, before), stride, channel * KEPT + kept, inside
+        )
         x += held.to(x.dtype)  # one of both is 0
     return x
 
@@ -76,7 +74,7 @@ def _causal_conv_kernel(
     TAPS: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
+    first, end, before, after = tokens_of(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
     kept: tl.constexpr = TAPS - 1
@@ -105,7 +103,7 @@ def _causal_conv_kernel(
         # Ascending: an entry that is read lies behind those that are written.
         for tap in tl.static_range(kept):
             x = _conv_input(
-                x_ptr, state_ptr, end - kept + tap, first, before, row, stride, channel, inside,
+                x_ptr, state_ptr, zero + end - kept + tap, first, before, row, stride, channel, inside,
                 kept, HAS_STATE,
             )  # fmt: skip
             tl.store(state_ptr + after * stride + channel * kept + tap, x, mask=inside)
@@ -119,7 +117,7 @@ def _selective_scan_kernel(
     HAS_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_STATE: tl.constexpr, BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
+    first, end, before, after = tokens_of(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     channel, n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     inside, known = channel < channels, n < length
     tile = inside[:, None] & known[None, :]
@@ -129,7 +127,7 @@ def _selective_scan_kernel(
     )
     held = tl.zeros((BLOCK, WIDTH), tl.float32)
     if HAS_STATE:
-        held = _held(state_ptr, before, stride, places, tile)
+        held = held_state(state_ptr, before, stride, places, tile)
     skip = tl.load(skip_ptr + channel, mask=inside, other=0.0)
     bias = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
@@ -141,7 +139,7 @@ def _selective_scan_kernel(
         raw = tl.load(step_ptr + at * step_row + channel, mask=inside, other=0.0).to(tl.float32)
         key = tl.load(key_ptr + at * key_row + n, mask=known, other=0.0).to(tl.float32)
         query = tl.load(query_ptr + at * query_row + n, mask=known, other=0.0).to(tl.float32)
-        step = _softplus(raw + bias)
+        step = softplus(raw + bias)
         held = tl.exp(step[:, None] * rates) * held + (step * x)[:, None] * key[None, :]
         y = tl.sum(held * query[None, :], axis=1) + skip * x
         if HAS_GATE:
@@ -161,16 +159,16 @@ def _state_space_kernel(
     heads, size, length, group, x_row, x_head, step_row, key_row, key_group, query_row, query_group,
     stride, low, high,
     HAS_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_STATE: tl.constexpr,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
+    first, end, before, after = tokens_of(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     head = tl.program_id(1)
-    p, n = tl.arange(0, SIZE), tl.arange(0, WIDTH)
+    p, n = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
     tile = (p < size)[:, None] & (n < length)[None, :]
     places = (head * size + p)[:, None] * length + n[None, :]
-    held = tl.zeros((SIZE, WIDTH), tl.float32)
+    held = tl.zeros((BLOCK, WIDTH), tl.float32)
     if HAS_STATE:
-        held = _held(state_ptr, before, stride, places, tile)
+        held = held_state(state_ptr, before, stride, places, tile)
     rate = tl.load(rate_ptr + head)
     bias = tl.zeros((), tl.float32)
     if HAS_BIAS:
@@ -181,7 +179,10 @@ def _state_space_kernel(
         step = tl.full((), 1.0, tl.float32)
         if HAS_STEP:
             raw = tl.load(step_ptr + at * step_row + head).to(tl.float32)
-            step = tl.minimum(tl.maximum(_softplus(raw + bias), low), high)
+            step = softplus(raw + bias)
+            # Not tl.maximum and tl.minimum, which would turn NaN into a limit.
+            step = tl.where(step < low, low, step)
+            step = tl.where(step > high, high, step)
         x = tl.load(x_ptr + at * x_row + head * x_head + p, mask=p < size, other=0.0).to(tl.float32)
         of_group = head // group
         key = tl.load(key_ptr + at * key_row + of_group * key_group + n, mask=n < length, other=0.0)
@@ -199,15 +200,25 @@ def _state_space_kernel(
 
 
 @triton.jit
+def _log_decay(opened, rate, lower, BOUNDED: tl.constexpr):
+    """Of the delta rule: any negative number, or one above a bound."""
+    if BOUNDED:
+        log = lower * tl.sigmoid(rate * opened)
+    else:
+        log = -rate * softplus(opened)
+    return log
+
+
+@triton.jit
 def _delta_kernel(
     query_ptr, key_ptr, value_ptr, gate_ptr, beta_ptr, rate_ptr, bias_ptr, state_ptr, in_ptr,
     out_index_ptr, cu_ptr, out_ptr,
     heads, size, length, group, query_row, query_head, key_row, key_head, value_row, value_head,
-    gate_row, gate_head, beta_row, stride, scale, eps, beta_scale,
-    BY_CHANNEL: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_row, gate_head, beta_row, stride, scale, eps, beta_scale, lower,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, UNIT: tl.constexpr, HAS_STATE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, end, before, after = _tokens(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
+    first, end, before, after = tokens_of(cu_ptr, in_ptr, out_index_ptr, HAS_STATE)
     head = tl.program_id(1)
     n, p = tl.arange(0, WIDTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     known, inside = n < length, p < size
@@ -215,7 +226,7 @@ def _delta_kernel(
     places = (head * length + n)[:, None] * size + p[None, :]
     held = tl.zeros((WIDTH, BLOCK), tl.float32)
     if HAS_STATE:
-        held = _held(state_ptr, before, stride, places, tile)
+        held = held_state(state_ptr, before, stride, places, tile)
     rate = tl.exp(tl.load(rate_ptr + head))
     own = head // group
     zero = tl.full((), 0, tl.int64)  # rows times their stride may pass 2^31
@@ -233,10 +244,11 @@ def _delta_kernel(
             opened = gate.to(tl.float32) + tl.load(
                 bias_ptr + head * length + n, mask=known, other=0.0
             )
-            held = tl.exp(-rate * _softplus(opened))[:, None] * held
+            held = tl.exp(_log_decay(opened, rate, lower, BOUNDED))[:, None] * held
         else:
             gate = tl.load(gate_ptr + at * gate_row + head * gate_head).to(tl.float32)
-            held = tl.exp(-rate * _softplus(gate + tl.load(bias_ptr + head))) * held
+            opened = gate + tl.load(bias_ptr + head)
+            held = tl.exp(_log_decay(opened, rate, lower, BOUNDED)) * held
         beta = tl.load(beta_ptr + at * beta_row + head).to(tl.float32)
         strength = beta_scale / (1.0 + tl.exp(-beta))
         recalled = tl.sum(held * key[:, None], axis=0)
@@ -290,7 +302,7 @@ def causal_conv(
     """
     if activation is not None and activation not in ACTIVATIONS:
         raise ConfigError(f"activation {activation!r}: must be one of {', '.join(ACTIVATIONS)}")
-    x, (channels, taps) = _dense(x), weight.shape
+    x, (channels, taps) = dense(x), weight.shape
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     num_seqs = cu_seqlens_q.shape[0] - 1
     _causal_conv_kernel[(num_seqs, triton.cdiv(channels, _CHANNELS))](
@@ -318,8 +330,8 @@ def selective_scan(
     gate: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.SelectiveScanOp`."""
-    x, dt, b, c = (_dense(v) for v in (x, dt, b, c))
-    gate = None if gate is None else _dense(gate)
+    x, dt, b, c = (dense(v) for v in (x, dt, b, c))
+    gate = None if gate is None else dense(gate)
     channels, length = a.shape
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     width = padded(length)
@@ -350,16 +362,18 @@ def state_space_scan(
     dt_limits: tuple[float, float] = (0.0, float("inf")),
 ) -> Tensor:
     """See :class:`headrace_core.ops.StateSpaceScanOp`."""
-    x, b, c = (_dense(v) for v in (x, b, c))
-    dt = None if dt is None else _dense(dt)
+    x, b, c = (dense(v) for v in (x, b, c))
+    dt = None if dt is None else dense(dt)
     (_, heads, size), (groups, length) = x.shape, b.shape[1:]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    _state_space_kernel[(cu_seqlens_q.shape[0] - 1, heads)](
+    width = padded(length)
+    block = max(1, min(padded(size), _STATE_VALUES // width))
+    _state_space_kernel[(cu_seqlens_q.shape[0] - 1, heads, triton.cdiv(size, block))](
         x, dt, a, b, c, d, dt_bias, state, state_in, state_out, cu_seqlens_q, out,
         heads, size, length, heads // groups, *x.stride()[:2], 0 if dt is None else dt.stride(0),
         *b.stride()[:2], *c.stride()[:2], _stride(state), *dt_limits,
         HAS_STEP=dt is not None, HAS_BIAS=dt_bias is not None, HAS_SKIP=d is not None,
-        HAS_STATE=state is not None, SIZE=padded(size), WIDTH=padded(length), num_warps=4,
+        HAS_STATE=state is not None, BLOCK=block, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -380,9 +394,10 @@ def delta_rule(
     scale: float,
     l2_norm_eps: float | None = None,
     beta_scale: float = 1.0,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.DeltaRuleOp`."""
-    query, key, value, gate, beta = (_dense(v) for v in (query, key, value, gate, beta))
+    query, key, value, gate, beta = (dense(v) for v in (query, key, value, gate, beta))
     (_, heads, size), (key_heads, length) = value.shape, key.shape[1:]
     out = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     block = min(_VALUES, padded(size))
@@ -391,7 +406,8 @@ def delta_rule(
         cu_seqlens_q, out, heads, size, length, heads // key_heads, *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], *gate.stride()[:2], beta.stride(0), _stride(state),
         scale, 0.0 if l2_norm_eps is None else l2_norm_eps, beta_scale,
-        BY_CHANNEL=gate.dim() == 3, UNIT=l2_norm_eps is not None, HAS_STATE=state is not None,
+        0.0 if lower_bound is None else lower_bound, BY_CHANNEL=gate.dim() == 3,
+        BOUNDED=lower_bound is not None, UNIT=l2_norm_eps is not None, HAS_STATE=state is not None,
         WIDTH=padded(length), BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
@@ -408,7 +424,7 @@ def gated_rms_norm(
     activation: str = "silu",
 ) -> Tensor:
     """See :class:`headrace_core.ops.GatedRMSNormOp`."""
-    x, gate = _dense(x), _dense(gate)
+    x, gate = dense(x), dense(gate)
     rows, width = x.shape
     size = group_size or width
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -422,11 +438,6 @@ def gated_rms_norm(
         BLOCK=block, num_warps=num_warps(block),
     )  # fmt: skip
     return out
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x with adjacent values along the last axis; rows may lie apart."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _stride(state: Tensor | None) -> int:

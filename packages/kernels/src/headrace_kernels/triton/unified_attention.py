@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headrace_core.ops import check_mask
+from headrace_core.ops import check_mask, check_prefix
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
 
@@ -166,6 +166,7 @@ def _attend(
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    SLOPE_ROOTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -207,6 +208,8 @@ def _attend(
             score = soft_cap * tanh(score / soft_cap)
         if HAS_SLOPES:
             away = (key_at[None, :] - position[:, None]).to(tl.float32)
+            if SLOPE_ROOTS:
+                away = -tl.sqrt(tl.maximum(-away, 0.0))
             score += slope[:, None] * away
         visible = key_ok[None, :]
         if CAUSAL:
@@ -239,11 +242,15 @@ def _attention_kernel(
     seq_len_ptr,
     sink_ptr,
     slope_ptr,
+    prefix_key_ptr,
+    prefix_value_ptr,
     out_ptr,
     query_strides,
     key_strides,
     value_strides,
     table_stride,
+    prefix_strides,
+    prefix_len,
     num_seqs,
     block_size,
     scale,
@@ -254,6 +261,8 @@ def _attention_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    SLOPE_ROOTS: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -288,12 +297,23 @@ def _attention_kernel(
     )
     slope = load_slope(slope_ptr, head, row_ok, HAS_SLOPES, BLOCK_M)
     top, total = _start_sums(sink_ptr, head, row_ok, HAS_SINK, BLOCK_M)
+    first, first_top = tl.zeros([BLOCK_M, D_BLOCK], tl.float32), top
+    if HAS_PREFIX:  # one block, which every row sees all of
+        first, first_top, total = _attend(
+            query, context_len + new, slope, top, total, 0, tl.cdiv(prefix_len, TILE), 0, prefix_len,
+            prefix_key_ptr, prefix_value_ptr, prefix_strides, prefix_strides,
+            table_ptr, kv_head, prefix_len, scale, soft_cap,
+            0, 0, False, False, False, False, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        )  # fmt: skip
+        top = first_top
     out, top, total = _attend(
         query, context_len + new, slope, top, total, begin // TILE, tl.cdiv(end, TILE), begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
+    if HAS_PREFIX:
+        out += first * tl.exp(first_top - top)[:, None]
     # A row that saw nothing has total 0 and out 0: it stays 0.
     out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     dim = tl.arange(0, D_BLOCK)
@@ -331,6 +351,7 @@ def _split_kernel(
     HAS_CAP: tl.constexpr,
     HAS_SINK: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    SLOPE_ROOTS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -366,7 +387,7 @@ def _split_kernel(
         query, position + row * 0, slope, top, total, first, last, begin, end,
         key_ptr, value_ptr, key_strides, value_strides,
         table_ptr + seq.to(tl.int64) * table_stride, kv_head, block_size, scale, soft_cap,
-        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
+        WINDOW, CHUNK, CAUSAL, HAS_CAP, HAS_SLOPES, SLOPE_ROOTS, HEAD_DIM, D_BLOCK, TILE, BLOCK_M, WIDEN,
     )  # fmt: skip
     at = (tokens.to(tl.int64) * NUM_HEADS + head) * SEGMENTS + segment
     dim = tl.arange(0, D_BLOCK)
@@ -496,6 +517,9 @@ def paged_attention(
     causal: bool = True,
     attention_chunk: int | None = None,
     alibi_slopes: Tensor | None = None,
+    alibi_sqrt: bool = False,
+    prefix_key: Tensor | None = None,
+    prefix_value: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -511,6 +535,14 @@ def paged_attention(
         causal=causal,
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
+        alibi=alibi_slopes is not None,
+    )
+    check_prefix(
+        query,
+        prefix_key,
+        prefix_value,
+        num_kv_heads=key_cache.shape[2],
+        soft_cap=soft_cap,
         alibi=alibi_slopes is not None,
     )
     num_tokens, num_heads, head_dim = query.shape
@@ -531,7 +563,7 @@ def paged_attention(
             max_seqlen_k=max_seqlen_k,
             sliding_window=sliding_window,
             num_programs_wanted=_num_programs_wanted(query.device),
-            batch_invariant=batch_invariant,
+            batch_invariant=batch_invariant or prefix_key is not None,  # it is not split
         )
     constants = {
         "WINDOW": sliding_window or 0,
@@ -540,6 +572,7 @@ def paged_attention(
         "HAS_CAP": soft_cap > 0,
         "HAS_SINK": sinks is not None,
         "HAS_SLOPES": alibi_slopes is not None,
+        "SLOPE_ROOTS": alibi_sqrt,
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
@@ -557,8 +590,20 @@ def paged_attention(
         _run_split(sources, strides, numbers, constants, out)
     else:
         grid = (num_tokens // plan.block_q + num_seqs, num_kv_heads)
+        prefix = [None if x is None else x.contiguous() for x in (prefix_key, prefix_value)]
+        size = 0 if prefix_key is None else prefix_key.shape[0]
         _attention_kernel[grid](
-            *sources, out, *strides, num_seqs, *numbers, BLOCK_Q=plan.block_q, **constants
+            *sources,
+            *prefix,
+            out,
+            *strides,
+            (0, num_kv_heads * head_dim, head_dim, 1),
+            size,
+            num_seqs,
+            *numbers,
+            HAS_PREFIX=prefix_key is not None,
+            BLOCK_Q=plan.block_q,
+            **constants,
         )
     return out
 

@@ -7,6 +7,7 @@ _MIXED = ("full", "sliding")
 ROWS = (
     Architecture("ApertusForCausalLM", "apertus:ApertusForCausalLM", "Apertus"),
     Architecture("ArceeForCausalLM", "arcee:ArceeForCausalLM", "Arcee AFM 4.5B"),
+    Architecture("BitNetForCausalLM", "bitnet:BitNetForCausalLM", "BitNet b1.58"),
     Architecture(
         "Cohere2ForCausalLM", "cohere2:Cohere2ForCausalLM", "Command R7B, Command A", _MIXED
     ),

@@ -6,6 +6,31 @@ _RECURRENT = ("recurrent",)
 _HYBRID = ("full", "recurrent")
 
 ROWS = (
+    Architecture(
+        "BailingHybridForCausalLM",
+        "bailing_hybrid:BailingHybridForCausalLM",
+        "Ling 3",
+        ("latent", "recurrent"),
+    ),
+    Architecture(
+        "BailingMoeLinearV2ForCausalLM",
+        "bailing_hybrid:BailingMoeLinearV2ForCausalLM",
+        "Ring-linear 2",
+        _HYBRID,
+    ),
+    Architecture(
+        "BailingMoeV2_5ForCausalLM",
+        "bailing_hybrid:BailingMoeV2_5ForCausalLM",
+        "Ling 2.5 and 2.6, Ring 2.5",
+        ("latent", "recurrent"),
+    ),
+    Architecture(
+        "BailingMoeV3ForCausalLM",
+        "bailing_hybrid:BailingHybridForCausalLM",
+        "Ling 3",
+        ("latent", "recurrent"),
+        alias_of="BailingHybridForCausalLM",
+    ),
     Architecture("BambaForCausalLM", "bamba:BambaForCausalLM", "Bamba", _HYBRID),
     Architecture(
         "FalconH1ForCausalLM",
@@ -34,6 +59,9 @@ ROWS = (
     ),
     Architecture("Lfm2ForCausalLM", "lfm2:Lfm2ForCausalLM", "LFM2", _HYBRID),
     Architecture("Lfm2MoeForCausalLM", "lfm2:Lfm2MoeForCausalLM", "LFM2 8B-A1B", _HYBRID),
+    Architecture(
+        "Lfm3ForCausalLM", "lfm3:Lfm3ForCausalLM", "LFM3", ("full", "sliding", "recurrent")
+    ),
     Architecture(
         "Mamba2ForCausalLM",
         "mamba2:Mamba2ForCausalLM",
@@ -74,6 +102,12 @@ ROWS = (
         _HYBRID,
     ),
     Architecture(
+        "Plamo2ForCausalLM",
+        "plamo2:Plamo2ForCausalLM",
+        "PLaMo 2",
+        ("full", "sliding", "recurrent"),
+    ),
+    Architecture(
         "Qwen3NextForCausalLM",
         "qwen3_next:Qwen3NextForCausalLM",
         "Qwen3-Next",
@@ -100,4 +134,8 @@ ROWS = (
     Architecture("RwkvForCausalLM", "rwkv:RwkvForCausalLM", "RWKV 4", _RECURRENT),
     Architecture("Zamba2ForCausalLM", "zamba:Zamba2ForCausalLM", "Zamba2", _HYBRID),
     Architecture("ZambaForCausalLM", "zamba:ZambaForCausalLM", "Zamba 7B", _HYBRID),
+    Architecture(
+        "ZayaForCausalLM", "zaya:ZayaForCausalLM", "ZAYA1", ("full", "sliding", "recurrent")
+    ),
+    Architecture("xLSTMForCausalLM", "xlstm:XLSTMForCausalLM", "xLSTM", _RECURRENT),
 )

@@ -54,9 +54,16 @@ ROWS = (
         "openPangu Embedded",
         alias_of="InternLMForCausalLM",
     ),
+    Architecture(
+        "PanguProMoEV2ForCausalLM",
+        "pangu_pro_moe_v2:PanguProMoEV2ForCausalLM",
+        "openPangu Pro MoE V2",
+        _MIXED,
+    ),
     Architecture("Plamo3ForCausalLM", "plamo3:Plamo3ForCausalLM", "PLaMo 3", _MIXED),
     Architecture("QWenLMHeadModel", "qwen:QWenLMHeadModel", "Qwen 1"),
     Architecture("SolarForCausalLM", "solar:SolarForCausalLM", "Solar Pro"),
+    Architecture("Step1ForCausalLM", "step1:Step1ForCausalLM", "Step 1, the text of Step-Audio"),
     Architecture("TeleChat2ForCausalLM", "telechat2:TeleChat2ForCausalLM", "TeleChat 2"),
     Architecture(
         "TeleChatForCausalLM",

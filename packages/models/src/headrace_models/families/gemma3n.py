@@ -275,15 +275,14 @@ class Gemma3nBlock(SandwichBlock):
         self.altup, self.laurel, self.per_layer = altup, laurel, per_layer
 
     def update(self, streams: Tensor, inputs: Tensor, batch: ForwardBatch) -> Tensor:
-        """streams [N, T, H], the layer's inputs [T, P] -> [N, T, H]."""
+        """streams [T, N, H], the layer's inputs [T, P] -> [T, N, H]."""
         add, scale = self.ops.add, self.ops.scale
         predictions = self.altup.predict(streams)
-        active = predictions[self.altup.active]
+        active = self.altup.of(predictions)
         x = self.input_norm(active)
         beside = self.laurel(x)
         attended = add(active, self.attention_out_norm(self.attention(x, batch)))
         stream = scale(add(attended, beside), 2**-0.5)
         made = add(stream, self.mlp_out_norm(self.mlp(self.mlp_norm(stream))))
         corrected = self.altup.correct(predictions, made)
-        corrected[1:] += self.per_layer(self.altup.output(corrected), inputs)
-        return corrected
+        return self.altup.add(corrected, self.per_layer(self.altup.output(corrected), inputs))

@@ -16,6 +16,7 @@ from headrace_models.families.llama import RULES, LlamaForCausalLM
 from headrace_models.layers.attention import Attention, SelfAttention
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.blocks import PreNormBlock
+from headrace_models.layers.head_view import in_every_row, in_rows
 from headrace_models.layers.linear import shard_of
 
 if TYPE_CHECKING:
@@ -108,8 +109,7 @@ class GatedAttention(SelfAttention):
 
 
 class HeadGate(WeightLayer):
-    """One logit for each head, of that head's query; its vector is packed as often as a head is wide, so
-    that what comes out is as wide as what it weighs."""
+    """One logit for each head, of that head's query."""
 
     packed: PackedLinear
     bias: Tensor
@@ -127,10 +127,10 @@ class HeadGate(WeightLayer):
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        wide = tensors["weight"][:, None, :].expand(-1, self.head_dim, -1)
-        self.packed = self.ops.head_linear.pack(wide.contiguous())
-        self.bias = tensors["bias"][:, None].expand(-1, self.head_dim).flatten()
+        self.packed = self.ops.head_linear.pack(tensors["weight"][:, None])
+        self.bias = tensors["bias"]
 
     def __call__(self, query: Tensor) -> Tensor:
-        """query [T, Hq, D] -> [T, Hq * D]."""
-        return self.ops.head_linear(query, self.packed).flatten(1) + self.bias
+        """query [T, Hq, D] -> [T, Hq]."""
+        logits = in_rows(self.ops.head_linear(query, self.packed))
+        return self.ops.add(logits, in_every_row(self.bias, query.shape[0]))

@@ -111,7 +111,7 @@ class _BiasedMoE(SparseMoE):
         super().__init__(
             context, name, hidden_size=hidden_size, router_name="router.layer", **arguments
         )
-        self.bias = Bias(f"{name}.bias", hidden_size)
+        self.bias = Bias(context, f"{name}.bias", hidden_size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.bias(super().__call__(x)).to(x.dtype)
+        return self.bias(super().__call__(x))

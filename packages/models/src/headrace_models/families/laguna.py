@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch.nn.functional import softplus
-
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.moe_rules import shared_rules
@@ -125,8 +123,7 @@ class LagunaForCausalLM(MoEDecoder):
 
 
 class SoftplusGatedAttention(Attention):
-    """``out(attention * softplus(gate(x)))``. There is no op for the gate: it is torch's, so steps are
-    not captured.
+    """``out(attention * softplus(gate(x)))``.
 
     Args:
         gate_width: gates of each head: 1, or one for each of its dimensions.
@@ -150,7 +147,5 @@ class SoftplusGatedAttention(Attention):
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        gates = softplus(self.gates(x).float()).to(x.dtype)
-        out = self.attend(*self.project(x), batch)
-        wide = gates.view(*out.shape[:2], -1).expand_as(out)
-        return self.out(self.ops.gate(out.flatten(1), wide.flatten(1)))
+        out = self.attend(*self.project(x), batch).flatten(1)
+        return self.out(self.ops.gate(out, self.gates(x), activation="softplus"))

@@ -6,7 +6,7 @@ arXiv:2501.19399.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,6 +17,7 @@ from headrace_models.families.moe_rules import router_rules, shared_rules, stack
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PreNormBlock
 from headrace_models.layers.decoder import Block
+from headrace_models.layers.head_view import in_every_row
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.moe import SparseMoE
 from headrace_models.layers.norm import RMSNorm
@@ -149,16 +150,22 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
 
 class InputWeightedMoE(SparseMoE):
-    """``sum over the chosen experts of expert_e(weight_e * x)``, plus the shared expert.
+    """``sum over the chosen experts of expert_e(weight_e * x)``, plus the shared expert."""
 
-    Weighing rows is torch's work, which no captured step can hold.
-    """
+    def __init__(
+        self, context: BuildContext, name: str, *, routing: Routing, **arguments: Any
+    ) -> None:
+        super().__init__(context, name, routing=routing, **arguments)
+        self.ones = torch.ones(routing.top_k, device=context.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x)
-        rows = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-        each = self.experts(rows, torch.ones_like(weights).reshape(-1, 1), ids.reshape(-1, 1))
-        out = each.view(*ids.shape, -1).sum(dim=1)
+        rows = self.ops.mix(x[:, None], weights[..., None]).flatten(0, 1)
+        out = self.experts(rows, None, ids.reshape(-1, 1))
+        if ids.shape[1] > 1:
+            each = out.view(*ids.shape, -1)
+            ones = in_every_row(self.ones, ids.shape[0])[:, None]
+            out = self.ops.mix(each, ones)[:, 0]
         if self.communicator.world_size > 1:
             out = self.communicator.all_reduce(out)
         return out if self.shared is None else self.ops.add(out, self.shared(x))

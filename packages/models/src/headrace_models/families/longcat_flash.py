@@ -13,11 +13,11 @@ from headrace_models.families.llama import RULES
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.decoder import Block
-from headrace_models.layers.experts import Experts
 from headrace_models.layers.latent_attention import latent_rules, latent_scale
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
+from headrace_models.layers.moe import SparseMoE
 from headrace_models.layers.rotary import rotary_table
-from headrace_models.layers.router import Router, Routing
+from headrace_models.layers.router import Routing
 from headrace_models.rope import rope_settings
 from headrace_models.settings import MAX_EXPERTS, MAX_LAYERS
 
@@ -101,16 +101,24 @@ class LongcatFlashForCausalLM(LatentDecoder):
         return GatedMLP(context, name, self.hidden_size(), size, self._activation())
 
     def _mixture(self, context: BuildContext, name: str) -> MLPLayer:
-        return MixtureWithIdentities(
+        count = self.settings.integer("n_routed_experts", maximum=MAX_EXPERTS)
+        identities = self.settings.integer("zero_expert_num", 0, minimum=0, maximum=MAX_EXPERTS)
+        routing = Routing(
+            num_experts=count + identities,
+            top_k=self.settings.integer("moe_topk"),
+            scale=self.settings.positive("routed_scaling_factor", 1.0),
+        )
+        return SparseMoE(
             context,
             name,
             hidden_size=self.hidden_size(),
             intermediate_size=self.settings.integer("expert_ffn_hidden_size"),
-            num_experts=self.settings.integer("n_routed_experts", maximum=MAX_EXPERTS),
-            num_identities=self.settings.integer("zero_expert_num", 0, minimum=0),
-            top_k=self.settings.integer("moe_topk"),
-            scale=self.settings.positive("routed_scaling_factor", 1.0),
+            routing=routing,
             activation=self._activation(),
+            router_name="router.classifier",
+            corrected=True,
+            exact_router=True,
+            identities=identities,
         )
 
     def _activation(self) -> str:
@@ -147,40 +155,3 @@ class DoubleBlock(Block):
     def _attended(self, half: int, x: Tensor, residual: Any, batch: ForwardBatch) -> Any:
         x, stream = self.input_norms[half].add(x, residual)
         return self.mlp_norms[half].add(self.attentions[half](x, batch), stream)
-
-
-class MixtureWithIdentities(MLPLayer):
-    """Gated experts, and behind them in number some that give back their input.
-
-    Splitting the choice is torch's work, which no captured step can hold.
-    """
-
-    def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_identities: int,
-        top_k: int,
-        scale: float,
-        activation: str,
-    ) -> None:
-        self.ops, self.communicator = context.ops, context.communicator
-        self.num_experts = num_experts
-        routing = Routing(num_experts + num_identities, top_k, scale=scale)
-        router = f"{name}.router.classifier"
-        self.router = Router(context, router, hidden_size, routing, corrected=True, exact=True)
-        names = [f"{name}.experts.{index}" for index in range(num_experts)]
-        self.experts = Experts(context, names, hidden_size, intermediate_size, activation)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x)
-        given_back = ids >= self.num_experts
-        kept = x * weights.masked_fill(~given_back, 0.0).sum(1, keepdim=True).to(x.dtype)
-        out = self.experts(x, weights.masked_fill(given_back, 0.0), ids.masked_fill(given_back, 0))
-        if self.communicator.world_size > 1:
-            out = self.communicator.all_reduce(out)
-        return self.ops.add(out, kept)

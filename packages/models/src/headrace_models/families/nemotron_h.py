@@ -13,6 +13,7 @@ from headrace_models.families.mamba2 import scan_rules
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.base import Part
 from headrace_models.layers.decoder import Block
+from headrace_models.layers.experts import Experts
 from headrace_models.layers.hybrid_block import FeedForwardBlock, MixerBlock
 from headrace_models.layers.linear import Linear
 from headrace_models.layers.mamba2 import Mamba2Mixer, Mamba2Sizes
@@ -143,9 +144,7 @@ class NemotronHForCausalLM(LlamaForCausalLM):
             return self.make_experts(context, name)
         return self.mlp(context, name, self.hidden_size(), inner)
 
-    def mlp(
-        self, context: BuildContext, name: str, outer: int, inner: int, *, biased: bool = True
-    ) -> MLP:
+    def mlp(self, context: BuildContext, name: str, outer: int, inner: int) -> MLP:
         return MLP(
             context,
             f"{name}.up_proj",
@@ -153,7 +152,7 @@ class NemotronHForCausalLM(LlamaForCausalLM):
             outer,
             inner,
             self.settings.activation("mlp_hidden_act", default="relu2"),
-            bias=biased and self.settings.flag("mlp_bias", False),
+            bias=self.settings.flag("mlp_bias", False),
         )
 
     def make_experts(self, context: BuildContext, name: str) -> RoutedMLPs:
@@ -172,10 +171,14 @@ class NemotronHForCausalLM(LlamaForCausalLM):
             top_groups=self.settings.integer("topk_group", 1),
             group_score="top2",
         )
-        experts = [
-            self.mlp(context, f"{name}.experts.{index}", latent or hidden, inner, biased=False)
-            for index in range(routing.num_experts)
-        ]
+        experts = Experts(
+            context,
+            [f"{name}.experts.{index}" for index in range(routing.num_experts)],
+            latent or hidden,
+            inner,
+            self.settings.activation("mlp_hidden_act", default="relu2"),
+            module_names=("up_proj", "down_proj"),
+        )
         bias = self.settings.flag("mlp_bias", False)
         down = up = None
         if latent is not None:

@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import LlamaForCausalLM
@@ -36,8 +34,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
     from headrace_core.ops import OpTable
 
-EMBEDDINGS = "zamba.embeddings"
-"""Where a batch has the model's first vectors [T, H] while its layers run."""
+BOTH = "zamba.stream_and_embeddings"
+"""Where a batch has, while its layers run, [T, 2 H]: room for the stream, and the model's first vectors."""
 _KINDS = ("linear_attention", "mamba", "hybrid")
 
 
@@ -76,8 +74,8 @@ class ZambaBlock(Block):
         stream = x if residual is None else self.ops.add(x, residual)
         x = stream
         if self.shared is not None and self.attention is not None and self.linear is not None:
-            both = torch.cat((stream, batch.extra[EMBEDDINGS]), dim=-1)
-            shared = self.shared
+            both, shared = batch.extra[BOTH], self.shared
+            self.ops.copy_rows(stream, both[:, : stream.shape[1]])
             out = shared.transformer(both, self.attention, shared.use, batch)
             x = self.ops.add(stream, self.linear(out))
         return self.mixer(self.norm(x), batch), stream
@@ -187,7 +185,10 @@ class Zamba2ForCausalLM(LlamaForCausalLM):
         return self.make_norm(context, f"{prefix}model.final_layernorm")
 
     def run_blocks(self, x: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        extra = {**batch.extra, EMBEDDINGS: x}
+        tokens, size = x.shape
+        both = x.new_empty((tokens, 2 * size))
+        self.context.ops.copy_rows(x, both[:, size:])
+        extra = {**batch.extra, BOTH: both}
         return super().run_blocks(x, dataclasses.replace(batch, extra=extra))
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:

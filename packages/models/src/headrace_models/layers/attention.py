@@ -153,9 +153,10 @@ class ProjectedAttention(Layer):
 
         A layer that makes no keys has [T, 0, D] for both.
         """
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
+        projected = self.qkv(x)
         if self.clip is not None:
-            heads = heads.clamp(-self.clip, self.clip)
+            projected = self.ops.clamp(projected, -self.clip, self.clip)
+        heads = projected.view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hk, D]
         if not self.makes_keys:
             return heads, heads[:, :0], heads[:, :0]
         kv = self.spec.num_kv_heads
@@ -206,9 +207,11 @@ class Attention(ProjectedAttention, CachedAttention):
         attention_chunk_size, kv_sharing_target: see
             :class:`~headrace_core.attention.AttentionLayerSpec`; a layer that reads another's cache
             projects to queries only.
-        alibi_slopes: [num_heads] float32, of all ranks.
+        alibi_slopes: [num_heads] float32, of all ranks; alibi_sqrt: by the root of the distance (Step 1).
         sinks: the checkpoint has one more logit for each head (``sinks`` [num_heads], gpt-oss), which
             goes into ``attention.sinks.weight``.
+        prefix: there are keys and values besides that every token sees, which a subclass puts into
+            ``spec`` before the first step (openPangu Pro).
         query_temperature: [P] float32, the last thing that query is multiplied by, by position
             (Llama 4).
     """
@@ -222,6 +225,8 @@ class Attention(ProjectedAttention, CachedAttention):
         attention_chunk_size: int | None = None,
         kv_sharing_target: str | None = None,
         alibi_slopes: Tensor | None = None,
+        alibi_sqrt: bool = False,
+        prefix: bool = False,
         sinks: bool = False,
         query_temperature: Tensor | None = None,
         **arguments: Any,
@@ -240,6 +245,7 @@ class Attention(ProjectedAttention, CachedAttention):
             attention_chunk_size=attention_chunk_size,
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
+            alibi_sqrt=alibi_sqrt,
         )
         self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
@@ -254,6 +260,8 @@ class Attention(ProjectedAttention, CachedAttention):
                 has_sink=sinks,
                 chunked=attention_chunk_size is not None,
                 alibi=alibi_slopes is not None,
+                alibi_sqrt=alibi_sqrt,
+                prefix=prefix,
             )
         )
         self.group = 0

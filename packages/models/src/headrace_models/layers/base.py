@@ -138,11 +138,13 @@ def slot_of(
     parts: tuple[Part, ...] = ()
     if spec.part_dim is not None:
         extent, total = spec.shape[spec.part_dim], sum(part.size for part in out_parts)
-        if any(part.size * extent % total for part in out_parts):
+        if not spec.by_part and any(part.size * extent % total for part in out_parts):
             raise UnsupportedModel(
                 f"a tensor of {extent} rows cannot be cut in proportion to {list(out_parts)}"
             )
         parts = tuple(replace(part, size=part.size * extent // total) for part in out_parts)
+    if spec.by_part:
+        parts = tuple(Part(1) for _ in out_parts)
     return Slot(
         shape=tuple(spec.shape),
         dtype=spec.dtype,

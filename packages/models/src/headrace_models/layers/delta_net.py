@@ -75,6 +75,8 @@ class DeltaNet(RecurrentLayer):
         norm_activation: of the gate of the norm behind the rule.
         by_channel: a decay for each channel of the key (Kimi), instead of one for each value head.
         beta_scale: 2 lets the state turn its sign (OLMo hybrid).
+        lower_bound: of a decay's logarithm (Ling 3); None: any.
+        flat_rates: ``A_log`` is stored [Hv] also where decays are by channel.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class DeltaNet(RecurrentLayer):
         norm_activation: str = "silu",
         by_channel: bool = False,
         beta_scale: float = 1.0,
+        lower_bound: float | None = None,
+        flat_rates: bool = False,
     ) -> None:
         shard = shard_of(sizes.num_key_heads, context.communicator, what=f"{name}, key heads")
         if context.communicator.world_size > shard.count:
@@ -112,7 +116,16 @@ class DeltaNet(RecurrentLayer):
         self.sizes = sizes
         self.conv = conv
         self.conv_parts = [part.size for part in conv.parts]
-        self.rule = DeltaRule(context, name, heads, sizes.key_dim, by_channel, beta_scale)
+        self.rule = DeltaRule(
+            context,
+            name,
+            heads,
+            sizes.key_dim,
+            by_channel=by_channel,
+            flat_rates=flat_rates,
+            beta_scale=beta_scale,
+            lower_bound=lower_bound,
+        )
         self.norm = GatedRMSNorm(
             context,
             f"{name}.{norm_name}",
@@ -227,6 +240,47 @@ class KimiDeltaAttention(DeltaNet):
         return self.mix(self.inputs(x), decay, self.beta(x), self.gate(for_gate), batch)
 
 
+class DirectDeltaAttention(DeltaNet):
+    """Kimi's mixer with decays and the norm's gate in one product each (Ling 3).
+
+    Args:
+        arguments: of :class:`DeltaNet`.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, sizes: DeltaSizes, **arguments: object
+    ) -> None:
+        super().__init__(
+            context,
+            name,
+            sizes,
+            norm_name="o_norm",
+            out_name="o_proj",
+            norm_activation="sigmoid",
+            by_channel=True,
+            flat_rates=True,
+            **arguments,  # type: ignore[arg-type]
+        )
+        units = sizes.num_key_heads
+        self.inputs = column_parallel(
+            context,
+            f"{name}.qkvfg_proj",
+            sizes.hidden_size,
+            (sizes.keys, sizes.keys, sizes.values, sizes.keys, sizes.values),
+            units=(units,) * 5,
+            part_names=tuple(f"{name}.{part}_proj" for part in "qkvfg"),
+        )
+        self.beta = column_parallel(
+            context, f"{name}.b_proj", sizes.hidden_size, (sizes.num_value_heads,), units=(units,)
+        )
+
+    def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        keys, _, values = self.conv_parts
+        inner, decay, gate = torch.split(self.inputs(x), [self.conv.channels, keys, values], dim=-1)
+        return self.mix(inner, by_heads(decay, self.sizes.key_dim), self.beta(x), gate, batch)
+
+
 class DeltaRule(WeightLayer):
     """See :class:`headrace_core.ops.DeltaRuleOp`.
 
@@ -241,13 +295,17 @@ class DeltaRule(WeightLayer):
         name: str,
         own: Part,
         key_dim: int,
+        *,
         by_channel: bool,
+        flat_rates: bool,
         beta_scale: float,
+        lower_bound: float | None,
     ) -> None:
         self.name = name
         self.ops = context.ops
         self.own, self.key_dim = own, key_dim
-        self.by_channel, self.beta_scale = by_channel, beta_scale
+        self.by_channel, self.flat_rates = by_channel, flat_rates
+        self.beta_scale, self.lower_bound = beta_scale, lower_bound
 
     def slots(self) -> Mapping[str, Slot]:
         heads = Slot((self.own.size,), "float32", parts=(self.own,), any_float=True)
@@ -258,7 +316,7 @@ class DeltaRule(WeightLayer):
             (1, 1, self.own.size, 1), "float32", parts=(self.own,), part_dim=2, any_float=True
         )
         biases = Slot((channels.size,), "float32", parts=(channels,), any_float=True)
-        return {"A_log": rates, "dt_bias": biases}
+        return {"A_log": heads if self.flat_rates else rates, "dt_bias": biases}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.rates, self.bias = tensors["A_log"].flatten(), tensors["dt_bias"]
@@ -283,4 +341,5 @@ class DeltaRule(WeightLayer):
             scale=self.key_dim**-0.5,
             l2_norm_eps=_EPS,
             beta_scale=self.beta_scale,
+            lower_bound=self.lower_bound,
         )

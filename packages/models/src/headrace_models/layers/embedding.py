@@ -15,14 +15,26 @@ if TYPE_CHECKING:
 
 
 class Embedding(WeightLayer):
-    """See :class:`headrace_core.ops.EmbeddingOp`."""
+    """See :class:`headrace_core.ops.EmbeddingOp`.
+
+    Args:
+        beyond: the row of ids past the table; None: there are none.
+    """
 
     weight: Tensor
 
-    def __init__(self, context: BuildContext, name: str, num_rows: int, size: int) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        name: str,
+        num_rows: int,
+        size: int,
+        *,
+        beyond: int | None = None,
+    ) -> None:
         self.name = name
         self.ops = context.ops
-        self.num_rows, self.size = num_rows, size
+        self.num_rows, self.size, self.beyond = num_rows, size, beyond
 
     def slots(self) -> Mapping[str, Slot]:
         return {"weight": Slot((self.num_rows, self.size))}
@@ -32,7 +44,7 @@ class Embedding(WeightLayer):
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [T] int64 -> [T, size]."""
-        return self.ops.embedding(ids, self.weight)
+        return self.ops.embedding(ids, self.weight, beyond=self.beyond)
 
 
 class PackedEmbedding(WeightLayer):

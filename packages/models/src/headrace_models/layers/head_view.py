@@ -1,4 +1,4 @@
-"""Rows seen as heads and heads as rows, also where a row is part of a longer one.
+"""Rows seen as heads and heads as rows, also where a row is part of a longer one; one row seen as many.
 
 ``view`` and ``flatten`` may give the single row of a step of one token another stride than rows have in
 other steps; a captured step has one for all.
@@ -23,3 +23,8 @@ def in_rows(x: Tensor) -> Tensor:
     if x.stride()[1:] != (size, 1):
         return x.flatten(1)
     return x.as_strided((tokens, heads * size), (x.stride(0), 1), x.storage_offset())
+
+
+def in_every_row(x: Tensor, tokens: int) -> Tensor:
+    """x [H] -> [T, H], all rows the same memory."""
+    return x.as_strided((tokens, x.shape[0]), (0, 1), x.storage_offset())

@@ -108,22 +108,21 @@ class HeadedScan(WeightLayer):
         vectors = self.ops.head_linear(by_heads(x, size), self.x_proj)
         step, key, query = torch.split(vectors, [self.sizes.step_rank, length, length], dim=-1)
         steps = self.ops.head_linear(step, self.dt_proj)
-        outputs = []
+        out = x.new_empty(x.shape)
         for head in range(self.heads):
             own = slice(head * size, (head + 1) * size)
             held = None if state.state is None else state.state[:, own]
-            outputs.append(
-                self.ops.selective_scan(
-                    x[:, own],
-                    steps[:, head],
-                    self.rates[head],
-                    key[:, head],
-                    query[:, head],
-                    self.skip[head],
-                    held,
-                    *state[1:],
-                    dt_bias=self.step_bias[head],
-                    gate=gate[:, own],
-                )
+            scanned = self.ops.selective_scan(
+                x[:, own],
+                steps[:, head],
+                self.rates[head],
+                key[:, head],
+                query[:, head],
+                self.skip[head],
+                held,
+                *state[1:],
+                dt_bias=self.step_bias[head],
+                gate=gate[:, own],
             )
-        return torch.cat(outputs, dim=-1)
+            self.ops.copy_rows(scanned, out[:, own])
+        return out

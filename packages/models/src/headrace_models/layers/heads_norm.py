@@ -143,8 +143,22 @@ class HeadLayerNorm(WeightLayer):
         return _normed_by_head(self.ops, x, self.weight, self.ones, self.eps)
 
 
+class HeadRMSNorm(HeadLayerNorm):
+    """RMS norm over each head, with a weight of its own (PLaMo 2): weight [heads, D]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, H, D] -> the same shape."""
+        normed = in_rows(self.ops.rms_norm(x, self.ones, self.eps))
+        return _weighed_by_head(self.ops, normed, self.weight).view(x.shape)
+
+
 def _normed_by_head(ops: OpTable, x: Tensor, weight: Tensor, ones: Tensor, eps: float) -> Tensor:
     """x [T, H, D], weight [H, D] -> [T, H, D]. The op of the norm knows one weight for all heads: each
     head's own is a gate, the same row for every token."""
     normed = in_rows(ops.layer_norm(x, ones, None, eps))
-    return ops.gate(normed, weight.as_strided(normed.shape, (0, 1))).view(x.shape)
+    return _weighed_by_head(ops, normed, weight).view(x.shape)
+
+
+def _weighed_by_head(ops: OpTable, x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H * D], weight [H, D] -> [T, H * D]."""
+    return ops.gate(x, weight.as_strided(x.shape, (0, 1)))

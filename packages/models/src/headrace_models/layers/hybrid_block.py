@@ -71,6 +71,34 @@ class HybridBlock(Block):
         return self.mlp(x), stream
 
 
+class SandwichHybridBlock(Block):
+    """Norms before and after both halves, the mixer being attention or a recurrence (PLaMo 2)."""
+
+    def __init__(
+        self,
+        input_norm: NormLayer,
+        mixer: Mixer,
+        mixer_out_norm: NormLayer,
+        mlp_norm: NormLayer,
+        mlp: MLPLayer,
+        mlp_out_norm: NormLayer,
+    ) -> None:
+        self.input_norm = input_norm
+        self.mixer = mixer
+        self.mixer_out_norm = mixer_out_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_out_norm = mlp_out_norm
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        x, stream = self.input_norm.add(x, residual)
+        x = self.mixer_out_norm(self.mixer(x, batch))
+        x, stream = self.mlp_norm.add(x, stream)
+        return self.mlp_out_norm(self.mlp(x)), stream
+
+
 class ScaledHybridBlock(HybridBlock):
     """What both halves add is multiplied by a number (Granite 4).
 

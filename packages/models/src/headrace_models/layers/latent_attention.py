@@ -227,7 +227,11 @@ class LatentAttention(CachedAttention):
             absorbed = self.heads.to_latent(nope)
             out = self.backend.attend(self.spec, absorbed, rope, None, None, kv_cache, metadata)
             out = self.heads.to_value(out)
-        return self.out(out.flatten(1))
+        return self.project_out(out.flatten(1), x)
+
+    def project_out(self, out: Tensor, x: Tensor) -> Tensor:
+        """out [T, H * V], what was found for x [T, hidden_size] -> [T, hidden_size]."""
+        return self.out(out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden_size] -> query [T, H, K + P], latent [T, R] and rope_key [T, P]."""

@@ -45,6 +45,9 @@ class Linear(WeightLayer):
         in_shard: which columns of the weight this rank keeps.
         reduce: sum the result over the ranks.
         unbiased: with ``bias``, the fused parts whose module has none.
+
+    Raises:
+        UnsupportedModel: there are several ranks, and the method needs whole layers.
     """
 
     def __init__(
@@ -76,6 +79,11 @@ class Linear(WeightLayer):
             part_names=part_names,
         )
         self.method = context.quant.for_layer(self.spec)
+        if self.method.needs_whole and context.communicator.world_size > 1:
+            raise UnsupportedModel(
+                f"{name}: the way in which its weights are quantized cannot be divided over "
+                f"tensor_parallel_size = {context.communicator.world_size}: set 1"
+            )
         self.takes_views = self.method.takes_views
         self.state: Any = None
         self.bias: Tensor | None = None
@@ -180,23 +188,34 @@ class PlainLinear(WeightLayer):
     """A small layer that no method quantizes (a router)."""
 
     def __init__(
-        self, context: BuildContext, name: str, in_features: int, out_features: int
+        self,
+        context: BuildContext,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
     ) -> None:
         self.name = name
+        self.has_bias = bias
+        self.bias: Tensor | None = None
         self.ops = context.ops
         self.takes_views = context.ops.linear.pack_copies
         self.shape = (out_features, in_features)
         self.packed: PackedLinear | None = None
 
     def slots(self) -> Mapping[str, Slot]:
-        return {"weight": Slot(self.shape)}
+        wanted = {"weight": Slot(self.shape)}
+        return {**wanted, "bias": Slot(self.shape[:1])} if self.has_bias else wanted
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed = self.ops.linear.pack(tensors["weight"])
+        if self.has_bias:
+            self.bias = tensors["bias"].clone()
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.packed is not None, self.name
-        return self.ops.linear(x, self.packed)
+        return self.ops.linear(x, self.packed, self.bias)
 
 
 class TiedLinear(WeightLayer):

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 class MixedAttention(Attention):
     """Each chosen expert makes Hk queries, one for each key-value head, and takes what they found.
 
-    Which rows an expert gets depends on contents, so steps are not captured.
-
     Args:
         routing: of the experts.
         arguments: of :class:`~headrace_models.layers.attention.Attention`.
@@ -75,27 +73,28 @@ class MixedAttention(Attention):
         self.outs = ExpertLinear(
             context, f"{experts}.output_linear", count, own, Part(hidden_size), shard
         )
-        self.bias = Bias(f"{experts}.bias", hidden_size)
+        self.bias = Bias(context, f"{experts}.bias", hidden_size)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, H] -> the same shape. A row's experts are summed in the order of their numbers."""
+        """x [T, H] -> the same shape."""
         weights, ids = self.router(x)
-        tokens, kv_heads = x.shape[0], self.spec.num_kv_heads
-        chosen = x.new_empty((*ids.shape, kv_heads * self.head_dim))
-        experts = torch.unique(ids).tolist()
-        places = {expert: (ids == expert).nonzero(as_tuple=True) for expert in experts}
-        for expert, (rows, at) in places.items():
-            chosen[rows, at] = self.queries(expert, x[rows])
+        kv_heads, size = self.spec.num_kv_heads, self.head_dim
+        sizes = (*ids.shape, kv_heads, size)
         # Heads that read the same keys follow each other.
-        query = chosen.view(tokens, -1, kv_heads, self.head_dim).transpose(1, 2)
-        both = self.qkv(x).view(tokens, -1, self.head_dim)
+        query = self._turned(self.queries(x, ids).view(sizes)).flatten(1, 2)
+        both = self.qkv(x).view(x.shape[0], -1, size)
         key, value = torch.split(both, kv_heads, dim=1)
-        found = self.attend(query.flatten(1, 2), key, value, batch)
-        by_expert = found.view(tokens, kv_heads, -1, self.head_dim).transpose(1, 2).flatten(2)
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, (rows, at) in places.items():
-            out = self.outs(expert, by_expert[rows, at]).float()
-            total[rows] += out * weights[rows, at, None]
+        found = self.attend(query, key, value, batch)
+        by_expert = self._turned(found.view(ids.shape[0], kv_heads, ids.shape[1], size)).flatten(2)
+        out = self.outs(by_expert, ids, weights)
         if self.communicator.world_size > 1:
-            total = self.communicator.all_reduce(total)
-        return self.bias(total).to(x.dtype)
+            out = self.communicator.all_reduce(out)
+        return self.bias(out)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """[T, A, B, D] -> [T, B, A, D], contiguous."""
+        tokens, first, second, size = x.shape
+        out = x.new_empty((tokens, second, first, size))
+        for place in range(first):
+            self.ops.copy_rows(x[:, place], out[:, :, place])
+        return out

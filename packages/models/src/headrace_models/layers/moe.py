@@ -23,7 +23,8 @@ class SparseMoE(MLPLayer):
     Args:
         name: of the mixture, as the checkpoint spells it.
         router_name, experts_name: below that; the experts are numbered from 0.
-        expert_names: the checkpoint's names of an expert's gate, up and down.
+        expert_names: the checkpoint's names of an expert's gate, up and down; two: it has no gate.
+        identities: so many of the experts that are routed to, the last ones, give back x (LongCat).
         router_bias, corrected, correction_shape, exact_router, router_soft_cap: see :class:`Router`.
         expert_bias: of all of an expert's products.
         shared: an expert that all tokens go to.
@@ -40,7 +41,8 @@ class SparseMoE(MLPLayer):
         activation: str,
         router_name: str = "gate",
         experts_name: str = "experts",
-        expert_names: tuple[str, str, str] = GATED_NAMES,
+        expert_names: tuple[str, ...] = GATED_NAMES,
+        identities: int = 0,
         router_bias: bool = False,
         corrected: bool = False,
         correction_shape: tuple[int, ...] | None = None,
@@ -64,12 +66,13 @@ class SparseMoE(MLPLayer):
         )
         self.experts = Experts(
             context,
-            [f"{name}.{experts_name}.{index}" for index in range(routing.num_experts)],
+            [f"{name}.{experts_name}.{i}" for i in range(routing.num_experts - identities)],
             hidden_size,
             intermediate_size,
             activation,
             module_names=expert_names,
             bias=expert_bias,
+            identities=identities,
         )
         self.shared = shared
 

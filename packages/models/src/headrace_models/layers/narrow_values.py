@@ -1,6 +1,7 @@
 """Attention whose values are narrower than its keys, as MiMo-V2-Flash has it.
 
-The cache's values are as wide as its keys, zeros behind what the projection gives.
+The cache's values are as wide as its keys. Behind what the projection gives they repeat it, so that their
+largest magnitude stays what it is; nobody reads what attention makes of that.
 Letters: T tokens, Hk key-value heads, D size of a query's and a key's head, V of a value's.
 """
 
@@ -9,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.attention import Attention
+from headrace_models.layers.head_view import by_heads
 from headrace_models.layers.linear import column_parallel, row_parallel
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class NarrowValueAttention(Attention):
-    """Widening values is torch's work, so steps are not captured.
+    """See :class:`~headrace_models.layers.attention.Attention`.
 
     Args:
         value_dim: V.
         value_scale: what values are multiplied by; the output is, which comes to the same.
-        arguments: of :class:`~headrace_models.layers.attention.Attention`.
+        arguments: of that.
 
     Raises:
         UnsupportedModel: values are wider than keys.
@@ -81,12 +82,17 @@ class NarrowValueAttention(Attention):
         tokens, size, kv = x.shape[0], self.head_dim, self.spec.num_kv_heads
         sizes = [self.spec.num_heads * size, kv * size, kv * self.value_dim]
         query, key, value = torch.split(self.qkv(x), sizes, dim=1)
-        wide = pad(value.view(tokens, kv, self.value_dim), (0, size - self.value_dim))
-        return query.view(tokens, -1, size), key.view(tokens, kv, size), wide
+        wide = x.new_empty((tokens, kv, size))
+        for start in range(0, size, self.value_dim):
+            part = wide[..., start : start + self.value_dim]
+            self.ops.copy_rows(by_heads(value, self.value_dim)[..., : part.shape[2]], part)
+        return by_heads(query, size), by_heads(key, size), wide
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        out = self.attend(*self.project(x), batch)[..., : self.value_dim].flatten(1)
+        wide = self.attend(*self.project(x), batch)
+        out = x.new_empty((x.shape[0], wide.shape[1] * self.value_dim))
+        self.ops.copy_rows(wide[..., : self.value_dim], by_heads(out, self.value_dim))
         if self.value_scale != 1.0:
             out = self.ops.scale(out, self.value_scale)
         return self.out(out)

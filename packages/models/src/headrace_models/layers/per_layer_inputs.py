@@ -41,9 +41,9 @@ class PerLayerInputs(Layer):
         eps: float,
     ) -> None:
         self.ops, self.size = context.ops, size
-        self.num_rows = None if num_rows >= vocab_size else num_rows
-        width = num_layers * size
-        self.table = Embedding(context, f"{prefix}embed_tokens_per_layer", num_rows, width)
+        width, beyond = num_layers * size, None if num_rows >= vocab_size else 0
+        name = f"{prefix}embed_tokens_per_layer"
+        self.table = Embedding(context, name, num_rows, width, beyond=beyond)
         self.table_scale = float(torch.tensor(size**0.5, dtype=getattr(torch, context.dtype)))
         name = f"{prefix}per_layer_model_projection"
         self.projection = Linear(context, name, hidden_size, [Part(width)])
@@ -52,8 +52,6 @@ class PerLayerInputs(Layer):
 
     def __call__(self, ids: Tensor, vectors: Tensor) -> Tensor:
         """ids [T] int64, vectors [T, H] -> [T, L * P]."""
-        if self.num_rows is not None:
-            ids = torch.where(ids < self.num_rows, ids, 0)
         looked_up = self.ops.scale(self.table(ids), self.table_scale)
         projected = self.ops.scale(self.projection(vectors), self.projection_scale)
         normed = self.norm(projected.view(-1, self.size)).view(looked_up.shape)

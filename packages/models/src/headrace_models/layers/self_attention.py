@@ -16,6 +16,8 @@ _OVER_THE_CACHE = (
     "attention_chunk_size",
     "kv_sharing_target",
     "alibi_slopes",
+    "alibi_sqrt",
+    "prefix",
     "sinks",
     "query_temperature",
 )

@@ -57,7 +57,7 @@ class CacheOnlyAttention(Attention):
 
 
 class Adapter(Layer):
-    """``b(a(x))`` of low rank for each of several outputs, side by side."""
+    """``b(a(x))`` of low rank for each of several outputs."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Adapter(Layer):
         self.down = Linear(context, f"{name}.0", in_features, [Part(rank)] * len(sizes))
         self.up = [Linear(context, f"{name}.1", rank, [Part(size)]) for size in sizes]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in_features] -> [T, all outputs]."""
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        """x [T, in_features] -> each output, [T, its size]."""
         inner = self.down(x).chunk(len(self.up), dim=-1)
-        return torch.cat([up(part) for up, part in zip(self.up, inner)], dim=-1)
+        return [up(part) for up, part in zip(self.up, inner)]
 
 
 class SharedTransformer(Layer):
@@ -148,4 +148,9 @@ class SharedTransformer(Layer):
         return self.down(self.ops.activation_and_mul(inner, self.activation))
 
     def _adapted(self, out: Tensor, x: Tensor, adapter: Adapter | None) -> Tensor:
-        return out if adapter is None else self.ops.add(out, adapter(x))
+        """out [T, all outputs] with what the adapter makes of x, in place."""
+        if adapter is not None:
+            more = adapter(x)
+            for part, own in zip(torch.split(out, [each.shape[1] for each in more], dim=1), more):
+                self.ops.copy_rows(self.ops.add(part, own), part)
+        return out

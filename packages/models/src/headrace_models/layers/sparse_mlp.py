@@ -8,8 +8,6 @@ from __future__ import annotations
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from headrace_models.layers.mlp import GatedMLP
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ class SparseGatedMLP(GatedMLP):
     """``down(act(relu(gate - cutoff)) * up)``; the cutoff is where a normal distribution with the row's
     mean and deviation has that share of values below.
 
-    There is no op for the cutoff: it is torch's.
-
     Args:
         arguments: of :class:`GatedMLP`.
         sparsity: the share, above 0 and below 1.
@@ -35,9 +31,14 @@ class SparseGatedMLP(GatedMLP):
         self.deviations = NormalDist().inv_cdf(sparsity)
 
     def __call__(self, x: Tensor) -> Tensor:
-        both = self.gate_up(x)
-        gate = both[:, : both.shape[1] // 2]
-        row = gate if self.communicator.world_size == 1 else self.communicator.all_gather(gate)
-        deviation, mean = torch.std_mean(row, dim=-1, keepdim=True, correction=0)
-        gate.copy_(torch.relu(gate - (mean + deviation * self.deviations)))
-        return self.down(self.ops.activation_and_mul(both, self.activation))
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        kept = self._kept(gate)
+        return self.down(self.ops.gate(up, self.ops.activation(kept, self.activation)))
+
+    def _kept(self, gate: Tensor) -> Tensor:
+        """gate [T, I], as this rank has it: what is above the whole row's cutoff, and by how much."""
+        ranks, ops = self.communicator.world_size, self.ops
+        if ranks == 1:
+            return ops.gaussian_topk(gate, self.deviations)
+        whole = ops.gaussian_topk(self.communicator.all_gather(gate), self.deviations)
+        return whole.chunk(ranks, dim=1)[self.communicator.rank]

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
 from headrace_core.errors import UnsupportedModel
 from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import Slot, WeightLayer
+from headrace_models.layers.head_view import in_every_row
 from headrace_models.layers.linear import PlainLinear
 from headrace_models.layers.mlp import MLPLayer
 
@@ -27,8 +26,7 @@ class UngatedMoE(MLPLayer):
     """``bias + sum over the k likeliest experts of p_e * down_e(act(up_e(x)))``, p from a softmax over
     all of them in float32, so that the k sum up to less than 1.
 
-    Every rank holds all experts. Which rows an expert gets depends on contents, so steps are not
-    captured.
+    Every rank holds all experts.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class UngatedExperts(WeightLayer):
         self.name = name
         self.ops = context.ops
         self.sizes, self.activation = sizes, activation
-        self.packed: list[tuple[PackedLinear, PackedLinear]] = []
+        self.packed: tuple[PackedLinear, PackedLinear] | None = None
 
     def slots(self) -> Mapping[str, Slot]:
         experts, inner, hidden = self.sizes
@@ -81,19 +79,15 @@ class UngatedExperts(WeightLayer):
         return {"up": both, "down": both, "bias": Slot((hidden,))}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        pack = self.ops.linear.pack
-        ups, downs = (tensors[key].view(self.sizes) for key in ("up", "down"))
-        self.packed = [(pack(up), pack(down.T.contiguous())) for up, down in zip(ups, downs)]
-        self.bias = tensors["bias"].float()
+        pack = self.ops.expert_linear.pack
+        up, down = (tensors[key].view(self.sizes) for key in ("up", "down"))
+        self.packed = pack(up), pack(down.transpose(1, 2).contiguous())
+        self.bias = tensors["bias"]
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x [T, H], weights [T, k] float32, ids [T, k] -> [T, H]. A row's experts are summed in the
-        order of their ids, whatever the other rows are."""
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert, (up, down) in enumerate(self.packed):
-            rows, places = (ids == expert).nonzero(as_tuple=True)
-            if rows.shape[0]:
-                inner = self.ops.linear.activated(x[rows], up, self.activation)
-                out = self.ops.linear(inner, down).float()
-                total[rows] += out * weights[rows, places, None]
-        return (total + self.bias).to(x.dtype)
+        """x [T, H], weights [T, k] float32, ids [T, k] -> [T, H]."""
+        assert self.packed is not None, self.name
+        up, down = self.packed
+        inner = self.ops.activation(self.ops.expert_linear(x, up, ids), self.activation)
+        out = self.ops.expert_linear(inner, down, ids, weights)
+        return self.ops.add(out, in_every_row(self.bias, x.shape[0]))

@@ -82,6 +82,8 @@ def pooling_info(
         scoring=_scoring(tasks, late),
         prompts=sentence.prompts,
         default_prompt_name=sentence.default_prompt_name,
+        include_prompt=sentence.include_prompt,
+        pair_chat=sentence.pair_chat if "score" in tasks else None,
         lower_case=sentence.lower_case,
         sparse=traits.sparse,
         sparse_sum=sentence.sparse_sum,

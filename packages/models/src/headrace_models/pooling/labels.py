@@ -37,7 +37,7 @@ def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """``id2label`` by index; () unless it names every label. Labels made of tokens are named so."""
     by_token = token_classifier(config)
     if by_token is not None:
-        return () if by_token.difference else by_token.tokens
+        return by_token.labels
     names = config.get("id2label")
     if not isinstance(names, Mapping):
         return ()

@@ -48,6 +48,8 @@ class TaskPooler(Layer):
         """See :class:`headrace_core.model.Pooler`."""
         if params.task in TOKEN_TASKS or self.sequence is None:
             return "all"
+        if self.sequence.rows == "first" and params.num_left_out:
+            return "all"
         return self.sequence.rows
 
     def __call__(self, batch: PoolingBatch) -> Sequence[Tensor]:
@@ -68,6 +70,9 @@ class TaskPooler(Layer):
         settings = self.head.settings(params)
         hidden, bounds = _part(batch, members)
         if params.task not in TOKEN_TASKS and self.sequence is not None:
+            left_out = [batch.params[index].num_left_out or 0 for index in members]
+            if any(left_out) and self.sequence.rows != "last":
+                hidden, bounds = _without(hidden, bounds, left_out)
             pooled = self.sequence.pool(hidden, bounds)
             return self.head(pooled, [1] * len(members), settings).unbind(0)
         lengths = bounds.diff().tolist()
@@ -83,6 +88,14 @@ class TaskPooler(Layer):
         if tag is None:
             return rows
         return rows[torch.tensor([t == tag for t in batch.token_ids[index]], device=rows.device)]
+
+
+def _without(hidden: Tensor, bounds: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The rows but for so many of each prompt's first, of which at least one is kept, and their bounds."""
+    pieces = []
+    for start, length, count in zip(bounds.tolist(), bounds.diff().tolist(), counts):
+        pieces.append(hidden[start + min(count, length - 1) : start + length])
+    return torch.cat(pieces), torch.tensor([0, *map(len, pieces)]).cumsum(0)
 
 
 def _part(batch: PoolingBatch, members: Sequence[int]) -> tuple[Tensor, Tensor]:

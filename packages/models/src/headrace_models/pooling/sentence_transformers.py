@@ -5,19 +5,16 @@ Format: the files that ``SentenceTransformer.save`` writes (sbert.net, versions 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from headrace_core.errors import ConfigError, UnsupportedModel
-from headrace_core.pooling import DenseModule
+from headrace_core.pooling import DenseModule, PairChat
 from headrace_models.json_object import read_json, read_object
 from headrace_models.pooling.labels import torch_activation
 from headrace_models.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 POOLING_MODES: Mapping[str, str] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 """Their name -> ours."""
@@ -40,6 +37,12 @@ _MARKERS = (
     "query_prefix", "document_prefix", "query_length", "document_length", "query_expansion",
     "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words",
 )  # fmt: skip
+_CONTENT_FORMATS: Mapping[str, str] = {"auto": "auto", "flat": "string", "structured": "openai"}
+"""Their name of what templates expect -> ours."""
+_SIZE_ARGUMENTS = frozenset(
+    {"padding", "truncation", "max_length", "return_tensors", "restore_suffix"}
+)
+"""Among a chat template's arguments: how long prompts are cut, which is no business of the template."""
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
 
 
@@ -49,6 +52,8 @@ class SentenceModules:
 
     pools: bool = False
     """There is a pooling module."""
+    include_prompt: bool = True
+    """See :attr:`~headrace_core.pooling.PoolingInfo.include_prompt`."""
     pooling_type: str | None = None
     """None: not said, or a mode that the user has replaced."""
     dense: tuple[DenseModule, ...] = ()
@@ -59,6 +64,10 @@ class SentenceModules:
     default_prompt_name: str | None = None
     activation: str | None = None
     """A cross-encoder's, as the files name it."""
+    score_tokens: tuple[int, ...] = ()
+    """A language model's score is the logit of this token; of two, false and true, their difference."""
+    pair_chat: PairChat | None = None
+    """None: pairs that are scored are two texts."""
     multi_vector: bool = False
     """Dense modules apply to each token, and nothing is pooled (ColBERT)."""
     sparse: bool = False
@@ -71,7 +80,7 @@ class SentenceModules:
     @property
     def says_pooling(self) -> bool:
         """Whether the files make a pooling model of the checkpoint."""
-        return self.pools or self.multi_vector or self.sparse
+        return self.pools or self.multi_vector or self.sparse or bool(self.score_tokens)
 
 
 def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModules:
@@ -94,10 +103,65 @@ def read_modules(folder: Path, pooling_type: str | None = None) -> SentenceModul
         markers=_markers(folder, own),
         **_settings(folder),
     )
-    # A cross-encoder's only module besides the model makes a score of its logits: as its class does.
-    for module in () if own.get("model_type") == "CrossEncoder" else _modules(folder):
+    if own.get("model_type") == "CrossEncoder":
+        return _cross_encoder(folder, found)
+    for module in _modules(folder):
         found = _follow(folder, module, found, pooling_type)
     return found
+
+
+def _cross_encoder(folder: Path, found: SentenceModules) -> SentenceModules:
+    """A model whose class scores, or one that generates and a ``LogitScore``."""
+    modules = _modules(folder)
+    for kind, place in modules:
+        name = kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else ""
+        if name == "LogitScore" and not found.score_tokens:
+            tokens = _score_tokens(folder / place / "config.json")
+            found = replace(found, score_tokens=tokens, pair_chat=_pair_chat(folder))
+        elif name == "Transformer" and not place:
+            continue
+        else:
+            raise ConfigError(
+                f"modules.json: type = {kind!r}, path = {place!r}: a cross-encoder must have a "
+                "Transformer at its top, and no more than a LogitScore besides",
+                field="model.model",
+            )
+    return found
+
+
+def _score_tokens(path: Path) -> tuple[int, ...]:
+    """The one token, or the false one and the true one, of a ``LogitScore``."""
+    settings = Settings(read_object(path, required=True))
+    names: tuple[str, ...] = ("true_token_id",)
+    if settings.config.get("false_token_id") is not None:
+        names = ("false_token_id", "true_token_id")
+    return tuple(settings.integer(name, minimum=0) for name in names)
+
+
+def _pair_chat(folder: Path) -> PairChat | None:
+    """How the model is told of pairs by its chat template, if it is."""
+    path = folder / _SETTINGS[0]
+    config = read_object(path, required=False)
+    message = _object(path, config, "modality_config").get("message")
+    if message is None:
+        return None
+    stated = message.get("format", "auto") if isinstance(message, Mapping) else message
+    if stated not in _CONTENT_FORMATS:
+        accepted = ", ".join(_CONTENT_FORMATS)
+        raise UnsupportedModel(
+            f"{path}: modality_config.message.format = {stated!r:.100}: must be one of {accepted}"
+        )
+    given = _object(path, _object(path, config, "processing_kwargs"), "chat_template")
+    arguments = {str(name): value for name, value in given.items() if name not in _SIZE_ARGUMENTS}
+    return PairChat(_CONTENT_FORMATS[stated], arguments)
+
+
+def _object(path: Path, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object in a file; empty if it is absent or null."""
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise UnsupportedModel(f"{path}: {name} = {value!r:.100}: must be an object")
+    return value
 
 
 def _prompts(own: Mapping[str, Any]) -> dict[str, str]:
@@ -226,11 +290,7 @@ def _mask(path: Path, found: SentenceModules) -> SentenceModules:
 
 def _pooling(path: Path, found: SentenceModules, wanted: str | None) -> SentenceModules:
     config = read_object(path / "config.json", required=True)
-    if config.get("include_prompt") is False:
-        logger.warning(
-            "%s: include_prompt is false, but a prompt's tokens cannot be told from the text's: "
-            "embeddings of texts with a prompt differ from Sentence Transformers'", path
-        )  # fmt: skip
+    found = replace(found, include_prompt=Settings(config).flag("include_prompt", True))
     if wanted is not None:
         return replace(found, pools=True)
     modes = _modes(config)

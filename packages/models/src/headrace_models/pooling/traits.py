@@ -9,6 +9,7 @@ from typing import Any
 from headrace_core import plugins
 from headrace_core.errors import PluginError, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
+from headrace_models.architectures import generates
 from headrace_models.pooling.sentence_transformers import SentenceModules
 
 _ENCODER = PoolingTraits("embed", "CLS", pooling_types=("CLS", "MEAN", "LAST", "ALL"))
@@ -145,6 +146,10 @@ def said_by_files(
         raise UnsupportedModel(
             f"SpladePooling of {architecture}: must be that of BertForMaskedLM, "
             "DistilBertForMaskedLM or RobertaForMaskedLM"
+        )
+    if sentence.score_tokens and not generates(architecture):
+        raise UnsupportedModel(
+            f"LogitScore of {architecture}: must be that of a language model (...ForCausalLM)"
         )
     if not sentence.multi_vector:
         return traits

@@ -52,7 +52,7 @@ class PoolingBody(RequestBody):
     """What all requests for pooled results share."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {
-        "mm_processor_kwargs": Refusal("media input is not served by this version; leave it out", {}),
+        "mm_processor_kwargs": Refusal("media processors take no options over HTTP; leave it out", {}),
     }  # fmt: skip
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(

@@ -1,1 +1,1 @@
-"""Speech to text: uploads to engine requests, their outputs to text, segments, words and subtitles."""
+"""Speech to text over HTTP: forms to recordings, transcripts to the answers asked for."""

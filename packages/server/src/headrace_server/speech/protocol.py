@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AliasChoices, BaseModel, Field
 
+from headrace_core.listening.timed import Segment, Word
 from headrace_server.protocol.base import Refusal, RequestBody, ShortText
 from headrace_server.protocol.sampling import Xargs
 
@@ -113,33 +114,6 @@ class Transcription(BaseModel):
 
     text: str
     usage: AudioUsage
-
-
-class Segment(BaseModel):
-    """A stretch of speech, about a sentence."""
-
-    id: int
-    seek: int
-    """Where its clip begins, in hundredths of a second."""
-    start: float
-    end: float
-    text: str
-    tokens: list[int]
-    temperature: float
-    avg_logprob: float | None
-    """Of the tokens of its clip, the end included."""
-    compression_ratio: float | None
-    """Of its clip's text; high where the model repeats itself."""
-    no_speech_prob: float | None
-    """Null: the model does not say."""
-
-
-class Word(BaseModel):
-    """When a word was spoken."""
-
-    word: str
-    start: float
-    end: float
 
 
 class VerboseTranscription(BaseModel):

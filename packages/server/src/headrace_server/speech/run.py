@@ -7,55 +7,49 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 from msgspec import UNSET
 from pydantic import BaseModel
 
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.listening.clips import LADDER, Listener, attempt_params
+from headrace_core.listening.heard import Clip, placed
+from headrace_core.listening.joining import Joiner
+from headrace_core.listening.transcript import Part, Task, Transcript, transcript
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import Prompt
-from headrace_core.sampling import RequestOutputKind, SamplingParams
-from headrace_core.speech import AudioClip, SpeechModel, SpeechTask
+from headrace_core.sampling import SamplingParams
+from headrace_core.speech import SpeechModel, SpeechTask
 from headrace_server import convert
 from headrace_server.counting import Tally
 from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.side_by_side import in_order
-from headrace_server.speech.clips import AT_ONCE, HEAVY, LADDER, Clip, Heard, Listener, Task
-from headrace_server.speech.joining import Joiner, joined
+from headrace_server.speech.driving import HEAVY, Answers, drive
 from headrace_server.speech.protocol import (
     AudioUsage,
     ChunkChoice,
     ChunkDelta,
-    Segment,
     SpeechChunk,
     SpeechRequest,
     Transcription,
     TranscriptionRequest,
     VerboseTranscription,
 )
-from headrace_server.speech.subtitles import srt, vtt
-from headrace_server.speech.times import Times
 from headrace_server.speech.upload import Upload
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, close, event
 
 logger = logging.getLogger(__name__)
 
+AT_ONCE = 16
+"""Clips of one request that the engine has at a time."""
 LONG = 10
 """Clips from which on progress is logged."""
-_SUBTITLES: Mapping[str, Callable[[list[Segment]], str]] = {"srt": srt, "vtt": vtt}
 _COPIED = (
     "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed",
 )  # fmt: skip
@@ -119,8 +113,8 @@ class SpeechCall:
         temperatures = body.temperatures or (
             LADDER if body.temperature == 0 else [body.temperature]
         )
-        self._listener = Listener(state.engine, self._run, self._params, temperatures)
-        self._times = Times(self.speech, state, self._engine_id)
+        self._listener = Listener(self.speech, state.engine.model, self._params, temperatures)
+        self._answers = Answers(state.engine, state.off_loop, self._run, self._engine_id)
         self._params(temperatures[0]).validate()
 
     def _check_form(self, granularities: Sequence[str]) -> None:
@@ -160,43 +154,41 @@ class SpeechCall:
 
     async def whole(self) -> BaseModel | str:
         """The answer in one piece: a model of JSON, or text."""
-        audio = await self._decode()
-        timed = self.body.response_format in ("verbose_json", "srt", "vtt")
-        task = await self._plan(audio, timestamps=timed, tell_silence=self._is_verbose)
-        heard = await self._hear_all(audio, task)
-        text = joined([h.text for h in heard], task.written)
+        audio, form = await self._decode(), self.body.response_format
+        timed = form in ("verbose_json", "srt", "vtt")
+        task = await self._plan(audio, timestamps=timed, words=self._with_words)
+        found = transcript(await self._hear_all(audio, task), task, audio.seconds)
         usage = AudioUsage(seconds=math.ceil(audio.seconds))
-        if not timed:
-            return (
-                text
-                if self.body.response_format == "text"
-                else Transcription(text=text, usage=usage)
-            )
-        segments = await self._times.segments(heard)
-        if not self._is_verbose:
-            return _SUBTITLES[self.body.response_format](segments)
+        match form:
+            case "json":
+                return Transcription(text=found.text, usage=usage)
+            case "verbose_json":
+                return self._verbose(found, usage)
+            case "srt":
+                return found.srt()
+            case "vtt":
+                return found.vtt()
+        return found.text
+
+    def _verbose(self, found: Transcript, usage: AudioUsage) -> VerboseTranscription:
         return VerboseTranscription(
-            task=self._task,
-            language=task.language,
-            duration=round(audio.seconds, 2),
-            text=text,
-            segments=segments if self._with_segments else None,
-            words=await self._times.words(heard, task) if self._with_words else None,
+            task=found.task,
+            language=found.language,
+            duration=found.duration,
+            text=found.text,
+            segments=found.segments if self._with_segments else None,
+            words=found.words,
             usage=usage,
         )
 
-    @property
-    def _is_verbose(self) -> bool:
-        return self.body.response_format == "verbose_json"
-
-    async def _hear_all(self, audio: Audio, task: Task) -> list[Heard]:
+    async def _hear_all(self, audio: Audio, task: Task) -> list[Part]:
         """All clips, some at a time; in order."""
         progress = _Progress(self.id, audio)
 
-        async def hear(_: int, clip: Clip) -> Heard:
-            heard = await self._listener.hear(clip, task)
+        async def hear(_: int, clip: Clip) -> Part:
+            part = await drive(self._listener.part(clip, task), self._answers)
             progress.done(clip)
-            return heard
+            return part
 
         return await in_order(hear, audio.clips, AT_ONCE)
 
@@ -205,7 +197,7 @@ class SpeechCall:
     async def events(self) -> Events:
         """The answer as server-sent events, the terminal one left out."""
         audio = await self._decode()
-        task = await self._plan(audio, timestamps=False, tell_silence=False)
+        task = await self._plan(audio, timestamps=False)
         joiner, said, reason = Joiner(task.written), list[str](), "stop"
         async with aclosing(self._parts(audio, task)) as parts:
             async for index, part in parts:
@@ -285,39 +277,32 @@ class SpeechCall:
         )
         self._upload = upload._replace(data=b"")  # megabytes, while the answer is made
         parts = await self.state.off_loop(HEAVY, self.speech.split, whole, config)
-        return Audio(list(_placed(parts)), whole.seconds)
+        return Audio(list(placed(parts)), whole.seconds)
 
-    async def _plan(self, audio: Audio, *, timestamps: bool, tell_silence: bool) -> Task:
+    async def _plan(self, audio: Audio, *, timestamps: bool, words: bool = False) -> Task:
         """The language, found out if the client does not say, and what follows from the form."""
-        body = self.body
-        language = body.language or await self._listener.language(audio.clips[0])
+        body, language = self.body, self.body.language
+        if language is None:
+            language = await drive(self._listener.language(audio.clips[0]), self._answers)
         return Task(
             task=self._task,
             language=self.speech.validate_language(language),
             to_language=body.to_language,
             prompt=body.prompt,
             timestamps=timestamps,
-            tell_silence=tell_silence,
+            words=words,
+            tell_silence=body.response_format == "verbose_json",
         )
 
     def _params(self, temperature: float) -> SamplingParams:
         """Sampling parameters of one attempt; what the form leaves out is the model's default."""
-        body, model = self.body, self.state.engine.model
-        values = {k: v for k, v in model.default_sampling_params.items() if k != "max_tokens"}
+        body = self.body
         given = {k: getattr(body, k) for k in _COPIED if k in body.model_fields_set}
-        cap, wanted = model.default_sampling_params.get("max_tokens"), body.max_completion_tokens
-        limits = [limit for limit in (cap, wanted) if limit is not None]
-        xargs: Mapping[str, Any] = {}
+        given["max_tokens"] = body.max_completion_tokens
         if isinstance(body, TranscriptionRequest):
             xargs = {**(body.vllm_xargs or {}), **(body.headrace_xargs or {})}
-        return SamplingParams.from_optional(
-            **{**values, **given, "temperature": temperature},
-            max_tokens=min(limits, default=None),
-            logprobs=None if body.stream else 0,
-            extra_args=dict(xargs) or None,
-            output_kind=RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
+            given["extra_args"] = xargs or None
+        return attempt_params(self.state.engine.model, temperature, given, streamed=body.stream)
 
     def _run(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[RequestOutput]:
         """Give a request to the engine, and count what it answers."""
@@ -366,13 +351,6 @@ async def _counted(
             yield output
     finally:
         await close(outputs)
-
-
-def _placed(parts: Sequence[AudioClip]) -> Iterator[Clip]:
-    start = 0.0
-    for index, part in enumerate(parts):
-        yield Clip(part, index, start)
-        start += part.seconds
 
 
 class _Progress:

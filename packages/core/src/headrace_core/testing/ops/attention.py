@@ -93,6 +93,24 @@ class AttentionConformance(OpSuite):
         case = self.paged(self.MIXED, dtype, alibi=True, **options)
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
+    def test_paged_attention_alibi_by_the_root(self, op: Callable[[str], Any], dtype: str) -> None:
+        case = self.paged(self.MIXED, dtype, alibi=True, alibi_sqrt=True)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"num_heads": 6, "num_kv_heads": 3, "head_dim": 40, "sliding_window": 20}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("sinks", [False, True])
+    def test_paged_attention_with_a_prefix(
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any], sinks: bool
+    ) -> None:
+        if sinks:
+            options = {**options, "sinks": self.rand(options.get("num_heads", 4))}
+        case = self.paged(self.MIXED, dtype, prefix=19, **options)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
     @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
     def test_paged_attention_soft_cap(
         self, op: Callable[[str], Any], dtype: str, soft_cap: float
@@ -135,6 +153,9 @@ class AttentionConformance(OpSuite):
         [
             ({"attention_chunk": 8, "causal": False}, "attention_chunk"),
             ({"alibi": True, "causal": False}, "alibi_slopes"),
+            ({"prefix": 3, "soft_cap": 2.0}, "a prefix has neither"),
+            ({"prefix": 3, "alibi": True}, "a prefix has neither"),
+            ({"prefix": 3, "prefix_value": None}, "both None"),
             ({"attention_chunk": 8, "sliding_window": 4}, "attention_chunk = 8"),
             ({"attention_chunk": 0}, "attention_chunk = 0"),
         ],
@@ -144,7 +165,8 @@ class AttentionConformance(OpSuite):
         self, op: Callable[[str], Any], dtype: str, options: dict[str, Any], words: str
     ) -> None:
         options = dict(options)
-        case = self.paged([(1, 40)], dtype, alibi=options.pop("alibi", False))
+        made = {name: options.pop(name) for name in ("alibi", "prefix") if name in options}
+        case = self.paged([(1, 40)], dtype, **made)
         refused = replace(case, options={**case.options, **options})
         with pytest.raises(ConfigError, match=words):
             refused.run(op("paged_attention"))
@@ -231,6 +253,7 @@ class AttentionConformance(OpSuite):
         {"sliding_window": 70},  # wider than most kernels' tiles
         {"attention_chunk": 24},
         {"alibi": True},
+        {"prefix": 5},
         {"soft_cap": 5.0},
         {"num_heads": 8, "num_kv_heads": 1},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
@@ -289,6 +312,7 @@ class AttentionConformance(OpSuite):
             {"sliding_window": 600},
             {"attention_chunk": 600},
             {"alibi": True},
+            {"prefix": 5},
             {"num_heads": 8, "num_kv_heads": 1},
         ],
         ids=str,

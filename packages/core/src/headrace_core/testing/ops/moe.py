@@ -15,7 +15,7 @@ from headrace_core.testing.ops.suite import OpSuite
 
 
 class MoEConformance(OpSuite):
-    """``moe``."""
+    """``moe`` and ``expert_linear``."""
 
     @pytest.mark.parametrize(
         ("experts", "top_k", "hidden", "intermediate"),
@@ -80,6 +80,74 @@ class MoEConformance(OpSuite):
             tensor.fill_(torch.nan)
         assert bits_equal(moe(x, packed, *routing, "silu"), before)
 
+    def test_moe_with_experts_that_give_back_what_they_get(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        moe = op("moe")
+        for intermediate in (33, 64):
+            matrices = self._experts(3, 40, intermediate, dtype)
+            packed = moe.pack(*matrices)
+            for rows in (1, 33):
+                x = self.rand(rows, 80, dtype=dtype)[:, 40:]
+                weights, ids = self._routing(rows, 5, 3)
+                for options in ({}, {"identity_scale": 0.0}):
+                    out = moe(x, packed, weights, ids, "silu", identities=2, **options)
+                    arguments = (x, *matrices, weights, ids, "silu")
+                    expected = call_wide(_moe_of, *arguments, identities=2, **options)
+                    self.check(out, expected, dtype)
+        nobody = torch.full((4, 1), 3, device=self.device)
+        x = self.rand(4, 40, dtype=dtype)
+        assert bits_equal(moe(x, packed, None, nobody, "silu", identities=1), x)
+
+    def test_moe_without_weights(self, op: Callable[[str], Any], dtype: str) -> None:
+        moe = op("moe")
+        matrices = self._experts(5, 40, 24, dtype)
+        x, (weights, ids) = self.rand(7, 40, dtype=dtype), self._routing(7, 5, 2)
+        packed = moe.pack(*matrices)
+        ones = torch.ones_like(weights)
+        assert bits_equal(
+            moe(x, packed, None, ids, "silu"), moe(x, packed, ones, ids, "silu")
+        )  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("experts", "top_k", "features", "inputs"),
+        [(1, 1, 16, 16), (4, 2, 40, 24), (8, 3, 33, 64), (16, 4, 130, 100)],
+    )
+    def test_expert_linear(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        experts: int,
+        top_k: int,
+        features: int,
+        inputs: int,
+    ) -> None:
+        """One input for all of a row's experts or one for each, apart or summed."""
+        linear = op("expert_linear")
+        weight = self.rand(experts, features, inputs, dtype=dtype) * inputs**-0.5
+        packed = linear.pack(weight)
+        assert (packed.in_features, packed.out_features) == (inputs, features)
+        for rows in (0, 1, 7, 33):
+            weights, ids = self._routing(rows, experts, top_k)
+            each = self.rand(rows, top_k, inputs, dtype=dtype)
+            for x in (self.rand(rows, inputs + 2, dtype=dtype)[:, 2:], each):
+                for by in (None, weights):
+                    out = linear(x, packed, ids, by)
+                    self.check(out, call_wide(_experts_of, x, weight, ids, by), dtype)
+
+    def test_expert_linear_is_row_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        linear = invariant_op("expert_linear")
+        packed = linear.pack(self.rand(8, 33, 64, dtype=dtype))
+        x, (weights, ids) = self.rand(70, 64, dtype=dtype), self._routing(70, 8, 3)
+
+        def run(rows: Tensor) -> Tensor:
+            out: Tensor = linear(x[rows], packed, ids[rows], weights[rows])
+            return out
+
+        self.check_rows(torch.arange(70, device=self.device), run, "expert_linear")
+
     def test_moe_is_row_invariant(self, invariant_op: Callable[[str], Any], dtype: str) -> None:
         moe = invariant_op("moe")
         packed = moe.pack(*self._experts(8, 64, 33, dtype))
@@ -113,6 +181,11 @@ def _moe_of(
     ids: Tensor,
     kind: str,
     *biases: Tensor | None,
+    **options: Any,
 ) -> Tensor:
     packed = reference.moe.pack(gate_up, down, *biases)
-    return reference.moe(x, packed, weights, ids, kind)
+    return reference.moe(x, packed, weights, ids, kind, **options)
+
+
+def _experts_of(x: Tensor, weight: Tensor, ids: Tensor, weights: Tensor | None) -> Tensor:
+    return reference.expert_linear(x, reference.expert_linear.pack(weight), ids, weights)

@@ -76,6 +76,7 @@ def paged_case(
     seed: int = 0,
     cache_dtype: str | None = None,
     alibi: bool = False,
+    prefix: int = 0,
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
@@ -84,6 +85,7 @@ def paged_case(
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
     is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head.
+    prefix: so many keys that every token sees.
     """
     window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -120,6 +122,10 @@ def paged_case(
     if alibi:
         slopes = torch.tensor([0.7 ** (head + 1) for head in range(num_heads)])
         options = {**options, "alibi_slopes": slopes.to(device)}
+    if prefix:
+        shape = (2, prefix, num_kv_heads, head_dim)
+        always = rand(*shape, dtype=dtype, seed=seed + num_blocks).to(device)
+        options = {**options, "prefix_key": always[0], "prefix_value": always[1]}
     return PagedCase(
         query=query,
         key_cache=moved(caches[0], device),

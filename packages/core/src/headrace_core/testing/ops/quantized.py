@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import WeightsError
-from headrace_core.ops import QUANT_ACTIVATIONS, QuantizedWeight, Rounding
+from headrace_core.ops import (
+    QUANT_ACTIVATIONS,
+    KernelNeed,
+    KernelProvider,
+    QuantizedWeight,
+    Rounding,
+)
 from headrace_core.reference.quantized import dequantized, quantize_rows
 from headrace_core.reference.rounding import rounded
-from headrace_core.testing.ops.inputs import bits_equal, rand
+from headrace_core.testing.ops.inputs import bits_equal, rand, wide
 from headrace_core.testing.ops.suite import LINEAR_SHAPES, OpSuite
 
 
@@ -171,6 +177,59 @@ class QuantizedConformance(OpSuite):
         weight[19, 69] = bad
         with pytest.raises(WeightsError, match="infinities or NaN"):
             op("quant_linear").round(weight, dtype, rounding, activations="float")
+
+    @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
+    @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)
+    def test_routed_quant_linear(
+        self,
+        op: Callable[[str], Any],
+        provider: KernelProvider,
+        dtype: str,
+        activations: str,
+        bits: int,
+        group_size: int | None,
+        has_zeros: bool,
+    ) -> None:
+        """Each expert as by itself, to the bit if rows do not depend on each other; then their sum."""
+        linear = op("quant_linear")
+        weight = self.quantized(70, 100, bits, group_size, has_zeros)
+        each = [
+            linear.pack(
+                replace(weight, values=weight.values.roll(expert, dims=0)),
+                dtype,
+                activations=activations,
+            )
+            for expert in range(5)
+        ]
+        joined, biases = linear.join(each), self.rand(5, 70, dtype=dtype, seed=3)
+        assert (joined.in_features, joined.out_features) == (100, 70)
+        exact = provider.row_invariant(KernelNeed(device=self.device, dtype=dtype))
+        for rows in (0, 1, 9):
+            weights, ids = self.rand(rows, 5, seed=5).softmax(-1).topk(3)
+            own = self.rand(rows, 3, 100, dtype=dtype)
+            for x in (self.rand(rows, 103, dtype=dtype)[:, 3:], own):
+                out = linear.routed(x, joined, ids, None, biases)
+                assert out.shape == (rows, 3, 70)
+                for row, place in [(r, p) for r in range(rows) for p in range(3)]:
+                    expert = int(ids[row, place])
+                    alone = (x[row] if x.dim() == 2 else x[row, place])[None]
+                    expected = linear(alone, each[expert], biases[expert])[0]
+                    if exact:
+                        assert bits_equal(out[row, place], expected)
+                    else:
+                        self.check(out[row, place], expected.cpu(), dtype)
+                total = (wide(out) * wide(weights)[..., None]).sum(1)
+                self.check(linear.routed(x, joined, ids, weights, biases), total, dtype)
+
+    def test_quant_weights_of_two_shapes_are_not_joined(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        linear = op("quant_linear")
+        each = [
+            linear.pack(self.quantized(size, 64, 8, None, False), dtype, activations="int8")
+            for size in (70, 71)
+        ]
+        assert linear.join(each) is None
 
     @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), QUANTIZED)
     @pytest.mark.parametrize("activations", QUANT_ACTIVATIONS)

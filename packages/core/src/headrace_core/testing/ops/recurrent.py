@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,10 +93,12 @@ class RecurrentConformance(OpSuite):
         return RecurrentCase("state_space_scan", by_token, whole, (heads, size, length))
 
     def _delta_rule(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
-        keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16))[variant]
+        keys, heads, length, size = ((2, 4, 24, 40), (3, 3, 9, 7), (1, 2, 33, 16), (2, 2, 10, 6))[
+            variant
+        ]
         fused = self.rand(tokens, 2 * keys * length + heads * size, dtype=dtype, seed=1)
         query, key, value = torch.split(fused, [keys * length, keys * length, heads * size], dim=1)
-        gates = (heads, length) if variant == 1 else (heads,)
+        gates = (heads, length) if variant in (1, 3) else (heads,)
         by_token = {
             "query": torch.unflatten(query, 1, (keys, length)),
             "key": torch.unflatten(key, 1, (keys, length)) * (0.2 if variant == 2 else 1.0),
@@ -109,6 +111,8 @@ class RecurrentConformance(OpSuite):
             "scale": length**-0.5, "l2_norm_eps": None if variant == 2 else 1e-6,
             "beta_scale": 2.0 if variant == 1 else 1.0,
         }  # fmt: skip
+        if variant == 3:
+            whole["lower_bound"] = -2.5
         return RecurrentCase("delta_rule", by_token, whole, (heads, length, size))
 
     def _rg_lru(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
@@ -126,6 +130,21 @@ class RecurrentConformance(OpSuite):
         key, value = self.rand(tokens, 2 * channels, dtype=dtype, seed=1).chunk(2, dim=1)
         whole = {"decay": -self.rand(channels).exp() * 0.3, "first": self.rand(channels, seed=2)}
         return RecurrentCase("wkv", {"key": key * 2, "value": value}, whole, (3, channels))
+
+    def _mlstm(self, dtype: str, tokens: int, variant: int) -> RecurrentCase:
+        heads, length, size = ((3, 20, 37), (2, 7, 5))[variant]
+        fused = self.rand(tokens, heads * (2 * length + size), dtype=dtype, seed=1)
+        query, key, value = torch.split(fused, [heads * length] * 2 + [heads * size], dim=1)
+        gates = self.rand(tokens, 2 * heads, seed=2) * 3
+        by_token = {
+            "query": torch.unflatten(query, 1, (heads, length)),
+            "key": torch.unflatten(key, 1, (heads, length)),
+            "value": torch.unflatten(value, 1, (heads, size)),
+            "input_gate": gates[:, :heads],
+            "forget_gate": gates[:, heads:] + 2,
+        }
+        whole = {"scale": length**-0.5, "eps": 1e-6}
+        return RecurrentCase("mlstm", by_token, whole, (heads, length * size + length + 1))
 
     def states(self, case: RecurrentCase, seed: int = 9) -> Tensor:
         """Blocks that lie apart."""
@@ -145,7 +164,8 @@ class RecurrentConformance(OpSuite):
         ("name", "variant"),
         [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("selective_scan", 1),
          ("state_space_scan", 0), ("state_space_scan", 1), ("state_space_scan", 2),
-         ("delta_rule", 0), ("delta_rule", 1), ("delta_rule", 2), ("rg_lru", 0), ("wkv", 0)],
+         ("delta_rule", 0), ("delta_rule", 1), ("delta_rule", 2), ("delta_rule", 3), ("rg_lru", 0),
+         ("wkv", 0), ("mlstm", 0), ("mlstm", 1)],
     )  # fmt: skip
     def test_recurrences(
         self, op: Callable[[str], Any], dtype: str, name: str, variant: int
@@ -174,7 +194,15 @@ class RecurrentConformance(OpSuite):
 
     @pytest.mark.parametrize(
         "name",
-        ["causal_conv", "selective_scan", "state_space_scan", "delta_rule", "rg_lru", "wkv"],
+        [
+            "causal_conv",
+            "selective_scan",
+            "state_space_scan",
+            "delta_rule",
+            "rg_lru",
+            "wkv",
+            "mlstm",
+        ],
     )
     def test_recurrences_without_a_state(
         self, op: Callable[[str], Any], dtype: str, name: str
@@ -189,7 +217,8 @@ class RecurrentConformance(OpSuite):
     @pytest.mark.parametrize(
         ("name", "variant"),
         [("causal_conv", 0), ("causal_conv", 1), ("selective_scan", 0), ("state_space_scan", 0),
-         ("state_space_scan", 1), ("delta_rule", 0), ("delta_rule", 1), ("rg_lru", 0), ("wkv", 0)],
+         ("state_space_scan", 1), ("delta_rule", 0), ("delta_rule", 1), ("rg_lru", 0), ("wkv", 0),
+         ("mlstm", 0)],
     )  # fmt: skip
     def test_recurrences_cut_anywhere(
         self, invariant_op: Callable[[str], Any], dtype: str, name: str, variant: int
@@ -218,6 +247,34 @@ class RecurrentConformance(OpSuite):
         out = case.run(run, many, state, *where, self.bounds((tokens,) * 3))
         assert bits_equal(out[tokens : 2 * tokens], whole)
         assert bits_equal(state[4], last)
+
+    STEPPED: ClassVar = ["selective_scan", "state_space_scan"]
+    """Recurrences whose step is a softplus."""
+
+    @pytest.mark.parametrize("name", STEPPED)
+    def test_small_steps_keep_their_digits(
+        self, op: Callable[[str], Any], dtype: str, name: str
+    ) -> None:
+        """The logarithm of 1 and little more is not taken of their sum."""
+        case, cu = self.case(name, dtype, 3, 0), self.bounds((3,))
+        case.by_token["dt"] = case.by_token["dt"] - 8
+        case.whole["d"] = torch.zeros_like(case.whole["d"])
+        out = case.run(op(name), slice(None), None, None, None, cu).cpu().double()
+        exact = case.widened()
+        wanted = exact.run(getattr(reference, name), slice(None), None, None, None, cu.cpu())
+        tolerance = self.tolerances[dtype] * float(wanted.abs().max())
+        torch.testing.assert_close(out, wanted, rtol=0.0, atol=tolerance)
+
+    @pytest.mark.parametrize("name", STEPPED)
+    def test_a_step_that_is_no_number_is_seen(
+        self, op: Callable[[str], Any], dtype: str, name: str
+    ) -> None:
+        for variant in (0, 2) if name == "state_space_scan" else (0,):
+            case = self.case(name, dtype, 3, variant)
+            case.by_token["dt"][1] = torch.nan
+            out = case.run(op(name), slice(None), None, None, None, self.bounds((3,)))
+            assert bool(out[0].isfinite().all())
+            assert bool(out[1:].isnan().all())
 
     @pytest.mark.parametrize("norm_first", [False, True])
     @pytest.mark.parametrize(("width", "group"), [(64, None), (100, 25), (36, 12), (257, None)])

@@ -10,7 +10,7 @@ import torch
 
 from headrace_core import reference
 from headrace_core.errors import ConfigError
-from headrace_core.ops import ACTIVATIONS, GATED_ACTIVATIONS
+from headrace_core.ops import ACTIVATIONS, GATED_ACTIVATIONS, OPENINGS
 from headrace_core.testing.ops.inputs import bits_equal, call_wide
 from headrace_core.testing.ops.suite import OpSuite
 
@@ -19,7 +19,7 @@ WIDTHS = (1, 8, 40, 64, 100, 257)
 
 
 class RowwiseConformance(OpSuite):
-    """Norms, activations, sums, embedding."""
+    """Norms, activations, sums, copies, embedding."""
 
     @pytest.mark.parametrize("rows", ROWS)
     def test_embedding(self, op: Callable[[str], Any], dtype: str, rows: int) -> None:
@@ -27,6 +27,12 @@ class RowwiseConformance(OpSuite):
         ids = (torch.arange(rows) * 7 % 11).to(self.device)
         out = op("embedding")(ids, weight)
         assert bits_equal(out, weight[ids])
+
+    def test_embedding_of_ids_beyond_the_table(self, op: Callable[[str], Any], dtype: str) -> None:
+        weight = self.rand(11, 24, dtype=dtype)
+        ids = torch.tensor([3, 11, -1, 2**40, 10], device=self.device)
+        out = op("embedding")(ids, weight, beyond=4)
+        assert bits_equal(out, weight[torch.tensor([3, 4, 4, 4, 10], device=self.device)])
 
     @pytest.mark.parametrize("width", WIDTHS)
     @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -129,6 +135,18 @@ class RowwiseConformance(OpSuite):
         with pytest.raises(ConfigError, match="clamped_swiglu"):
             op("activation")(self.rand(1, 8, dtype=dtype), "clamped_swiglu")
 
+    def test_activations_pass_on_what_is_no_number(
+        self, op: Callable[[str], Any], dtype: str
+    ) -> None:
+        """A broken layer shows in its output."""
+        whole, parts = self.rand(2, 70, dtype=dtype), self.rand(4, 70, dtype=dtype)
+        whole[1, ::3] = parts[1, 3::9] = parts[2, 38::9] = torch.nan
+        for kind in ACTIVATIONS:
+            assert torch.equal(op("activation")(whole, kind).isnan(), whole.isnan()), kind
+        bad = parts[:, :35].isnan() | parts[:, 35:].isnan()
+        for kind in GATED_ACTIVATIONS:
+            assert torch.equal(op("activation_and_mul")(parts, kind).isnan(), bad), kind
+
     def test_activation_and_mul_of_a_slice(self, op: Callable[[str], Any], dtype: str) -> None:
         x = self.rand(5, 100, dtype=dtype)[:, 6:86]
         out = op("activation_and_mul")(x, "silu")
@@ -160,7 +178,74 @@ class RowwiseConformance(OpSuite):
         out = op("xielu")(x, 0.8, 0.9, beta=0.0)
         self.check(out, call_wide(reference.xielu, x, 0.8, 0.9, beta=0.0), dtype)
 
-    @pytest.mark.parametrize("activation", [None, "silu", "sigmoid"])
+    def test_match_rms(self, op: Callable[[str], Any], dtype: str) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (33, 64)]:
+            x, like = self.rand(rows, 2 * width, dtype=dtype).chunk(2, dim=1)
+            out = op("match_rms")(x, like, 1e-5)
+            self.check(out, call_wide(reference.match_rms, x, like, 1e-5), dtype)
+
+    def test_match_rms_leaves_small_rows_small(self, op: Callable[[str], Any], dtype: str) -> None:
+        x, like = self.rand(2, 64, dtype=dtype) * 1e-3, self.rand(2, 64, dtype=dtype, seed=1)
+        x[1] = 0
+        out = op("match_rms")(x, like, 1e-2)
+        self.check(out, call_wide(reference.match_rms, x, like, 1e-2), dtype)
+
+    @pytest.mark.parametrize("deviations", [1.6448, -0.5])
+    def test_gaussian_topk(self, op: Callable[[str], Any], dtype: str, deviations: float) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (33, 64)]:
+            x = self.rand(rows, width + 3, dtype=dtype)[:, 3:] + 2
+            out = op("gaussian_topk")(x, deviations)
+            self.check(out, call_wide(reference.gaussian_topk, x, deviations), dtype)
+
+    def test_clamp(self, op: Callable[[str], Any], dtype: str) -> None:
+        for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
+            x = self.rand(rows, 2 * width, dtype=dtype)[:, :width] * 3
+            x[1:, -1] = torch.nan
+            expected = x.clamp(-0.5, 1.5)
+            torch.testing.assert_close(
+                op("clamp")(x, -0.5, 1.5), expected, rtol=0, atol=0, equal_nan=True
+            )
+
+    @pytest.mark.parametrize("rows", ROWS)
+    def test_copy_rows_to_a_part(self, op: Callable[[str], Any], dtype: str, rows: int) -> None:
+        """Side by side, and with dimensions in another order."""
+        out = self.rand(rows, 40, dtype=dtype)
+        x, y = self.rand(rows, 24, dtype=dtype, seed=1), self.rand(2 * rows, 20, dtype=dtype)[::2]
+        kept = out[:, 29:].clone()
+        op("copy_rows")(x, out[:, :24])
+        op("copy_rows")(y[:, 15:], out[:, 24:29])
+        assert bits_equal(out, torch.cat((x, y[:, 15:], kept), dim=1))
+        heads = torch.empty((rows, 4, 3, 8), dtype=x.dtype, device=self.device)
+        whole = self.rand(rows, 3, 4, 8, dtype=dtype)
+        for place in range(3):
+            op("copy_rows")(whole[:, place], heads[:, :, place])
+        assert bits_equal(heads, whole.transpose(1, 2))
+
+    @pytest.mark.parametrize(("sums", "terms"), [(1, 1), (4, 4), (3, 1), (1, 5)])
+    def test_mix(self, op: Callable[[str], Any], dtype: str, sums: int, terms: int) -> None:
+        mix = op("mix")
+        for rows, width in [(0, 8), (1, 1), (3, 257), (33, 40)]:
+            x, base = (self.rand(rows, n + 1, width, dtype=dtype)[:, 1:] for n in (terms, sums))
+            weights = self.rand(rows, sums, terms + 2)[..., :terms]
+            same = weights[:1].expand(rows, -1, -1)  # for all rows
+            for by, residual in ((weights, None), (weights, base), (same, base)):
+                out = mix(x, by, residual)
+                assert out.is_contiguous()
+                self.check(out, call_wide(reference.mix, x, by, residual), dtype)
+
+    @pytest.mark.parametrize("activation", [None, *OPENINGS])
+    def test_gate_of_runs(
+        self, op: Callable[[str], Any], dtype: str, activation: str | None
+    ) -> None:
+        """Each of a few gates opens some neighbours."""
+        for rows, gates, run in [(0, 2, 4), (1, 1, 1), (3, 5, 24), (33, 4, 37)]:
+            x = self.rand(rows, gates * run + 3, dtype=dtype)[:, 3:]
+            gate = self.rand(rows, 2 * gates, dtype=dtype)[:, :gates]
+            out = op("gate")(x, gate, activation=activation)
+            expected = call_wide(reference.gate, x, gate, activation=activation)
+            self.check(out, expected, dtype)
+
+    @pytest.mark.parametrize("activation", [None, *OPENINGS])
     def test_gate(self, op: Callable[[str], Any], dtype: str, activation: str | None) -> None:
         for rows, width in [(0, 8), (1, 1), (3, 257), (2, 5000)]:
             x, gate = self.rand(rows, 2 * width, dtype=dtype).chunk(2, dim=1)
@@ -191,9 +276,16 @@ class RowwiseConformance(OpSuite):
             ("scale", (0.3,)),
             ("xielu", (0.8, 0.9)),
             ("to_float32", ()),
+            ("gaussian_topk", (0.3,)),
+            ("clamp", (-0.4, 0.9)),
         ]:
             run = invariant_op(name)
             self.check_rows(x, lambda rows, run=run, rest=arguments: run(rows, *rest), name)  # type: ignore[misc]
+        match, mix = invariant_op("match_rms"), invariant_op("mix")
+        self.check_rows(x, lambda rows: match(rows[:, :50], rows[:, 50:], 1e-5), "match_rms")
+        self.check_rows(
+            x, lambda rows: mix(rows[:, None], torch.exp(rows[:, :2].float())[..., None]), "mix"
+        )
         add = invariant_op("add_rms_norm")
         self.check_rows(
             x, lambda rows: add(rows.clone(), rows.clone(), weight, 1e-6)[0], "add_rms_norm"

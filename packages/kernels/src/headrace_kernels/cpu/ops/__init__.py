@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul
+from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAndMul, GaussianTopK
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
-from headrace_kernels.cpu.ops.elementwise import Add, Gate, Scale, ToFloat32
+from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
 from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
-from headrace_kernels.cpu.ops.moe import MoE
-from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm
+from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
+from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, MatchRMS, RMSNorm
 from headrace_kernels.cpu.ops.quantized import QuantLinear
 from headrace_kernels.cpu.ops.recurrent import (
+    MLSTM,
     RGLRU,
     WKV,
     CausalConv,
@@ -59,6 +60,11 @@ def native_ops(library: Library) -> NativeOps:
         "add": Add(library),
         "scale": Scale(library),
         "gate": Gate(library),
+        "clamp": Clamp(library),
+        "copy_rows": CopyRows(library),
+        "mix": Mix(library),
+        "match_rms": MatchRMS(library),
+        "gaussian_topk": GaussianTopK(library),
         "to_float32": ToFloat32(library),
         "route_experts": RouteExperts(library),
         "rotary": Rotary(library),
@@ -74,11 +80,13 @@ def native_ops(library: Library) -> NativeOps:
         "delta_rule": DeltaRule(library),
         "rg_lru": RGLRU(library),
         "wkv": WKV(library),
+        "mlstm": MLSTM(library),
         "gated_rms_norm": GatedRMSNorm(library),
         "linear": Linear(library),
         "head_linear": HeadLinear(library),
         "quant_linear": QuantLinear(library),
         "moe": MoE(library),
+        "expert_linear": ExpertLinear(library),
         "sample": Sample(library),
         "top_logprobs": TopLogprobsKernel(library),
     }

@@ -46,6 +46,22 @@ class ActivationAndMul:
         return out
 
 
+class GaussianTopK:
+    """See :class:`headrace_core.ops.GaussianTopKOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.gaussian_topk
+
+    def __call__(self, x: Tensor, deviations: float) -> Tensor:
+        x, rows, stride = matrix(x)
+        width = x.shape[1]
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), rows, width, stride, deviations, dtype_code(x.dtype)
+        )
+        return out
+
+
 class XIELU:
     """See :class:`headrace_core.ops.XIELUOp`."""
 

@@ -37,6 +37,38 @@ def rows_for(op: str, x: Tensor, packed: PackedLinear) -> tuple[Tensor, int, int
     return x, rows, stride
 
 
+def routed_rows(op: str, x: Tensor, packed: PackedLinear, ids: Tensor) -> tuple[Tensor, int, int]:
+    """x [T, K], or [T, k, K] as experts each get their own, as a kernel reads it: (x, places that share a
+    row, row stride).
+
+    Raises:
+        ConfigError: the weights were packed for other activations.
+    """
+    (rows, top_k), own = ids.shape, x.dim() == 3
+    shape = (rows, top_k) if own else (rows,)
+    if x.shape != (*shape, packed.in_features) or NAMES.get(x.dtype) != packed.dtype:
+        raise ConfigError(f"{mismatch(op, x, packed)}, ids {describe(ids)}")
+    if own:
+        return x.contiguous(), 1, packed.in_features
+    x, _, stride = matrix(x)
+    return x, max(1, top_k), stride
+
+
+def weights_for(op: str, weights: Tensor | None, ids: Tensor) -> Tensor | None:
+    """Routing weights as kernels read them; None for ones.
+
+    Raises:
+        ConfigError: there are not as many as ids.
+    """
+    if weights is not None and weights.shape != ids.shape:
+        raise ConfigError(f"{op}: ids are {describe(ids)}, weights {describe(weights)}")
+    return None if weights is None else weights.float().contiguous()
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
 def bias_for(
     op: str, bias: Tensor | None, packed: PackedLinear
 ) -> tuple[Tensor | None, int | None]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from headrace_core.errors import ConfigError
-from headrace_core.ops import check_mask
+from headrace_core.ops import check_mask, check_prefix
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, unit_last, vector
 from headrace_kernels.cpu.ops.caches import Geometries, sizes
@@ -43,6 +43,9 @@ class PagedAttention:
         causal: bool = True,
         attention_chunk: int | None = None,
         alibi_slopes: Tensor | None = None,
+        alibi_sqrt: bool = False,
+        prefix_key: Tensor | None = None,
+        prefix_value: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -73,15 +76,23 @@ class PagedAttention:
             attention_chunk=attention_chunk,
             alibi=alibi_slopes is not None,
         )
+        check_prefix(
+            query, prefix_key, prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
+            alibi=alibi_slopes is not None,
+        )  # fmt: skip
+        prefix: tuple[Tensor, ...] = ()
+        if prefix_key is not None and prefix_value is not None:
+            prefix = (prefix_key.contiguous(), prefix_value.contiguous())
+        prefix_pointers = [x.data_ptr() for x in prefix] or [None, None]
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            slope_pointer,
+            slope_pointer, *prefix_pointers,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
-            block_table.shape[1], window, attention_chunk or 0, scale, soft_cap, causal,
-            dtype_code(query.dtype),
+            block_table.shape[1], window, attention_chunk or 0, prefix[0].shape[0] if prefix else 0,
+            scale, soft_cap, causal, int(alibi_sqrt), dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(

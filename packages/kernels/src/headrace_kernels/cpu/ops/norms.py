@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import Library
-from headrace_kernels.cpu.ops.arguments import as_rows, describe, dtype_code, vector
+from headrace_kernels.cpu.ops.arguments import as_rows, describe, dtype_code, matrix, vector
 
 
 class RMSNorm:
@@ -49,6 +49,26 @@ class AddRMSNorm:
             dtype_code(dtype), weight_code,
         )  # fmt: skip
         return x, residual
+
+
+class MatchRMS:
+    """See :class:`headrace_core.ops.MatchRMSOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.match_rms
+
+    def __call__(self, x: Tensor, like: Tensor, least: float) -> Tensor:
+        if x.shape != like.shape or x.dtype is not like.dtype:
+            raise ConfigError(f"match_rms: x is {describe(x)}, like is {describe(like)}")
+        x, rows, x_stride = matrix(x)
+        like, _, like_stride = matrix(like)
+        width = x.shape[1]
+        out = torch.empty(rows, width, dtype=x.dtype)
+        self._kernel(
+            out.data_ptr(), x.data_ptr(), like.data_ptr(), rows, width, x_stride, like_stride,
+            least, dtype_code(x.dtype),
+        )  # fmt: skip
+        return out
 
 
 class LayerNorm:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +16,16 @@ from headrace_kernels.cpu.memory import packed_buffer
 from headrace_kernels.cpu.ops.arguments import (
     CODES,
     bias_for,
+    describe,
     dtype_code,
     gate_code,
     gate_width,
+    int64,
     matrix,
+    pointer,
+    routed_rows,
     rows_for,
+    weights_for,
 )
 
 _LIMBS: Mapping[str, int] = {"float32": 3, "bfloat16": 2, "float16": 2}
@@ -41,6 +46,20 @@ class _Packed:
     scale_dtype: int
     limbs: int
 
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """What weights have in common that one kernel call can take."""
+        return self.group_size, self.bits, self.has_zeros, self.scale_dtype, self.limbs
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Experts, each packed by itself."""
+
+    addresses: Tensor
+    """[E] int64, of their packed data."""
+    each: tuple[PackedLinear, ...]
+
 
 class QuantLinear:
     """See :class:`headrace_core.ops.QuantLinearOp`; ``data`` is a :class:`_Packed`.
@@ -53,6 +72,7 @@ class QuantLinear:
     def __init__(self, library: Library) -> None:
         self._library = library
         self._kernel, self._gated_kernel = library.quant_linear, library.quant_linear_gated
+        self._routed_kernel = library.quant_routed
 
     def pack(self, weight: QuantizedWeight, dtype: str, *, activations: str) -> PackedLinear:
         _check_dtype(dtype)
@@ -129,6 +149,48 @@ class QuantLinear:
             packed.in_features, stride, weight.group_size, weight.bits, weight.has_zeros,
             weight.scale_dtype, weight.limbs, gate_code(kind), CODES[dtype],
         )  # fmt: skip
+        return out
+
+    def join(self, each: Sequence[PackedLinear]) -> PackedLinear | None:
+        kinds = {(p.in_features, p.out_features, p.dtype, p.data.kind) for p in each}
+        if len(kinds) > 1:
+            return None
+        addresses = torch.tensor([p.data.data.data_ptr() for p in each], dtype=torch.int64)
+        data = _Joined(addresses, tuple(each))
+        return replace(each[0], data=data, num_bytes=sum(p.num_bytes for p in each))
+
+    def routed(
+        self,
+        x: Tensor,
+        packed: PackedLinear,
+        ids: Tensor,
+        weights: Tensor | None = None,
+        biases: Tensor | None = None,
+    ) -> Tensor:
+        joined: _Joined = packed.data
+        weight: _Packed = joined.each[0].data
+        experts, (rows, top_k) = len(joined.each), ids.shape
+        x, share, stride = routed_rows("quant_linear", x, packed, ids)
+        by = weights_for("quant_linear", weights, ids)
+        if biases is not None:
+            shape = (experts, packed.out_features)
+            if tuple(biases.shape) != shape or biases.dtype is not x.dtype:
+                raise ConfigError(
+                    f"quant_linear: biases are {describe(biases)}; they must be {packed.dtype} "
+                    f"{list(shape)}"
+                )
+            biases = biases.contiguous()
+        ids = int64(ids)
+        wanted = (rows, top_k) if by is None else (rows,)
+        out = torch.empty(*wanted, packed.out_features, dtype=x.dtype)
+        status = self._routed_kernel(
+            out.data_ptr(), x.data_ptr(), joined.addresses.data_ptr(), pointer(biases), pointer(by),
+            ids.data_ptr(), rows, top_k, share, experts, packed.out_features, packed.in_features,
+            stride, weight.group_size, weight.bits, weight.has_zeros, weight.scale_dtype,
+            weight.limbs, CODES[x.dtype],
+        )  # fmt: skip
+        if status:
+            raise IndexError(f"quant_linear: a routed expert is outside [0, {experts})")
         return out
 
 

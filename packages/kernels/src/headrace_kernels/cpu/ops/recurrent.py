@@ -21,6 +21,9 @@ from headrace_kernels.cpu.ops.arguments import (
 )
 from headrace_kernels.cpu.ops.norms import norm_weight
 
+MAX_TAPS = 64
+"""Of a convolution: its kernel has room for as many inputs of a channel."""
+
 
 class States(NamedTuple):
     """The states of one layer as kernels take them, and the tensors that must live meanwhile."""
@@ -115,8 +118,11 @@ class CausalConv:
     ) -> Tensor:
         x, tokens, stride = matrix(x)
         channels, taps = weight.shape
-        if x.shape[1] != channels or weight.dtype is not x.dtype:
-            raise ConfigError(f"causal_conv: x is {describe(x)}, weight is {describe(weight)}")
+        if x.shape[1] != channels or weight.dtype is not x.dtype or not 1 <= taps <= MAX_TAPS:
+            raise ConfigError(
+                f"causal_conv: x is {describe(x)}, weight is {describe(weight)}; they must be [T, C] "
+                f"and [C, K] of one dtype, K from 1 to {MAX_TAPS}"
+            )
         if bias is not None:
             bias = vector(bias, x.dtype, channels, "causal_conv: bias")
         states = states_for(
@@ -257,6 +263,7 @@ class DeltaRule:
         scale: float,
         l2_norm_eps: float | None = None,
         beta_scale: float = 1.0,
+        lower_bound: float | None = None,
     ) -> Tensor:
         query, key, value, gate = (unit_last(x) for x in (query, key, value, gate))
         (tokens, heads, size), (key_heads, length) = value.shape, key.shape[1:]
@@ -283,7 +290,7 @@ class DeltaRule:
             tokens, key_heads, heads, length, size, *query.stride()[:2], *key.stride()[:2],
             *value.stride()[:2], gate.stride(0), gate.stride(1), beta_row, states.blocks,
             states.stride, scale, -1.0 if l2_norm_eps is None else l2_norm_eps, beta_scale,
-            int(by_channel), dtype_code(value.dtype),
+            0.0 if lower_bound is None else lower_bound, int(by_channel), dtype_code(value.dtype),
         )  # fmt: skip
         raise_for("delta_rule", status, cu_seqlens_q, tokens, states.blocks)
         return out
@@ -364,6 +371,49 @@ class WKV:
             states.stride, dtype_code(value.dtype),
         )  # fmt: skip
         raise_for("wkv", status, cu_seqlens_q, tokens, states.blocks)
+        return out
+
+
+class MLSTM:
+    """See :class:`headrace_core.ops.MLSTMOp`."""
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.mlstm
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        input_gate: Tensor,
+        forget_gate: Tensor,
+        state: Tensor | None,
+        state_in: Tensor | None,
+        state_out: Tensor | None,
+        cu_seqlens_q: Tensor,
+        *,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        query, key, value = (unit_last(x) for x in (query, key, value))
+        (tokens, heads, size), length = value.shape, key.shape[2]
+        _expect("mlstm", value, (tokens, heads, length), query=query, key=key)
+        gates = [_float32("mlstm: a gate", gate) for gate in (input_gate, forget_gate)]
+        if any(gate.shape != (tokens, heads) for gate in gates):
+            raise ConfigError(f"mlstm: gates must be [{tokens}, {heads}]")
+        (opens, _, input_row), (keeps, _, forget_row) = (matrix(gate) for gate in gates)
+        states = states_for(
+            "mlstm", state, state_in, state_out, cu_seqlens_q,
+            (heads, length * size + length + 1), torch.float32,
+        )  # fmt: skip
+        out = torch.empty(tokens, heads, size, dtype=value.dtype)
+        status = self._kernel(
+            out.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), opens.data_ptr(),
+            keeps.data_ptr(), *states.pointers, states.num_seqs, tokens, heads, length, size,
+            *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], input_row, forget_row,
+            states.blocks, states.stride, scale, eps, dtype_code(value.dtype),
+        )  # fmt: skip
+        raise_for("mlstm", status, cu_seqlens_q, tokens, states.blocks)
         return out
 
 

@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace_server.speech.joining import UNSPACED
+from headrace_core.listening.joining import UNSPACED
 
 _OPENING = "\"'“¿([{-"
 _CLOSING = "\"'.。,，!！?？:：”)]}、"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from headrace_server.speech.protocol import Segment
+from headrace_core.listening.timed import Segment
 
 
 def srt(segments: Iterable[Segment]) -> str:

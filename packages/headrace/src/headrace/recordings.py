@@ -1,0 +1,86 @@
+"""Recordings that offline calls are given: files, their bytes, or samples."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from headrace_core.errors import RequestError
+from headrace_core.modality import MediaItem
+from headrace_core.speech import AudioClip
+
+if TYPE_CHECKING:
+    from headrace_multimodal.audio.decoding import AudioDecoder
+
+Recording = str | os.PathLike[str] | bytes | tuple[Any, float]
+"""A file's path, a file's bytes, or (samples, samples a second): [n] or [channels, n] floats, -1..1."""
+
+
+def as_recordings(audio: Recording | Sequence[Recording]) -> list[Recording]:
+    """One recording or many, as a list.
+
+    Raises:
+        RequestError: samples without their rate.
+    """
+    if _is_one(audio):
+        return [audio]  # type: ignore[list-item]
+    if hasattr(audio, "dtype"):
+        raise RequestError(
+            "audio: samples must come with their rate, as (samples, rate)", param="audio"
+        )
+    every: list[Any] = list(audio)  # type: ignore[arg-type]
+    for one in every:
+        if not _is_one(one):
+            raise RequestError(
+                f"audio = {type(one).__name__}: must be a path, a file's bytes or (samples, rate)",
+                param="audio",
+            )
+    return every
+
+
+def _is_one(audio: object) -> bool:
+    if isinstance(audio, tuple):
+        return len(audio) == 2 and isinstance(audio[1], int | float)
+    return isinstance(audio, str | bytes | os.PathLike)
+
+
+def read_ahead(
+    recordings: Sequence[Recording], decoder: AudioDecoder, sample_rate: int
+) -> Generator[AudioClip, None, None]:
+    """Recordings as one channel of that rate, in order; the next is read while this one is in use.
+
+    Raises:
+        OSError: a file cannot be read.
+        RequestError: it is no audio, or damaged.
+    """
+    thread = ThreadPoolExecutor(1, "headrace-recordings")
+    try:
+        ahead = [thread.submit(_read, one, decoder, sample_rate) for one in recordings[:1]]
+        for following in (*recordings[1:], None):
+            if not ahead:
+                return
+            clip = ahead.pop().result()
+            if following is not None:
+                ahead.append(thread.submit(_read, following, decoder, sample_rate))
+            yield clip
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(recording: Recording, decoder: AudioDecoder, sample_rate: int) -> AudioClip:
+    if isinstance(recording, tuple):
+        return _resampled(*recording, sample_rate)
+    if isinstance(recording, bytes):
+        return decoder.decode_now(recording, name="", sample_rate=sample_rate)
+    with open(recording, "rb") as file:
+        data = file.read()
+    return decoder.decode_now(data, name=os.fspath(recording), sample_rate=sample_rate)
+
+
+def _resampled(samples: Any, rate: float, sample_rate: int) -> AudioClip:
+    from headrace_multimodal.audio.waveform import SAMPLE_RATE, samples_of
+
+    item = MediaItem("audio", samples, content_hash="", metadata={SAMPLE_RATE: rate})
+    return AudioClip(samples_of(item, sample_rate), sample_rate)

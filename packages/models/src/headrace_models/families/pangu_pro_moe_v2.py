@@ -1,0 +1,134 @@
+"""openPangu Pro MoE V2: learned keys before every request, values narrower than keys, norms before and after
+both halves, experts routed as DeepSeek V3's.
+
+Huawei 2025, openPangu-R-72B-2512.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import WeightRule
+from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder
+from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.blocks import SandwichBlock
+from headrace_models.layers.decoder import Block
+from headrace_models.layers.moe import SparseMoE
+from headrace_models.layers.narrow_values import NarrowValueAttention
+from headrace_models.layers.norm import RMSNorm
+from headrace_models.layers.prefixed_attention import PrefixedAttention
+from headrace_models.layers.rotary import rotary_table
+from headrace_models.rope import rope_settings
+from headrace_models.settings import MAX_HEAD_DIM, Spelling
+
+if TYPE_CHECKING:
+    from headrace_core.model import BuildContext
+
+MAX_LEARNED = 4096
+_LAYER = "model.layers.{}"
+_ATTENTION = f"{_LAYER}.self_attn"
+
+
+class PanguProMoEV2ForCausalLM(MoEDecoder):
+    """openPangu-R-72B-2512."""
+
+    weight_rules: ClassVar[Sequence[WeightRule]] = (
+        *(r for r in MOE_RULES if not r.target.endswith("mlp_norm")),
+        WeightRule(f"{_LAYER}.post_attention_layernorm", "layers.{}.attention_out_norm"),
+        WeightRule(f"{_LAYER}.pre_mlp_layernorm", "layers.{}.mlp_norm"),
+        WeightRule(f"{_LAYER}.post_mlp_layernorm", "layers.{}.mlp_out_norm"),
+        WeightRule(f"{_ATTENTION}.k_layernorm", "layers.{}.attention.key_norm"),
+        WeightRule(f"{_ATTENTION}.param_sink_key", "layers.{}.attention.learned_keys.weight"),
+        WeightRule(f"{_ATTENTION}.param_sink_value", "layers.{}.attention.learned_values.weight"),
+    )
+    spelling: ClassVar[Spelling] = {
+        "n_routed_experts": ("num_routed_experts", "num_experts"),
+        "n_shared_experts": ("num_shared_experts",),
+        "first_k_dense_replace": ("num_dense_layers",),
+    }
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`."""
+        first = self.num_layers()
+        more = self.settings.integer("num_nextn_predict_layers", 0, minimum=0, maximum=64)
+        numbers = "|".join(str(index) for index in range(first, first + more))
+        return {rf"model\.layers\.({numbers})\..*": "predicts more than one token"} if more else {}
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        for key in ("use_mhc", "use_mome", "param_sink_of_head_num", "param_sink_of_head_dim"):
+            self.settings.refuse(key, False)
+        for key in ("param_sink_scalar", "index_topk", "kv_lora_rank"):
+            self.settings.refuse(key)
+        self.settings.refuse("block_post_layernorm_idx", [])
+        self.settings.refuse("sandwich_norm", True)
+        self.key_dims = [
+            self.settings.integer(key, maximum=MAX_HEAD_DIM)
+            for key in ("qk_nope_dim", "qk_rope_dim")
+        ]
+        size = self.head_dim()
+        rope = rope_settings(self.settings.config, theta=self.default_theta)
+        rope = replace(rope, partial_rotary_factor=self.key_dims[1] / size)
+        limit = self.settings.integer("max_position_embeddings", 2048)
+        self.rotary = rotary_table(context, rope, size, max_positions=limit)
+
+    def head_dim(self) -> int:
+        return sum(self.key_dims)
+
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
+        return SandwichBlock(
+            self.make_norm(context, f"{name}.input_layernorm"),
+            self.make_attention(context, index, f"{name}.self_attn"),
+            self.make_norm(context, f"{name}.post_attention_layernorm"),
+            self.make_norm(context, f"{name}.pre_mlp_layernorm"),
+            self.make_mlp(context, index, f"{name}.mlp"),
+            self.make_norm(context, f"{name}.post_mlp_layernorm"),
+        )
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        bias = self.settings.flag("attention_bias", self.settings.flag("bias", False))
+        size, count = self.head_dim(), self.learned_keys()
+        arguments: dict[str, Any] = {
+            "hidden_size": self.hidden_size(),
+            "num_heads": self.settings.integer("num_attention_heads"),
+            "num_kv_heads": self.settings.num_kv_heads(),
+            "head_dim": size,
+            "value_dim": self.settings.integer("v_channels", maximum=MAX_HEAD_DIM),
+            "rotary": self.rotary,
+            "key_norm": RMSNorm(context, f"{name}.k_layernorm", size, self.norm_eps()),
+            "sliding_window": self.window(index),
+            "qkv_bias": self.settings.flag("qkv_bias", bias),
+            "out_bias": bias,
+        }
+        if not count:
+            return NarrowValueAttention(context, name, **arguments)
+        values = self.settings.flag("param_sink_with_value", False)
+        return PrefixedAttention(context, name, count=count, learned_values=values, **arguments)
+
+    def make_mixture(
+        self, context: BuildContext, index: int, name: str, **differences: Any
+    ) -> SparseMoE:
+        """Without the switch there is a correction, as published configs have one."""
+        corrected = self.settings.flag("router_enable_expert_bias", True)
+        return super().make_mixture(
+            context, index, name, corrected=corrected, exact_router=True, **differences
+        )
+
+    def learned_keys(self) -> int:
+        """How many stand before every request."""
+        return self.settings.integer("param_sink_number", 0, minimum=0, maximum=MAX_LEARNED)
+
+    def window(self, index: int) -> int | None:
+        """One for all layers, or a list that they repeat; None and what is not above 0: everything."""
+        stated = self.settings.config.get("interleaved_sliding_window")
+        windows = stated if isinstance(stated, list) and stated else [stated]
+        if not all(w is None or type(w) is int for w in windows):
+            raise UnsupportedModel(
+                f"config.json: interleaved_sliding_window = {stated!r:.200}: must be a number of "
+                "tokens or a list of them"
+            )
+        window = windows[index % len(windows)]
+        return window if window is not None and window > 0 else None
