@@ -61,7 +61,7 @@ inline vf combined(int32_t operation, vf a, vf b) {
 }
 
 // f(out, a, b, n) of places and length, for every row of the innermost loop, long ones in pieces.
-template <class F> inline void over_rows(const Loop* loops, const F& f) {
+template <class F> inline void over_places(const Loop* loops, const F& f) {
   const Loop& inner = loops[3];
   const int64_t rows = loops[0].size * loops[1].size * loops[2].size;
   const int64_t grain = 4096, pieces = ceil_div(inner.size, grain);
@@ -83,7 +83,7 @@ template <class F> inline void over_rows(const Loop* loops, const F& f) {
 template <class T, class F>
 inline void plain_rows(const Loop* loops, void* out, const void* a, const void* b, const F& f) {
   const bool repeated = loops[3].b == 0;
-  over_rows(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
+  over_places(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
     T* to = static_cast<T*>(out) + out_at;
     const T* x = static_cast<const T*>(a) + a_at;
     const T* y = static_cast<const T*>(b) + b_at;
@@ -137,7 +137,7 @@ inline int64_t whole_number(const void* from, int32_t kind, int64_t place) {
 }
 
 // Elements that stay as they are.
-template <class T> inline void copy_row(T* to, const T* from, int64_t to_step, int64_t from_step, int64_t n) {
+template <class T> inline void copied_row(T* to, const T* from, int64_t to_step, int64_t from_step, int64_t n) {
   if (to_step == 1 && from_step == 1) {
     __builtin_memcpy(to, from, size_t(n) * sizeof(T));
   } else {
@@ -188,18 +188,18 @@ inline void whole_row(const Operands& o, int64_t out, int64_t a, int64_t b, cons
   }
 }
 
-template <class T> inline void copy_rows(const Loop* loops, void* out, const void* a) {
-  over_rows(loops, [&](int64_t out_at, int64_t a_at, int64_t, int64_t n) {
-    copy_row(static_cast<T*>(out) + out_at, static_cast<const T*>(a) + a_at, loops[3].out, loops[3].a, n);
+template <class T> inline void copied_rows(const Loop* loops, void* out, const void* a) {
+  over_places(loops, [&](int64_t out_at, int64_t a_at, int64_t, int64_t n) {
+    copied_row(static_cast<T*>(out) + out_at, static_cast<const T*>(a) + a_at, loops[3].out, loops[3].a, n);
   });
 }
 
 inline void copied(int32_t kind, const Loop* loops, void* out, const void* a) {
   switch (kind) {
-    case INT64: return copy_rows<uint64_t>(loops, out, a);
-    case F32: case INT32: return copy_rows<uint32_t>(loops, out, a);
-    case BOOL: return copy_rows<uint8_t>(loops, out, a);
-    default: return copy_rows<uint16_t>(loops, out, a);
+    case INT64: return copied_rows<uint64_t>(loops, out, a);
+    case F32: case INT32: return copied_rows<uint32_t>(loops, out, a);
+    case BOOL: return copied_rows<uint8_t>(loops, out, a);
+    default: return copied_rows<uint16_t>(loops, out, a);
   }
 }
 
@@ -225,7 +225,7 @@ void elementwise(void* out, const void* a, const void* b, int64_t n0, int64_t ou
   if (operation == COPY && a && a_kind == out_kind) return copied(out_kind, loops, out, a);
   const Operands operands{out, a, b, operation, out_kind, a_kind, b_kind, by};
   if (out_kind == INT64) {
-    return over_rows(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
+    return over_places(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
       whole_row(operands, out_at, a_at, b_at, inner, n);
     });
   }
@@ -238,7 +238,7 @@ void elementwise(void* out, const void* a, const void* b, int64_t n0, int64_t ou
       computed<T>(operation, loops, out, a, b);
     });
   }
-  over_rows(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
+  over_places(loops, [&](int64_t out_at, int64_t a_at, int64_t b_at, int64_t n) {
     float_row(operands, out_at, a_at, b_at, inner, n);
   });
 }
