@@ -362,7 +362,9 @@ class PoolingParams:
 
     def clone(self) -> PoolingParams:
         """A deep copy."""
-        clone = copy.copy(self)  # made for each request: only what can be changed is worth looking into
+        clone = copy.copy(
+            self
+        )  # made for each request: only what can be changed is worth looking into
         clone.returned_token_ids = copy.copy(self.returned_token_ids)
         clone.extra_kwargs = copy.deepcopy(self.extra_kwargs)
         return clone

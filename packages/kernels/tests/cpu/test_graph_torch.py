@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused
 from headrace_core.graph import GraphNeed
-from headrace_core.ops import KernelNeed, KernelProvider
+from headrace_core.ops import KernelProvider
 from headrace_core.testing.graph import (
     HEAD_DIM,
     HEADS,
@@ -28,7 +27,7 @@ from headrace_core.testing.ops import bits_equal
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.graph import NativeStepGraph
 from headrace_kernels.cpu.ops import native_ops
-from headrace_kernels.cpu.provider import CPUProvider
+from headrace_kernels.cpu.provider import PROVIDER
 
 if library.path() is None:
     pytest.skip("the native library is not built", allow_module_level=True)
@@ -36,18 +35,6 @@ if library.path() is None:
 NEED = GraphNeed((16,), max_num_seqs=8, num_groups=NUM_GROUPS)
 BATCHES = ([(1, 9)], [(1, 5), (1, 9)], [(1, 5), (3, 9), (2, 12), (1, 1), (1, 3)])
 Change = Callable[[Tensor], Tensor]
-
-
-class AtLevel(CPUProvider):
-    """The provider as it is on a machine whose best instruction set is ``level``."""
-
-    def __init__(self, level: str) -> None:
-        self.level = level
-
-    def operations(self, need: KernelNeed) -> Mapping[str, Any]:
-        kernels = library.load(self.level)
-        kernels.set_num_threads(2)
-        return native_ops(kernels)
 
 
 class TorchStep(SmallModel):
@@ -91,9 +78,11 @@ def _turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class TestStepsWithTorch(StepGraphConformance):
-    @pytest.fixture(params=library.levels())
-    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
-        return AtLevel(request.param)
+    """On one instruction set: the others' bits are compared below."""
+
+    @pytest.fixture
+    def provider(self) -> KernelProvider:
+        return PROVIDER
 
     def make(self, provider: KernelProvider, dtype: str) -> tuple[SmallModel, NativeStepGraph]:
         model, graph = super().make(provider, dtype)
