@@ -102,7 +102,7 @@ class TorchOperations:
         (size, width), item = table.shape, table.element_size()
         self._library.embedding(
             out.data_ptr(), ids.data_ptr(), table.data_ptr(),
-            width * item, table.stride(0) * item, ids.numel(), size,
+            width * item, table.stride(0) * item, ids.numel(), size, -1,
         )  # fmt: skip
         return out
 
