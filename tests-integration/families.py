@@ -81,6 +81,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
         "first_k_dense_replace": 1,
     }),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {
+        **_COMMON, "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 48,
+        "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+        "index_topk": 19, "index_head_dim": 16, "index_n_heads": 24,
+        "indexer_types": ["full", "shared", "full", "shared"],
+    }),
 }  # fmt: skip
 
 

@@ -40,6 +40,10 @@ VARIANTS = {
         )
         for kind in ("int8", "fp8")
     },
+    "glm_moe_dsa-fp8-cache": (
+        "glm_moe_dsa",
+        {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "calculate_kv_scales": True},
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import shutil
@@ -207,3 +208,24 @@ def test_a_length_above_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
         with LLM(**settings, max_num_batched_tokens=step) as llm:
             found.append(llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
     assert found[0] == found[1]
+
+
+def test_a_tokenizer_of_mistrals(tmp_path: Path) -> None:
+    """``tekken.json`` serves where there is no ``tokenizer.json``; here each byte is a token."""
+    for file in demo.path().iterdir():
+        if file.suffix in (".json", ".safetensors") and not file.name.startswith("tokenizer"):
+            shutil.copy(file, tmp_path)
+    vocab = [
+        {"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()}
+        for byte in range(256)
+    ]
+    config = {"pattern": r"\s+|\S+", "version": "v3", "default_vocab_size": 276,
+              "default_num_special_tokens": 20}  # fmt: skip
+    (tmp_path / "tekken.json").write_text(json.dumps({"vocab": vocab, "config": config}))
+    with LLM(model=str(tmp_path), **SMALL) as llm:
+        output = llm.generate(["Hi!"], GREEDY, use_tqdm=False)[0]
+        assert output.prompt_token_ids == [1, *(20 + byte for byte in b"Hi!")]
+        ids = output.outputs[0].token_ids
+        assert output.outputs[0].text == bytes(i - 20 for i in ids if 20 <= i < 276).decode(
+            errors="replace"
+        )

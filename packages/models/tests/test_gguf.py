@@ -17,6 +17,7 @@ from gguf_writing import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_moe_families import TestQwen2Moe as Qwen2MoeSuite
 from torch import Tensor
 
 from headrace_core.config import LoadConfig
@@ -44,6 +45,8 @@ FAMILIES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "mistral": (families.TestMistral(), "llama", {"sliding_window": None}),
     "mixtral": (families.TestMixtral(), "llama", {"sliding_window": None}),
     "qwen2": (families.TestQwen2(), "qwen2", {"use_sliding_window": False}),
+    "qwen2moe": (Qwen2MoeSuite(), "qwen2moe", {"use_sliding_window": False, "mlp_only_layers": [],
+                                              "norm_topk_prob": False}),
     "qwen3": (families.TestQwen3(), "qwen3", {"use_sliding_window": False}),
     "qwen3moe": (families.TestQwen3Moe(), "qwen3moe", {"mlp_only_layers": [],
                                                       "norm_topk_prob": True}),
@@ -63,6 +66,21 @@ def test_equal_to_the_checkpoint_it_was_made_of(name: str, tmp_path: Path) -> No
     torch.testing.assert_close(
         logits_of(suite, file), logits_of(suite, checkpoint.path), atol=3e-4, rtol=0
     )
+
+
+def test_early_files_of_qwen2_moe(tmp_path: Path) -> None:
+    """They do not say the sizes of experts."""
+    suite = Qwen2MoeSuite()
+    sizes = {"intermediate_size": 72, "moe_intermediate_size": 36, "num_experts_per_tok": 2,
+             "shared_expert_intermediate_size": 72}  # fmt: skip
+    checkpoint = suite.make_checkpoint(tmp_path, **FAMILIES["qwen2moe"][2], **sizes)
+    expected = logits_of(suite, checkpoint.path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    unsaid = ("moe_intermediate_size", "shared_expert_intermediate_size")
+    kept = {key: value for key, value in config.items() if key not in unsaid}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    file = write(tmp_path, tmp_path / "m.gguf", "qwen2moe")
+    torch.testing.assert_close(logits_of(suite, file), expected, atol=3e-4, rtol=0)
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import test_families as families
 import torch
+from test_latent_families import TestDeepseekV3 as DeepseekV3Suite
 from torch import Tensor
 
 from headrace_core.attention import AttentionLayerSpec
@@ -178,3 +179,26 @@ def test_measuring_ends(family: tuple[Any, Path]) -> None:
     after = [layer.spec for layer in model.attention_layers().values()]
     assert [spec.k_scale for spec in before if spec.k_scale is not None], "nothing was measured"
     assert [id(spec) for spec in after] == [id(spec) for spec in before]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_latents_in_one_byte(tmp_path: Path, kind: str) -> None:
+    """One scale for a vector; what is near the logits of an unrounded cache is the same in one step and
+    in several."""
+    suite = DeepseekV3Suite()
+    suite.make_checkpoint(tmp_path)
+    ops, prompt = reference_ops(), suite.prompt(PROMPT)
+    small = load((suite, tmp_path), ops, kind)
+    names, together = measured(small, prompt)
+    layers = small.attention_layers()
+    assert names == list(layers)
+    for layer in layers.values():
+        assert layer.kv_spec.page_bytes == 8 * layer.spec.head_dim
+        assert layer.spec.k_scale.shape == (1,)
+    driver = PagedDriver(small)
+    pieces = [driver.step({"a": prompt[:11]}), driver.step({"a": prompt[11:]})]
+    torch.testing.assert_close(torch.cat(pieces), together, atol=1e-4, rtol=0)
+    plain = PagedDriver(load((suite, tmp_path), ops, "auto")).step({"a": prompt})
+    assert not torch.equal(together, plain)
+    similar = torch.cosine_similarity(together.log_softmax(-1), plain.log_softmax(-1), dim=-1)
+    assert float(similar.min()) > 0.98

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_families import TestMistral as MistralSuite
+from test_families import TestMixtral as MixtralSuite
 from test_gated_families import TestMinistral3 as Ministral3Suite
+from test_more_families import TestMistral4 as Mistral4Suite
 from torch import Tensor
 
 from headrace_core.config import LoadConfig, ModelConfig
@@ -31,6 +33,15 @@ NAMES = {
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }  # fmt: skip
+LATENT_NAMES = {
+    "self_attn.q_a_proj": "attention.wq_a", "self_attn.q_a_layernorm": "attention.q_a_norm",
+    "self_attn.q_b_proj": "attention.wq_b", "self_attn.kv_b_proj": "attention.wkv_b",
+    "self_attn.kv_a_proj_with_mqa": "attention.wkv_a_with_mqa",
+    "self_attn.kv_a_layernorm": "attention.kv_a_norm", "mlp.gate": "gate", "mlp.experts": "experts",
+    "mlp.shared_experts.gate_proj": "shared_experts.w1",
+    "mlp.shared_experts.up_proj": "shared_experts.w3",
+    "mlp.shared_experts.down_proj": "shared_experts.w2",
+}  # fmt: skip
 
 
 def params_of(config: Any) -> dict[str, Any]:
@@ -44,9 +55,56 @@ def params_of(config: Any) -> dict[str, Any]:
         "norm_eps": config.rms_norm_eps,
         "vocab_size": config.vocab_size,
         "rope_theta": config.rope_parameters["rope_theta"],
-        "sliding_window": config.sliding_window,
+        "sliding_window": getattr(config, "sliding_window", None),
         "max_position_embeddings": config.max_position_embeddings,
     }
+
+
+def latent_params_of(config: Any) -> dict[str, Any]:
+    """As of Mistral Large 3."""
+    rope = config.rope_parameters
+    original = rope["original_max_position_embeddings"]
+    latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {
+        **params_of(config),
+        **{name: getattr(config, name) for name in latent},
+        "moe": {
+            "num_experts": config.n_routed_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "expert_hidden_dim": config.moe_intermediate_size,
+            "num_shared_experts": config.n_shared_experts,
+            "first_k_dense_replace": config.first_k_dense_replace,
+            "route_every_n": 1,
+            "routed_scale": config.routed_scaling_factor,
+            "num_expert_groups": config.n_group,
+            "num_expert_groups_per_tok": config.topk_group,
+        },
+        "yarn": {
+            "factor": rope["factor"],
+            "original_max_position_embeddings": original,
+            "beta": rope["beta_fast"],
+            "alpha": rope["beta_slow"],
+            "apply_scale": "attention_factor" not in rope,
+        },
+        "llama_4_scaling": {
+            "beta": rope["llama_4_scaling_beta"],
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
+def by_expert(tensors: Mapping[str, Tensor], gate_up: str, down: str) -> dict[str, Tensor]:
+    """Stacked experts as published: each matrix by itself. ``gate_up``, ``down``: ends of names."""
+    result = {}
+    for name, tensor in tensors.items():
+        for expert, matrix in enumerate(tensor if name.endswith((gate_up, down)) else ()):
+            stem = name.rpartition(".")[0]
+            parts = matrix.chunk(2) if name.endswith(gate_up) else (matrix,)
+            for part, each in zip(("w1", "w3") if len(parts) == 2 else ("w2",), parts):
+                result[f"{stem}.{expert}.{part}.weight"] = each.contiguous()
+        if not name.endswith((gate_up, down)):
+            result[name] = tensor
+    return result
 
 
 def relaid(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
@@ -90,6 +148,49 @@ class Published:
         self.suite.assert_close(self.logits(prompt, **settings), expected)
 
 
+class PublishedMixture:
+    """A tiny mixture of experts in Mistral's layout."""
+
+    def __init__(self, suite: Any, folder: Path, **overrides: Any) -> None:
+        self.suite, self.folder = suite, folder
+        self.checkpoint = suite.make_checkpoint(folder / "transformers", **overrides)
+        config = self.checkpoint.reference.config
+        latent = hasattr(config, "kv_lora_rank")
+        params = latent_params_of(config) if latent else params_of(config)
+        if not latent:
+            count, chosen = config.num_local_experts, config.num_experts_per_tok
+            params["moe"] = {"num_experts": count, "num_experts_per_tok": chosen}
+        (folder / "params.json").write_text(json.dumps({**params, "vision_encoder": {"dim": 8}}))
+        tensors = load_file(folder / "transformers/model.safetensors")
+        tensors = by_expert(tensors, "experts.gate_up_proj", "experts.down_proj")
+        names = LATENT_NAMES if latent else {"block_sparse_moe": "feed_forward"}
+        for theirs, own in names.items():
+            tensors = {name.replace(f".{theirs}.", f".{own}."): x for name, x in tensors.items()}
+        tensors = relaid(tensors, config.hidden_size // config.num_attention_heads)
+        tensors["vision_encoder.ln_pre.weight"] = torch.zeros(8)
+        save_file(tensors, folder / "consolidated.safetensors")
+
+    logits, check = Published.logits, Published.check
+
+
+def test_mixtral(tmp_path: Path) -> None:
+    PublishedMixture(MixtralSuite(), tmp_path).check()
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_mistral_large_3(tmp_path: Path, scales: bool) -> None:
+    """Latent attention beside a shared expert; ``apply_scale`` scales scores. What sees is passed over."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4, "beta_slow": 1,
+        "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.4,
+        **({"mscale": 1.0, "mscale_all_dim": 1.0} if scales else {"attention_factor": 1.0}),
+    }  # fmt: skip
+    found = PublishedMixture(
+        Mistral4Suite(), tmp_path, rope_parameters=rope, attention_bias=False, rms_norm_eps=1e-5
+    )
+    found.check()
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_mistral(tmp_path: Path, shards: int) -> None:
     Published(MistralSuite(), tmp_path, shards=shards).check()
@@ -118,8 +219,8 @@ def test_of_both_layouts_the_user_chooses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"moe": {"num_experts": 8}}, "'moe' is not supported"),
-        ({"vision_encoder": {"hidden_size": 8}}, "'vision_encoder' is not supported"),
+        ({"moe": {"num_experts": 8}}, "no 'num_experts_per_tok'"),
+        ({"multimodal": {"whisper_model_args": {}}}, "'multimodal' is not supported"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "'quantization' is not supported"),
         ({"sliding_window": [9, None]}, "sliding_window is a list"),
         ({"dim": "72"}, "dim = '72'"),

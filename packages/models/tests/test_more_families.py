@@ -13,6 +13,7 @@ import pytest
 import torch
 from model_families_conformance import FamilyConformance
 from relaid_conformance import RelaidConformance, rewrite
+from safetensors.torch import load_file, save_file
 from test_families import TINY
 from test_latent_families import EXPERTS, YARN
 from test_latent_families import TINY as LATENT
@@ -20,8 +21,9 @@ from test_moe_families import TINY_MOE, MoEConformance, apart
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from headrace_core.errors import UnsupportedModel
-from headrace_core.testing.model import Checkpoint
+from headrace_core.errors import WeightsError
+from headrace_core.model import CausalLM
+from headrace_core.testing.model import Checkpoint, PagedDriver
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MOE")
 
@@ -99,13 +101,6 @@ class TestDeepseekV32(FamilyConformance):
         own = {"first_k_dense_replace": 1, "rope_parameters": YARN, "attention_bias": True,
                "index_topk": 128, "index_head_dim": 16, "index_n_heads": 2}  # fmt: skip
         return DeepseekV32Config(**{**LATENT, **EXPERTS, **own, **overrides})
-
-    def test_longer_contexts_are_refused(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
-        folder = tmp_path / "longer"
-        shutil.copytree(checkpoint.path, folder)
-        rewrite(folder, index_topk=20)
-        with pytest.raises(UnsupportedModel, match="must be at most 20, the model"):
-            self.open(folder)
 
 
 class PlainMLP(nn.Module):
@@ -268,6 +263,25 @@ class GrokTwoHalves(nn.Module):
         return both
 
 
+GROK_GROWS_BEHIND = 9
+"""Positions from which on Grok 2's scores grow, fewer than the prompts have."""
+
+
+def grok_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **_: Any
+) -> Any:
+    """Grok 2's, of whole sequences: capped scores grow with the query's position."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * module.scaling
+    scores = torch.tanh(scores / 0.8) * 0.8
+    position = torch.arange(query.shape[2]).clamp(min=1)
+    grown = position.log() / torch.tensor(float(GROK_GROWS_BEHIND)).log()
+    scores = scores * torch.where(position > GROK_GROWS_BEHIND, grown, 1.0)[:, None]
+    weights = torch.softmax(scores + mask, dim=-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
 class TestGrok2(TestGrok1):
     published = "Grok1ForCausalLM"
     experts = ("w1", "w3", "w2")
@@ -286,7 +300,7 @@ class TestGrok2(TestGrok1):
                    "attn_logit_softcapping": config.pop("max_attn_value")}  # fmt: skip
         return {**config, **renamed, "model_type": "git", "residual_moe": True,
                 "moe_intermediate_size": 100, "intermediate_size": 60, "rope_type": "original",
-                "final_logit_softcapping": 3.0, "attn_temperature_len": 1024}  # fmt: skip
+                "final_logit_softcapping": 3.0, "attn_temperature_len": GROK_GROWS_BEHIND}  # fmt: skip
 
     def spelled(self, name: str) -> str:
         for own, published in GROK_NORMS.items():
@@ -295,14 +309,58 @@ class TestGrok2(TestGrok1):
             ".mlp.mlp", ".mlp"
         )
 
-    def test_longer_contexts_are_refused(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
-        folder = tmp_path / "longer"
-        shutil.copytree(checkpoint.path, folder)
-        rewrite(folder, attn_temperature_len=20)
-        with pytest.raises(
-            UnsupportedModel, match=r"must be at most 21: .*attn_temperature_len = 20"
-        ):
-            self.open(folder)
+    def prepare(self, reference: Any) -> None:
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register("grok", grok_attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register("grok", eager_mask)
+        reference.set_attn_implementation("grok")
+        super().prepare(reference)
+
+    def test_experts_in_the_parts_of_ranks(
+        self, checkpoint: Checkpoint, model: CausalLM, tmp_path: Path
+    ) -> None:
+        """As published: files for each rank hold a piece of each expert's matrices, all others are
+        common."""
+        self.write_parts(checkpoint, tmp_path)
+        prompt = self.prompt(9)
+        logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
+        assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
+
+    def write_parts(self, checkpoint: Checkpoint, folder: Path) -> None:
+        shutil.copy(checkpoint.path / "config.json", folder)
+        tensors = load_file(checkpoint.path / "model.safetensors")
+        experts = {name: x for name, x in tensors.items() if ".experts." in name}
+        common = {name: x for name, x in tensors.items() if name not in experts}
+        save_file(common, folder / "pytorch_model-00000-TP-common.safetensors")
+        for number, part in enumerate(("w1", "w2", "w3"), 1):
+            own = {name: x for name, x in experts.items() if f".{part}." in name}
+            for rank in range(4):
+                file = folder / f"pytorch_model-{number:05}-TP-{rank:03}.safetensors"
+                cut = {
+                    n: x.chunk(4, dim=int(part == "w2"))[rank].contiguous() for n, x in own.items()
+                }
+                save_file(cut, file)
+
+    def test_a_rank_that_is_missing(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        self.write_parts(checkpoint, tmp_path)
+        (tmp_path / "pytorch_model-00002-TP-001.safetensors").unlink()
+        with pytest.raises(WeightsError, match=r"pytorch_model-00002-TP-001\.safetensors: file is"):
+            self.open(tmp_path)
+
+    def test_ranks_that_do_not_agree(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        self.write_parts(checkpoint, tmp_path)
+        file = tmp_path / "pytorch_model-00002-TP-001.safetensors"
+        tensors = load_file(file)
+        name = min(tensors)
+        save_file({**tensors, name: tensors[name][:-1].contiguous()}, file)
+        with pytest.raises(WeightsError, match=r"pieces of ranks have the shapes"):
+            self.open(tmp_path)
+        del tensors[name]
+        save_file(tensors, file)
+        with pytest.raises(WeightsError, match="is not in the files of all ranks"):
+            self.open(tmp_path)
 
 
 class TestPanguUltraMoE(RelaidConformance):

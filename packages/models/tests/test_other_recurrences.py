@@ -45,8 +45,6 @@ class TestKimiLinear(FamilyConformance):
 class TestRecurrentGemma(FamilyConformance):
     """Windows shorter than the prompt, one key-value head."""
 
-    tensor_parallel = 1
-
     def hf_class(self) -> Any:
         from transformers import RecurrentGemmaForCausalLM
 
@@ -63,8 +61,6 @@ class TestRecurrentGemma(FamilyConformance):
 
 class TestRwkv(FamilyConformance):
     """The inner width of the MLPs is another than by default."""
-
-    tensor_parallel = 1
 
     def hf_class(self) -> Any:
         from transformers import RwkvForCausalLM
@@ -92,7 +88,6 @@ class TestRwkvHalved(TestRwkv):
 class TestZamba(FamilyConformance):
     """Two layers share a transformer; two heads in each mixer."""
 
-    tensor_parallel = 1
     flips_ties = False  # the reference would untie the transformers too
 
     def make_checkpoint(self, folder: Path, seed: int = 0, **overrides: Any) -> Checkpoint:

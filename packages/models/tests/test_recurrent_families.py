@@ -245,8 +245,6 @@ class TestLfm2Moe(FamilyConformance):
 class TestMiniMax(FamilyConformance):
     """Both kinds of attention, every multiplier off its default."""
 
-    tensor_parallel = 1
-
     def hf_class(self) -> Any:
         from transformers import MiniMaxForCausalLM
 

@@ -4,6 +4,7 @@ transformers that compute the same with the same numbers."""
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from model_families_conformance import FamilyConformance
 from relaid_conformance import RelaidConformance, alibi_mask, rewrite
+from safetensors.torch import load_file
 from torch import Tensor
 
-from headrace_core.errors import UnsupportedModel
+from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.testing.model import Checkpoint, PagedDriver
 from headrace_models.families import baichuan
 from headrace_models.layers.alibi import alibi_slopes
@@ -643,6 +645,46 @@ class TestFairseq2(RelaidLlama):
                 halves = tensor.unflatten(0, (-1, 2, 9))
                 tensors[name] = halves.transpose(1, 2).flatten(0, 2)
         return super().tensors_of(tensors)
+
+    def write_ranks(self, checkpoint: Checkpoint, folder: Path, count: int) -> None:
+        """As fairseq2 saves a model that is spread over ranks."""
+        shutil.copy(checkpoint.path / "config.json", folder)
+        tensors = load_file(checkpoint.path / "model.safetensors")
+        for rank in range(count):
+            own = {}
+            for name, tensor in tensors.items():
+                along = int(name.endswith("output_proj.weight"))
+                whole = tensor.dim() == 1
+                own[name] = tensor if whole else tensor.chunk(count, along)[rank].clone()
+            torch.save({"model_key": "llama", "llama": own}, folder / f"model.{rank}.pt")
+
+    def divisible(self, folder: Path) -> Checkpoint:
+        """A checkpoint whose sizes many numbers of ranks divide."""
+        folder.mkdir()
+        return self.make_checkpoint(folder, vocab_size=132, intermediate_size=96)
+
+    @pytest.mark.parametrize("count", [1, 4, 12])
+    def test_files_of_ranks(self, tmp_path: Path, count: int) -> None:
+        checkpoint = self.divisible(tmp_path / "whole")
+        self.write_ranks(checkpoint, tmp_path, count)
+        check(self, checkpoint, tmp_path)
+
+    def test_files_of_ranks_that_do_not_agree(self, tmp_path: Path) -> None:
+        checkpoint = self.divisible(tmp_path / "whole")
+        self.write_ranks(checkpoint, tmp_path, 3)
+        file, name = tmp_path / "model.1.pt", "decoder.layer_norm.weight"
+        saved = torch.load(file)
+        saved["llama"][name] += 1
+        torch.save(saved, file)
+        with pytest.raises(WeightsError, match=r"decoder\.layer_norm.*or the same vector"):
+            self.open(tmp_path)
+        del saved["llama"][name]
+        torch.save(saved, file)
+        with pytest.raises(WeightsError, match=r"model\.1\.pt: tensor 'decoder\.layer_norm"):
+            self.open(tmp_path)
+        file.unlink()
+        with pytest.raises(WeightsError, match=r"model\.1\.pt is missing"):
+            self.open(tmp_path)
 
 
 class TestQWen(RelaidLlama):

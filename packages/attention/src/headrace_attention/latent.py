@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from headrace_attention.metadata import PagedMetadata
-from headrace_core.attention import AttentionLayerSpec, LatentBackend
+from headrace_core.attention import AttentionLayerSpec, AttentionNeed, LatentBackend
+from headrace_core.kv import CACHE_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,16 @@ class LatentOpsBackend(LatentBackend):
 
     name: ClassVar[str] = "latent"
     supported_devices = ("cpu", "cuda")
+    supports_picked = True
+    supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
+
+    @classmethod
+    def refuse(cls, need: AttentionNeed) -> list[str]:
+        """See :meth:`headrace_core.attention.AttentionBackend.refuse`."""
+        reasons = super().refuse(need)
+        if need.device == "cuda" and CACHE_DTYPES.get(need.kv_cache_dtype):
+            reasons.append(f"kv_cache_dtype {need.kv_cache_dtype} not supported on device cuda")
+        return reasons
 
     def prepare(self, batch: ForwardBatch, group: int) -> PagedMetadata:
         return PagedMetadata.of(batch, group)
@@ -37,6 +48,8 @@ class LatentOpsBackend(LatentBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: PagedMetadata | None,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`headrace_core.attention.LatentBackend.attend`."""
         if kv_cache is None or metadata is None:
@@ -44,7 +57,9 @@ class LatentOpsBackend(LatentBackend):
         if (latent is None) != (rope_key is None):
             raise ValueError("latent and rope_key must both be given, or neither")
         if latent is not None and rope_key is not None:
-            self.ops.latent_cache_write(latent, rope_key, kv_cache, metadata.slot_mapping)
+            self.ops.latent_cache_write(
+                latent, rope_key, kv_cache, metadata.slot_mapping, k_scale=layer.k_scale
+            )
         return self.ops.latent_attention(
             query,
             rope_query,
@@ -55,4 +70,6 @@ class LatentOpsBackend(LatentBackend):
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
             scale=layer.scale,
+            picked=picked,
+            k_scale=layer.k_scale,
         )

@@ -42,6 +42,7 @@ class PagedBackend(AttentionBackend):
     supports_alibi = True
     supports_alibi_sqrt = True
     supports_prefix = True
+    supports_temperatures = True
     supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     @classmethod
@@ -50,6 +51,8 @@ class PagedBackend(AttentionBackend):
         reasons = super().refuse(need)
         if need.device == "cuda" and CACHE_DTYPES.get(need.kv_cache_dtype):
             reasons.append(f"kv_cache_dtype {need.kv_cache_dtype} not supported on device cuda")
+        if need.device == "cuda" and need.temperatures:
+            reasons.append("temperatures of scores not supported on device cuda")
         return reasons
 
     def cache_stride_order(self) -> tuple[int, ...]:
@@ -106,4 +109,5 @@ class PagedBackend(AttentionBackend):
             alibi_sqrt=layer.alibi_sqrt,
             prefix_key=layer.prefix_key,
             prefix_value=layer.prefix_value,
+            score_temperatures=layer.score_temperatures,
         )

@@ -60,8 +60,12 @@ class AttentionNeed:
     """ALiBi by the root of the distance."""
     prefix: bool = False
     """Keys and values of the layer's own, which every token sees."""
+    temperatures: bool = False
+    """Scores that are multiplied by the query's position (``score_temperatures`` of the layer)."""
     latent: bool = False
     """Latent attention (:class:`LatentBackend`); ``head_dim`` is that of its cache."""
+    picked: bool = False
+    """Latent attention to tokens that an indexer picks (``picked`` of :meth:`LatentBackend.attend`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class AttentionLayerSpec:
     """[S, num_kv_heads, head_dim] in the activations' dtype: keys that every token sees besides, with
     their values; learned, and cached by nobody (openPangu Pro)."""
     prefix_value: Tensor | None = None
+    score_temperatures: Tensor | None = None
+    """[P] float32, by position: what the query's capped scores are multiplied by."""
     kv_sharing_target: str | None = None
     """Name of an earlier layer of the same kind whose cache this one reads instead of one of its own;
     its ``kv_spec`` is None then, and the runner binds it to the target's tensor and group."""
@@ -134,8 +140,10 @@ class BackendFacts(ABC):
     supports_alibi: ClassVar[bool] = False
     supports_alibi_sqrt: ClassVar[bool] = False
     supports_prefix: ClassVar[bool] = False
+    supports_temperatures: ClassVar[bool] = False
     is_latent: ClassVar[bool] = False
     """Whether it is a :class:`LatentBackend`: those serve latent attention and nothing else."""
+    supports_picked: ClassVar[bool] = False
 
     def __init__(self, ops: OpTable) -> None:
         self.ops = ops
@@ -166,8 +174,11 @@ class BackendFacts(ABC):
             (cls.supports_alibi_sqrt or not need.alibi_sqrt,
              "ALiBi by the root of the distance not supported"),
             (cls.supports_prefix or not need.prefix, "keys that every token sees not supported"),
+            (cls.supports_temperatures or not need.temperatures,
+             "temperatures of scores not supported"),
             (cls.is_latent == need.latent,
              "latent attention not supported" if need.latent else "latent attention only"),
+            (cls.supports_picked or not need.picked, "attention to picked tokens not supported"),
         )  # fmt: skip
         return [reason for served, reason in checks if not served]
 
@@ -250,6 +261,8 @@ class LatentBackend(AttentionBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: Any,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer.
 
@@ -257,6 +270,8 @@ class LatentBackend(AttentionBackend):
             query, rope_query: [T, num_heads, R] and [T, num_heads, P].
             latent, rope_key: [T, R] and [T, P] to be written first, or None if the caller has.
             kv_cache, metadata: as :meth:`AttentionBackend.forward`.
+            picked: the tokens that each token sees, as :class:`headrace_core.ops.LatentAttentionOp`
+                takes them; given only if the need said so.
 
         Returns:
             [T, num_heads, R], contiguous, query's dtype.

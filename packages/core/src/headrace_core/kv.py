@@ -124,6 +124,12 @@ class LatentAttentionSpec(KVCacheSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexKeySpec(LatentAttentionSpec):
+    """One key for each token, by which an indexer picks the tokens that latent attention attends to.
+    ``head_dim`` is its length. Laid out, shared and kept as latents are."""
+
+
+@dataclass(frozen=True, slots=True)
 class StateShape:
     """One tensor of a recurrent layer's state."""
 

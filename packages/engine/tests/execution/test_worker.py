@@ -239,6 +239,12 @@ def test_only_how_weights_are_read_may_change(tiny: Any, changes: Any) -> None:
         make_worker(tiny.LM()).update_config(changes)
 
 
+def test_a_strategy_that_there_is_not_is_refused_before_the_model_is_gone(tiny: Any) -> None:
+    changes = {"load_config": {"safetensors_load_strategy": "psychic"}}
+    with pytest.raises(RequestError, match=r"safetensors_load_strategy.*'psychic'"):
+        make_worker(tiny.LM()).update_config(changes)
+
+
 def test_an_empty_step(tiny: Any) -> None:
     worker = make_worker(tiny.LM())
     worker.load()

@@ -9,6 +9,7 @@ from headrace_core.kv import (
     CacheSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
+    IndexKeySpec,
     KVCacheConfig,
     LatentAttentionSpec,
     RecurrentSpec,
@@ -97,6 +98,21 @@ def test_states_and_latents_have_pools_of_their_own() -> None:
     assert [(g.layer_names, g.pool) for g in groups] == [
         (("a",), 0), (("b",), 1), (("c", "d"), 2), (("e",), 0)
     ]  # fmt: skip
+
+
+def test_keys_of_an_indexer_have_a_pool_beside_latents() -> None:
+    """They lie alike, and share blocks only where they are as long."""
+    latent = LatentAttentionSpec(16, 1, 32, "float32")
+    short, long = (IndexKeySpec(16, 1, size, "float32") for size in (8, 32))
+    specs: dict[str, CacheSpec] = {"a": latent, "a.indexer": short, "b": latent, "b.indexer": short}
+    assert [(g.layer_names, g.spec, g.pool) for g in plan_groups(specs)] == [
+        (("a", "b"), latent, 0), (("a.indexer", "b.indexer"), short, 1)
+    ]  # fmt: skip
+    specs = {"a": latent, "a.indexer": long}
+    assert [(g.layer_names, g.pool) for g in plan_groups(specs)] == [
+        (("a",), 0),
+        (("a.indexer",), 0),
+    ]
 
 
 def test_no_layers() -> None:

@@ -106,7 +106,7 @@ inline Tile make_tile(const Attention& g, int64_t request, int64_t first, int64_
 
 // Leading partitions of two requests that are the same blocks, and whole.
 inline int64_t count_alike(const Attention& g, const Tile& a, const Tile& b) {
-  if (g.block_table == nullptr) return 0;
+  if (g.block_table == nullptr || !g.visits_together) return 0;
   const bool decode = a.count == 1 && b.count == 1 && a.first == 0 && b.first == 0;
   if (!decode || b.request != a.request + 1 || g.window > 0 || g.chunk > 0 || !g.causal) return 0;
   if (PART % g.keys.block_size != 0) return 0;
@@ -277,18 +277,18 @@ inline int32_t run(const Attention& g, const Plan& plan) {
 // geometry: as for cache_write.
 int32_t paged_attention(void* out, const void* query, const void* key_cache, const void* value_cache,
                         const int32_t* block_table, const int32_t* cu_seqlens_q, const int32_t* seq_lens,
-                        const float* sinks, const float* slopes, const void* prefix_keys,
-                        const void* prefix_values, const int64_t* geometry, int64_t tokens, int64_t requests,
-                        int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t q_row, int64_t q_head,
-                        int64_t table_stride, int64_t table_width, int64_t window, int64_t chunk,
-                        int64_t prefix, float scale, float soft_cap, int32_t causal, int32_t slope_roots,
-                        int32_t dtype) {
+                        const float* sinks, const float* slopes, const float* temperatures,
+                        const void* prefix_keys, const void* prefix_values, const int64_t* geometry,
+                        int64_t tokens, int64_t requests, int64_t q_heads, int64_t kv_heads, int64_t dim,
+                        int64_t q_row, int64_t q_head, int64_t table_stride, int64_t table_width,
+                        int64_t window, int64_t chunk, int64_t num_temperatures, int64_t prefix, float scale,
+                        float soft_cap, int32_t causal, int32_t slope_roots, int32_t dtype) {
   TokenWork caches{};
   set_caches(caches, const_cast<void*>(key_cache), const_cast<void*>(value_cache), geometry);
   const paged::Attention g{out, query, block_table, cu_seqlens_q, seq_lens, sinks, caches.key_cache,
                            caches.value_cache, tokens, requests, q_heads, kv_heads, dim, dim, q_row, q_head,
                            table_stride, table_width, scale, soft_cap, window, chunk, causal != 0, slopes, slope_roots != 0,
-                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix};
+                           {nullptr, 0}, nullptr, 0, 0, prefix_keys, prefix_values, prefix, temperatures, num_temperatures};
   paged::Plan plan;
   if (!paged::make_plan(g, plan)) return BAD_LENGTHS;
   int32_t status = OK;

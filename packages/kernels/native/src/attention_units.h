@@ -70,6 +70,9 @@ struct Attention {
   // What every row sees besides, [prefix, kv_heads, dim] of the query's dtype; 0 = nothing.
   const void *prefix_keys, *prefix_values;
   int64_t prefix;
+  const float* temperatures = nullptr;  // by position, of capped scores; null = none
+  int64_t num_temperatures = 0;
+  bool visits_together = true;  // requests that share what they begin with; it keeps a state for each
 };
 
 inline int64_t context_of(const Attention& g, int64_t request) {
@@ -558,8 +561,9 @@ struct UnitRows {
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
     float factor = scale * LOG2E;
-    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr) {
+    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr || g.temperatures != nullptr) {
       transform(line, from, to);
+      if (g.temperatures != nullptr) warm(r, line, from, to);
       if (g.bias.data != nullptr) add_bias(r, base, line, own);
       if (g.slopes != nullptr) add_slope(r, base, line, from, to);
       factor = LOG2E;
@@ -640,11 +644,21 @@ struct UnitRows {
     }
   }
 
+  // Requests that are visited together stand at positions of their own.
+  int64_t own_position(int64_t r) const {
+    return t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
+  }
+
+  void warm(int64_t r, float* line, int from, int to) const {
+    const int64_t p = min_of(max_of(own_position(r), 0), g.num_temperatures - 1);
+    const vf temperature = vset(g.temperatures[p]);
+    for (int j = from; j < to; j += W) st(line + j, vmul(ld(line + j), temperature));
+  }
+
   // slope * (key's position - the row's), ATTN-REF's ALiBi; or less slope times the root of what the key
-  // lies back. Requests that are visited together stand
-  // at positions of their own.
+  // lies back.
   void add_slope(int64_t r, int64_t base, float* line, int from, int to) const {
-    const int64_t p = t.common ? g.seq_lens[t.request + r / group] - 1 : position + r / group;
+    const int64_t p = own_position(r);
     const vf slope = vset(g.slopes[head_of(r)]);
     float distance[W];
     for (int i = 0; i < W; ++i) distance[i] = float(base + from + i - p);

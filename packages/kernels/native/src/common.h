@@ -49,7 +49,7 @@ struct Burst {
 
 // A buffer of this thread, 64-byte aligned, content undefined; valid until the next request for
 // the same slot. Callers own slot 0 and up; tasks own SCRATCH_TASK.
-enum ScratchSlot { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_TASK, SCRATCH_SLOTS };
+enum ScratchSlot { SCRATCH_A, SCRATCH_B, SCRATCH_C, SCRATCH_D, SCRATCH_TASK, SCRATCH_SLOTS };
 void* scratch(ScratchSlot slot, size_t bytes);
 
 }  // namespace headrace

@@ -22,6 +22,7 @@
 #include "attention.h"
 #include "attention_varlen.h"
 #include "attention_latent.h"
+#include "index_tokens.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "packed.h"
@@ -71,6 +72,7 @@ const Entry entries[] = {
     HR_ENTRY(varlen_attention),
     HR_ENTRY(latent_cache_write),
     HR_ENTRY(latent_attention),
+    HR_ENTRY(index_tokens),
     HR_ENTRY(head_linear),
     HR_ENTRY(causal_conv),
     HR_ENTRY(selective_scan),

@@ -30,7 +30,7 @@ constexpr int ACCUMULATORS = 24;               // of 32 registers
 constexpr int ACCUMULATORS = 12;               // of 16 registers
 #endif
 constexpr int64_t PIECE_BYTES = 128 << 10;     // of a panel: stays in the second cache
-constexpr int64_t ROWS_PIECE = 192;            // rows of a task
+constexpr int64_t ROWS_PIECE = 192;            // rows of a task, whole tiles
 constexpr int64_t RUNS = 8;                    // tasks for each thread: evens out what delays one
 constexpr int UNROLL = 4;                      // steps of K between two fetches
 constexpr int64_t PAIR_LINES = 3;              // that the second of two tiles fetches at a time
@@ -275,14 +275,15 @@ inline void finish_row(T* out, const float* sums, const B* bias, int64_t n) {
 }
 
 // f(begin, many, p, scratch) for every panel p < panels and piece of the rows, on all threads; scratch
-// has SUMS floats for each of PANEL features of `many` rows.
+// has SUMS floats for each of PANEL features of `many` rows. Pieces end with whole tiles, but for the last.
 template <int SUMS, class F>
 inline void over_panels(int64_t rows, int64_t panels, int64_t work, const F& f) {
-  const int64_t pieces = ceil_div(rows, ROWS_PIECE);
+  const int64_t tiles = ceil_div(rows, MAX_ROWS), pieces = ceil_div(rows, ROWS_PIECE);
   const int64_t runs = min_of(panels, max_of(1, ceil_div(RUNS * pool_size(), pieces)));
   parallel(runs * pieces, work, [&](int64_t task) {
     const int64_t i = task / runs, run = task % runs;
-    const int64_t begin = i * rows / pieces, many = (i + 1) * rows / pieces - begin;
+    const int64_t begin = i * tiles / pieces * MAX_ROWS;
+    const int64_t many = min_of(rows, (i + 1) * tiles / pieces * MAX_ROWS) - begin;
     float* sums = static_cast<float*>(scratch(SCRATCH_TASK, size_t(SUMS * ROWS_PIECE * PANEL) * sizeof(float)));
     for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; ++p) f(begin, many, p, sums);
   });

@@ -26,10 +26,11 @@ struct Cache {
   int64_t block_stride, token_stride, head_stride, dim_stride;
   int64_t storage;
   const float* scales;  // [Hk], what a stored 1 stands for; null = 1
+  int64_t scale_stride = 1;  // 0: one for all heads
 };
 
 inline float scale_of(const Cache& cache, int64_t head) {
-  return cache.scales == nullptr ? 1.0f : cache.scales[head];
+  return cache.scales == nullptr ? 1.0f : cache.scales[head * cache.scale_stride];
 }
 
 // cos and sin are R/2 values each; out may be x.

@@ -16,6 +16,7 @@ class TestTriton(OpConformance):
     # Interpreted, the whole suite takes a minute a dtype; the tests beside this one cover the others.
     dtypes = ("float32", "float16", "bfloat16") if HAS_GPU else ("float32",)
     cache_dtypes = ()
+    temperatures = False
 
     @pytest.fixture
     def provider(self, device: str) -> TritonProvider:

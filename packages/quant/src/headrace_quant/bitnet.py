@@ -95,7 +95,7 @@ class PackedTernary(TernaryMethod):
         return spec.out_features * spec.in_features + 4 * spec.out_features
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
-        parts = tensors["weight"].split([part // CODES for part in spec.out_parts])
+        parts = torch.split(tensors["weight"], [part // CODES for part in spec.out_parts])
         values = [unpack_ternary(part) for part in parts]
         if any(bool((part > 1).any()) for part in values):
             raise WeightsError(f"layer {spec.name!r}: weight holds codes that are not -1, 0 or 1")
@@ -118,7 +118,7 @@ class RoundedTernary(TernaryMethod):
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> PackedLinear:
         values, scales = [], []
-        for part in tensors["weight"].split(list(spec.out_parts)):
+        for part in torch.split(tensors["weight"], list(spec.out_parts)):
             mean = part.float().abs().mean().clamp(min=_LEAST)
             if not bool(mean.isfinite()):
                 raise WeightsError(f"layer {spec.name!r}: the weight holds infinities or NaN")

@@ -154,6 +154,7 @@ class PagedAttentionOp(Protocol):
         alibi_sqrt: bool = False,
         prefix_key: Tensor | None = None,
         prefix_value: Tensor | None = None,
+        score_temperatures: Tensor | None = None,
     ) -> Tensor:
         """Attention of new tokens over the paged cache: prefill, decode and mixed alike.
 
@@ -166,18 +167,19 @@ class PagedAttentionOp(Protocol):
         ``p - j < W``. With ``causal`` False it sees all ``seq_lens[b]`` keys, which need not be its
         own tokens' (cross-attention); there is no window then. With ``attention_chunk`` C it sees keys
         ``C * (p // C) <= j <= p``. ``alibi_slopes`` [Hq] float32: ``slope_h * (j - p)`` is added to the
-        scaled (and capped) score, with ``alibi_sqrt`` ``-slope_h * sqrt(p - j)``. prefix_key and
-        prefix_value [S, Hk, D], in query's dtype, are keys and values that every row sees besides, wherever
-        it stands. ``soft_cap`` t > 0 maps scores s to
-        ``t * tanh(s / t)``. sinks [Hq] are extra logits that enter the softmax's denominator only. A
-        row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is None
-        or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
+        scaled (and capped) score, with ``alibi_sqrt`` ``-slope_h * sqrt(p - j)``. ``soft_cap`` t > 0 maps
+        scores s to ``t * tanh(s / t)``. score_temperatures [P] float32, P more than any position: the
+        scaled (and capped) scores of the query at p are multiplied by entry p (not together with slopes).
+        prefix_key and prefix_value [S, Hk, D], in query's dtype, are keys and values that every row sees
+        besides, wherever it stands. sinks [Hq] are extra logits that enter the softmax's denominator
+        only. A row that sees nothing is 0, and so are rows past ``cu_seqlens_q[-1]``. A window that is
+        None or not positive is unlimited. Caches (plain or paired), k_scale and v_scale are those of
         :class:`CacheWriteOp`: a stored x stands for ``x * scale``. Definition: ATTN-REF of the
         specification.
 
         Raises:
-            ConfigError: a window, a chunk or slopes without ``causal``; a window and a chunk; a prefix
-                with a soft cap or slopes.
+            ConfigError: a window, a chunk, slopes or temperatures without ``causal``; a window and a
+                chunk; slopes and temperatures; a prefix with a soft cap, slopes or temperatures.
         """
         ...
 
@@ -190,6 +192,7 @@ def check_prefix(
     num_kv_heads: int,
     soft_cap: float,
     alibi: bool,
+    temperatures: bool,
 ) -> None:
     """What :class:`PagedAttentionOp` says of keys that every row sees.
 
@@ -208,12 +211,17 @@ def check_prefix(
             "paged_attention: prefix_key and prefix_value must both be [S, "
             f"{num_kv_heads}, {query.shape[-1]}] of {query.dtype}, or both None"
         )
-    if soft_cap > 0 or alibi:
-        raise ConfigError("paged_attention: a prefix has neither a soft cap nor ALiBi")
+    if soft_cap > 0 or alibi or temperatures:
+        raise ConfigError("paged_attention: a prefix has no soft cap, ALiBi or score_temperatures")
 
 
 def check_mask(
-    *, causal: bool, sliding_window: int | None, attention_chunk: int | None, alibi: bool
+    *,
+    causal: bool,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    alibi: bool,
+    temperatures: bool = False,
 ) -> None:
     """What :class:`PagedAttentionOp` says of options that exclude each other.
 
@@ -225,6 +233,8 @@ def check_mask(
         raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
     if not causal and (attention_chunk is not None or alibi):
         raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if temperatures and (alibi or not causal):
+        raise ConfigError("paged_attention: score_temperatures need causal, and no alibi_slopes")
     if attention_chunk is not None and (windowed or attention_chunk < 1):
         raise ConfigError(
             f"paged_attention: attention_chunk = {attention_chunk} with sliding_window = "
@@ -234,11 +244,18 @@ def check_mask(
 
 class LatentCacheWriteOp(Protocol):
     def __call__(
-        self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+        self,
+        latent: Tensor,
+        rope_key: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
     ) -> None:
         """Copy latent [T, R] and rope_key [T, P], joined, to their slots in cache [N, S, R + P].
 
-        slot_mapping as :class:`CacheWriteOp`. latent and rope_key may have rows that lie apart.
+        slot_mapping, and caches of one byte, as :class:`CacheWriteOp`; k_scale [1]. latent and rope_key
+        may have rows that lie apart.
         """
         ...
 
@@ -256,12 +273,45 @@ class LatentAttentionOp(Protocol):
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
+        picked: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of all heads to one vector for each token, absorbed form of MLA.
 
         query [T, Hq, R] and rope_query [T, Hq, P] (both may be strided slices) together ask whole
         vectors of cache [N, S, R + P]; the value is a vector's first R entries. The rest as
-        :class:`PagedAttentionOp`. Returns [T, Hq, R], contiguous.
+        :class:`PagedAttentionOp`; k_scale [1]. Returns [T, Hq, R], contiguous.
         Source: DeepSeek-AI 2024, arXiv:2405.04434.
+
+        picked [T, k] int32: a token sees these positions of its request and no others. They rise along
+        a row and are none after the token's own; behind them stands -1. None: all up to its own.
+        """
+        ...
+
+
+class IndexTokensOp(Protocol):
+    def __call__(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        top_k: int,
+    ) -> Tensor:
+        """The ``top_k`` tokens of a request that each of its new tokens is to attend to.
+
+        query [T, Hq, D] (may be a strided slice), weights [T, Hq] of the same dtype, cache [N, S, D] with
+        this step's keys in it; the rest as :class:`PagedAttentionOp`. For a token the key j of its
+        request, up to its own, scores ``sum_h weights[h] * max(0, query[h] . key_j)``, and of equal
+        scores the earlier key is the better one.
+
+        Returns [T, top_k] int32: the positions of the best, ascending, and -1 behind them where there are
+        fewer; rows past ``cu_seqlens_q[-1]`` are -1. Source: the lightning indexer of DeepSeek-AI 2025,
+        arXiv:2512.02556.
         """
         ...

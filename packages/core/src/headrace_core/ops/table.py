@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from headrace_core.ops.attention import (
     CacheWriteOp,
+    IndexTokensOp,
     LatentAttentionOp,
     LatentCacheWriteOp,
     PagedAttentionOp,
@@ -87,6 +88,7 @@ class OpTable:
     varlen_attention: VarlenAttentionOp
     latent_cache_write: LatentCacheWriteOp
     latent_attention: LatentAttentionOp
+    index_tokens: IndexTokensOp
     causal_conv: CausalConvOp
     selective_scan: SelectiveScanOp
     state_space_scan: StateSpaceScanOp

@@ -16,6 +16,7 @@ from headrace_core.reference.activations import (
     xielu,
 )
 from headrace_core.reference.attention import (
+    index_tokens,
     latent_attention,
     paged_attention,
     varlen_attention,
@@ -77,6 +78,7 @@ __all__ = [
     "gated_rms_norm",
     "gaussian_topk",
     "head_linear",
+    "index_tokens",
     "latent_attention",
     "latent_cache_write",
     "layer_norm",

@@ -34,6 +34,7 @@ def paged_attention(
     alibi_sqrt: bool = False,
     prefix_key: Tensor | None = None,
     prefix_value: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.PagedAttentionOp`. The two maxima are not needed here."""
     check_mask(
@@ -41,6 +42,7 @@ def paged_attention(
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
+        temperatures=score_temperatures is not None,
     )
     check_prefix(
         query,
@@ -49,6 +51,7 @@ def paged_attention(
         num_kv_heads=key_cache.shape[1] if is_paired(key_cache) else key_cache.shape[2],
         soft_cap=soft_cap,
         alibi=alibi_slopes is not None,
+        temperatures=score_temperatures is not None,
     )
     if is_paired(key_cache):
         key_cache, value_cache = plain_keys(key_cache), plain_values(value_cache)
@@ -70,6 +73,7 @@ def paged_attention(
             alibi_sqrt=alibi_sqrt,
             prefix_key=prefix_key,
             prefix_value=prefix_value,
+            score_temperatures=score_temperatures,
         )
     return out
 
@@ -85,6 +89,8 @@ def latent_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    picked: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """See :class:`headrace_core.ops.LatentAttentionOp`."""
     out = query.new_zeros(query.shape)
@@ -92,8 +98,44 @@ def latent_attention(
     starts = cu_seqlens_q.tolist()
     for b, seq_len in enumerate(seq_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
-        key = gather(cache[:, :, None], block_table[b], seq_len)
-        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale)
+        key = gather(cache[:, :, None], block_table[b], seq_len, k_scale)
+        only = None if picked is None else _is_picked(picked[rows], seq_len)
+        out[rows] = attend(whole[rows], key, key[..., :value_dim], scale=scale, only=only)
+    return out
+
+
+def _is_picked(picked: Tensor, seq_len: int) -> Tensor:
+    """[q, k] positions, -1 = none -> [q, L] bool."""
+    marks = torch.zeros((picked.shape[0], seq_len + 1), dtype=torch.bool, device=picked.device)
+    marks.scatter_(1, torch.where(picked < 0, seq_len, picked).long(), True)
+    return marks[:, :seq_len]
+
+
+def index_tokens(
+    query: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    top_k: int,
+) -> Tensor:
+    """See :class:`headrace_core.ops.IndexTokensOp`."""
+    out = torch.full((query.shape[0], top_k), -1, dtype=torch.int32, device=query.device)
+    starts = cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[b], starts[b + 1])
+        key = gather(cache[:, :, None], block_table[b], seq_len)[:, 0]
+        scores = torch.einsum("qhd,kd->qhk", widened(query[rows]), widened(key)).relu()
+        scores = torch.einsum("qh,qhk->qk", widened(weights[rows]), scores)
+        visible = visibility(scores.shape[0], seq_len, None, query.device)
+        order = scores.masked_fill(~visible, -torch.inf).sort(dim=1, descending=True, stable=True)
+        best = order.indices[:, :top_k]
+        best = torch.where(visible.gather(1, best), best, seq_len).sort(dim=1).values
+        out[rows, : best.shape[1]] = torch.where(best < seq_len, best, -1).int()
     return out
 
 
@@ -205,10 +247,13 @@ def attend(
     alibi_sqrt: bool = False,
     prefix_key: Tensor | None = None,
     prefix_value: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Tensor:
     """One request: the last tokens' queries [q, Hq, D] over all keys, values [L, Hk, D].
 
-    Not ``causal``: the queries may be anybody's, and see everything.
+    Not ``causal``: the queries may be anybody's, and see everything. ``only`` [q, L] bool: what a query
+    sees of what it would.
     """
     num_q, num_heads, _ = query.shape
     seq_len, num_kv_heads, _ = key.shape
@@ -220,6 +265,9 @@ def attend(
     scores = torch.einsum("qhd,khd->hqk", wide_query, wide_key) * scale
     if soft_cap > 0:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if score_temperatures is not None:
+        positions = torch.arange(seq_len - num_q, seq_len, device=query.device).clamp(min=0)
+        scores = scores * score_temperatures[positions].to(scores.dtype)[:, None]
     if alibi_slopes is not None:
         distance = key_distance(num_q, seq_len, query.device).to(scores.dtype)
         if alibi_sqrt:
@@ -228,6 +276,8 @@ def attend(
     visible = visibility(num_q, seq_len, sliding_window, query.device, attention_chunk)
     if not causal:
         visible = torch.ones_like(visible)
+    if only is not None:
+        visible = visible & only
     scores = scores.masked_fill(~visible, -torch.inf)
     if prefix_key is not None and prefix_value is not None:
         always = prefix_key.to(wide_query.dtype).repeat_interleave(group, dim=1)

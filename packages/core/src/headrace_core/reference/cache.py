@@ -38,13 +38,19 @@ def cache_write(
 
 
 def latent_cache_write(
-    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+    latent: Tensor,
+    rope_key: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
 ) -> None:
     """See :class:`headrace_core.ops.LatentCacheWriteOp`."""
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     slots, size = slot_mapping[rows], cache.shape[1]
-    joined = torch.cat((latent[rows], rope_key[rows]), dim=1)
-    cache[slots // size, slots % size] = joined.to(cache.dtype)
+    joined = torch.cat((latent[rows], rope_key[rows]), dim=1)[:, None]
+    kept = stored(joined, cache.dtype, k_scale)[:, 0]
+    as_bytes(cache)[slots // size, slots % size] = as_bytes(kept)
 
 
 def stored(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

@@ -127,12 +127,16 @@ def varlen_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
 
 
-def latent_cache_write(*args: Any) -> None:
+def latent_cache_write(*args: Any, **options: Any) -> None:
     return None
 
 
 def latent_attention(query: Tensor, *args: Any, **options: Any) -> Tensor:
     return _like(query, *query.shape)
+
+
+def index_tokens(query: Tensor, *args: Any, top_k: int, **options: Any) -> Tensor:
+    return torch.empty((query.shape[0], top_k), dtype=torch.int32, device=query.device)
 
 
 def causal_conv(x: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -562,6 +562,7 @@ class AttentionBackendConformance:
             ("alibi", "supports_alibi", "ALiBi not supported"),
             ("alibi_sqrt", "supports_alibi_sqrt", f"{_BY_ROOT} not supported"),
             ("prefix", "supports_prefix", f"{_PREFIX} not supported"),
+            ("temperatures", "supports_temperatures", "temperatures of scores not supported"),
         ],
     )
     def test_refuses_options_that_it_does_not_claim(

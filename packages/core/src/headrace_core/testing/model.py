@@ -61,6 +61,7 @@ class ReferenceAttention(AttentionBackend):
     supports_alibi = True
     supports_alibi_sqrt = True
     supports_prefix = True
+    supports_temperatures = True
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -103,6 +104,7 @@ class ReferenceAttention(AttentionBackend):
             alibi_sqrt=layer.alibi_sqrt,
             prefix_key=layer.prefix_key,
             prefix_value=layer.prefix_value,
+            score_temperatures=layer.score_temperatures,
         )
 
 
@@ -110,6 +112,8 @@ class ReferenceLatentAttention(LatentBackend):
     """Core's ops and nothing else; metadata is the batch itself."""
 
     name = "reference-latent"
+    supports_picked = True
+    supported_kv_cache_dtypes = tuple(CACHE_DTYPES)
 
     def prepare(self, batch: ForwardBatch, group: int) -> Any:
         return batch, batch.groups[group]
@@ -123,12 +127,16 @@ class ReferenceLatentAttention(LatentBackend):
         rope_key: Tensor | None,
         kv_cache: Tensor | None,
         metadata: Any,
+        *,
+        picked: Tensor | None = None,
     ) -> Tensor:
         if kv_cache is None:
             return torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         batch, group = metadata
         if latent is not None and rope_key is not None:
-            self.ops.latent_cache_write(latent, rope_key, kv_cache, group.slot_mapping)
+            self.ops.latent_cache_write(
+                latent, rope_key, kv_cache, group.slot_mapping, k_scale=layer.k_scale
+            )
         return self.ops.latent_attention(
             query,
             rope_query,
@@ -139,6 +147,8 @@ class ReferenceLatentAttention(LatentBackend):
             max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k,
             scale=layer.scale,
+            picked=picked,
+            k_scale=layer.k_scale,
         )
 
 

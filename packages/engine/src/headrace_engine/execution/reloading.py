@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headrace_core.errors import RequestError
+from headrace_core.config import LoadConfig
+from headrace_core.errors import ConfigError, RequestError
 
 SECTION = "load_config"
 FIELDS = ("load_format", "safetensors_load_strategy")
@@ -16,7 +17,7 @@ def load_changes(changes: object) -> dict[str, str]:
     """Fields of the load configuration out of ``{"load_config": {"load_format": "auto"}}``.
 
     Raises:
-        RequestError: it is something else.
+        RequestError: it is something else, or a value that the field cannot have.
     """
     inner = changes.get(SECTION) if isinstance(changes, Mapping) else None
     if (
@@ -30,4 +31,8 @@ def load_changes(changes: object) -> dict[str, str]:
             f"{' or '.join(FIELDS)}",
             param="args",
         )
+    try:
+        LoadConfig(**inner)  # what cannot be meant is refused while there is a model
+    except ConfigError as error:
+        raise RequestError(f"args: {error}", param="args") from error
     return dict(inner)

@@ -20,6 +20,7 @@ from headrace_core.kv import (
     CacheSpec,
     ChunkedLocalSpec,
     CrossAttentionSpec,
+    IndexKeySpec,
     LatentAttentionSpec,
     RecurrentSpec,
     SlidingWindowSpec,
@@ -242,6 +243,8 @@ def _kind(spec: CacheSpec) -> tuple[str, int | None]:
             return "attention in chunks", spec.attention_chunk_size
         case CrossAttentionSpec():
             return "attention to an encoder", spec.max_encoder_tokens
+        case IndexKeySpec():
+            return "an indexer's keys", None
         case LatentAttentionSpec():
             return "latent attention", None
         case _:

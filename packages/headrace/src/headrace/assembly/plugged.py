@@ -73,9 +73,10 @@ def io_processor_class(resolved: Resolved) -> type[IOProcessor] | None:
 
 
 def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
-    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what a GGUF file
-    says of its tokenizer."""
+    """The tokenizer plug-in's reading of the checkpoint's (or the named) folder, or what Mistral's
+    ``tekken.json`` or a GGUF file says of its tokenizer."""
     from headrace_models.formats.gguf.files import gguf_file
+    from headrace_models.formats.tekken import TEKKEN
     from headrace_models.source import fetch
 
     model = resolved.config.model
@@ -84,12 +85,23 @@ def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
     folder = resolved.info.path
     if model.tokenizer is not None:
         folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
-    file = None if (folder / "tokenizer.json").is_file() else gguf_file(folder)
-    if file is not None and model.tokenizer_mode == "auto":
-        return _of_gguf(file)
+    if model.tokenizer_mode == "auto" and not (folder / "tokenizer.json").is_file():
+        if (folder / TEKKEN).is_file():
+            return _of_tekken(folder / TEKKEN)
+        file = gguf_file(folder)
+        if file is not None:
+            return _of_gguf(file)
     name = "hf" if model.tokenizer_mode == "auto" else model.tokenizer_mode
     factory: TokenizerFactory = plugins.load("headrace.tokenizers", name)
     return factory(folder)
+
+
+def _of_tekken(file: Path) -> Tokenizer:
+    from headrace_engine.intake.tokenizer import tokenizer_of
+    from headrace_models.formats.tekken import tekken_tokenizer
+
+    found = tekken_tokenizer(file)
+    return tokenizer_of(file, found.tokenizer, found.config)
 
 
 def _of_gguf(file: Path) -> Tokenizer:

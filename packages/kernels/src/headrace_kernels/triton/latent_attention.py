@@ -171,9 +171,14 @@ def _latent_kernel(
 
 
 def latent_cache_write(
-    latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+    latent: Tensor,
+    rope_key: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
 ) -> None:
-    """See :class:`headrace_core.ops.LatentCacheWriteOp`."""
+    """See :class:`headrace_core.ops.LatentCacheWriteOp`; caches of one byte are refused."""
     _check(latent, rope_key, cache)
     latent, rope_key = (x if x.stride(1) == 1 else x.contiguous() for x in (latent, rope_key))
     num_tokens = slot_mapping.shape[0]
@@ -196,16 +201,23 @@ def latent_attention(
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float,
+    picked: Tensor | None = None,
+    k_scale: Tensor | None = None,
     batch_invariant: bool = False,
     segments: int | None = None,
 ) -> Tensor:
-    """See :class:`headrace_core.ops.LatentAttentionOp`.
+    """See :class:`headrace_core.ops.LatentAttentionOp`; caches of one byte are refused.
 
     Args:
         batch_invariant: a row's result does not depend on the other rows: the context is not cut.
         segments: into how many pieces it is, for tests and tuning; None = what fills the device.
     """
     _check(query, rope_query, cache)
+    if picked is not None and len(seq_lens):
+        cache, block_table, cu_seqlens_q, seq_lens = _single_out(
+            picked, cache, block_table, cu_seqlens_q
+        )
+        max_seqlen_q, max_seqlen_k = 1, picked.shape[1]
     num_tokens, num_heads, latent = query.shape
     # Zeros, not empty: rows that belong to no request (padding of a captured graph) stay 0.
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -239,6 +251,28 @@ def latent_attention(
             HEAD_DIM=latent, D_BLOCK=latent_block, SEGMENTS=segments,
         )  # fmt: skip
     return out
+
+
+def _single_out(
+    picked: Tensor, cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Cache, tables, starts and lengths of a batch in which each token is a request whose context is what
+    was picked for it: a place for one token is a block."""
+    (blocks, size, width), (far, near, _) = cache.shape, cache.stride()
+    if far % near:
+        raise ConfigError(
+            f"triton kernels: picked tokens of a cache whose blocks are {far} apart: must be a multiple "
+            f"of {near}, what tokens are"
+        )
+    places = (blocks - 1) * (far // near) + size
+    single = cache.as_strided((places, 1, width), (near, near, 1), cache.storage_offset())
+    tokens = torch.arange(picked.shape[0] + 1, dtype=torch.int32, device=picked.device)
+    owners = torch.searchsorted(cu_seqlens_q[1:].contiguous(), tokens[:-1], right=True)
+    seen = (picked >= 0) & (owners < block_table.shape[0])[:, None]
+    columns = picked.clamp(min=0)
+    rows = block_table[owners.clamp(max=block_table.shape[0] - 1)]
+    table = rows.gather(1, (columns // size).long()) * (far // near) + columns % size
+    return single, table.int(), tokens, seen.sum(dim=1, dtype=torch.int32)
 
 
 def _check(first: Tensor, second: Tensor, cache: Tensor) -> None:

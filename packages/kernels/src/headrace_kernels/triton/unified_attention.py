@@ -41,6 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace_core.errors import ConfigError
 from headrace_core.ops import check_mask, check_prefix
 from headrace_kernels.triton.cache_write import refuse_one_byte
 from headrace_kernels.triton.launch import padded, widen
@@ -520,6 +521,7 @@ def paged_attention(
     alibi_sqrt: bool = False,
     prefix_key: Tensor | None = None,
     prefix_value: Tensor | None = None,
+    score_temperatures: Tensor | None = None,
     batch_invariant: bool = False,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -531,6 +533,8 @@ def paged_attention(
         plan: tile shapes, for tests and tuning; None = :func:`make_plan`.
     """
     refuse_one_byte(query, key_cache, k_scale, v_scale)
+    if score_temperatures is not None:
+        raise ConfigError("triton kernels: paged_attention takes no score_temperatures")
     check_mask(
         causal=causal,
         sliding_window=sliding_window,
@@ -544,6 +548,7 @@ def paged_attention(
         num_kv_heads=key_cache.shape[2],
         soft_cap=soft_cap,
         alibi=alibi_slopes is not None,
+        temperatures=score_temperatures is not None,
     )
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]

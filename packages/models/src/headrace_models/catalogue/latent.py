@@ -31,9 +31,10 @@ ROWS = (
     Architecture(
         "DeepseekV32ForCausalLM",
         "deepseek_v32:DeepseekV32ForCausalLM",
-        "DeepSeek V3.2, contexts up to 2,048",
+        "DeepSeek V3.2",
         _LATENT,
     ),
+    Architecture("GlmMoeDsaForCausalLM", "glm_moe_dsa:GlmMoeDsaForCausalLM", "GLM-5", _LATENT),
     Architecture(
         "PanguUltraMoEForCausalLM",
         "pangu_ultra_moe:PanguUltraMoEForCausalLM",

@@ -55,7 +55,7 @@ ROWS = (
     ),
     Architecture("ArcticForCausalLM", "arctic:ArcticForCausalLM", "Arctic"),
     Architecture("Grok1ModelForCausalLM", "grok:Grok1ModelForCausalLM", "Grok-1"),
-    Architecture("Grok1ForCausalLM", "grok:Grok1ForCausalLM", "Grok-2, contexts up to 1,024"),
+    Architecture("Grok1ForCausalLM", "grok:Grok1ForCausalLM", "Grok-2"),
     Architecture("LagunaForCausalLM", "laguna:LagunaForCausalLM", "Laguna", _MIXED),
     Architecture(
         "PhiMoEForCausalLM",

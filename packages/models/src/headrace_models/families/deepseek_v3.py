@@ -71,9 +71,13 @@ class LatentDecoder(LlamaForCausalLM):
         return self.latent_attention(context, name)
 
     def latent_attention(
-        self, context: BuildContext, name: str, **differences: Any
+        self,
+        context: BuildContext,
+        name: str,
+        kind: type[LatentAttention] = LatentAttention,
+        **differences: Any,
     ) -> SelfAttention:
-        """A layer of the config's sizes; ``differences`` are further arguments of `LatentAttention`."""
+        """A layer of the config's sizes; ``differences`` are further arguments of its class."""
         bias = self.settings.flag("attention_bias", False)
         head_dim = self.sizes.nope_head_dim + self.sizes.rope_head_dim
         arguments = {
@@ -84,7 +88,7 @@ class LatentDecoder(LlamaForCausalLM):
             "out_bias": bias,
             **differences,
         }
-        return LatentAttention(context, name, self.sizes, **arguments)
+        return kind(context, name, self.sizes, **arguments)
 
 
 class DeepseekV3ForCausalLM(LatentDecoder):

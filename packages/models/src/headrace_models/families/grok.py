@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from headrace_core.errors import UnsupportedModel
+import torch
+
 from headrace_core.model import WeightRule
 from headrace_models.families.mixtral import EXPERT_NAMES
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
@@ -93,12 +94,18 @@ class Grok1ModelForCausalLM(MoEDecoder):
         return self.settings.positive("output_multiplier_scale", 1 / math.sqrt(3))
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        return self.capped_attention(context, name)
+
+    def capped_attention(
+        self, context: BuildContext, name: str, **differences: Any
+    ) -> SelfAttention:
         cap = self.settings.number("attn_logit_softcapping", _SOFT_CAP)
         return self.attention(
             context,
             name,
             scale=self.settings.optional_positive("attn_output_multiplier"),
             soft_cap=max(cap, 0.0),
+            **differences,
         )
 
     def is_dense(self, index: int) -> bool:
@@ -125,7 +132,8 @@ class Grok1ModelForCausalLM(MoEDecoder):
 
 
 class Grok1ForCausalLM(Grok1ModelForCausalLM):
-    """Grok-2, in contexts up to its ``attn_temperature_len``."""
+    """Grok-2. Behind ``attn_temperature_len`` L scores grow with the query's position p, by
+    ``log p / log L``."""
 
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *_UNMIXED,
@@ -145,13 +153,20 @@ class Grok1ForCausalLM(Grok1ModelForCausalLM):
             ("attn_logit_softcapping_method", "tanh"),
         ):
             self.settings.refuse(key, served)
-        length = self.settings.integer("attn_temperature_len", -1, minimum=-1)
-        if 0 < length < context.max_model_len - 1:
-            raise UnsupportedModel(
-                f"max_model_len = {context.max_model_len}: must be at most {length + 1}: scores that "
-                f"grow behind attn_temperature_len = {length} are not supported"
-            )
         super().prepare(context, prefix)
+        self.temperatures = self.score_temperatures(context)
+
+    def score_temperatures(self, context: BuildContext) -> Tensor | None:
+        """[P] float32; None: no position is far enough."""
+        length = self.settings.integer("attn_temperature_len", -1, minimum=-1)
+        if not 1 < length < context.max_model_len - 1:
+            return None
+        positions = torch.arange(context.max_model_len, dtype=torch.float32)
+        grown = torch.log2(positions.clamp(min=1)) / math.log2(length)
+        return torch.where(positions > length, grown, 1.0).to(context.device)
+
+    def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
+        return self.capped_attention(context, name, score_temperatures=self.temperatures)
 
     def mixture_class(self) -> type[SparseMoE]:
         return _LeveledMoE if self._has_mlp() else SparseMoE

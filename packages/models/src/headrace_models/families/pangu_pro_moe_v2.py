@@ -124,7 +124,7 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
     def window(self, index: int) -> int | None:
         """One for all layers, or a list that they repeat; None and what is not above 0: everything."""
         stated = self.settings.config.get("interleaved_sliding_window")
-        windows = stated if isinstance(stated, list) and stated else [stated]
+        windows: list[Any] = stated if isinstance(stated, list) and stated else [stated]
         if not all(w is None or type(w) is int for w in windows):
             raise UnsupportedModel(
                 f"config.json: interleaved_sliding_window = {stated!r:.200}: must be a number of "

@@ -121,6 +121,7 @@ def _layer_rules(transformer: str) -> tuple[WeightRule, ...]:
         WeightRule(
             f"{shared}.feed_forward.gate_up_proj_adapter_list.{{}}.1",
             f"{own}.mlp_adapters.{{}}.up.0",
+            split=ALL_PARTS,
         ),
         WeightRule(f"{shared}.feed_forward.down_proj", f"{own}.down"),
         WeightRule("model.final_layernorm", "final_norm"),
@@ -155,10 +156,6 @@ class Zamba2ForCausalLM(LlamaForCausalLM):
     transformer_name: ClassVar[str] = "shared_transformer"
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
-        if context.communicator.world_size > 1:
-            raise UnsupportedModel(
-                f"tensor_parallel_size = {context.communicator.world_size}: Zamba runs on one rank only"
-            )
         self.settings.refuse("use_long_context", False)
         self.rotary = None
         if self.settings.flag("use_mem_rope", False):

@@ -11,6 +11,7 @@ from headrace_models.families.llama import LlamaForCausalLM
 from headrace_models.families.moe_rules import stacked_rules
 from headrace_models.layers.base import Layer, Slot, WeightLayer
 from headrace_models.layers.cca import CCASizes, ConvolvedAttention
+from headrace_models.layers.decoder import Block
 from headrace_models.layers.linear import PlainLinear
 from headrace_models.layers.norm import NormLayer, RMSNorm
 from headrace_models.layers.rotary import rotary_table
@@ -110,7 +111,7 @@ class ZayaForCausalLM(LlamaForCausalLM):
             x, residual, found = layer.run(x, residual, found, batch)
         return x, residual
 
-    def make_block(self, context: BuildContext, index: int, name: str) -> ZayaBlock:
+    def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         size = self.hidden_size()
         scales = [
             RowScale(context, f"{name}.post_{half}_residual_scale.{what}", size)
@@ -168,7 +169,7 @@ class ZayaForCausalLM(LlamaForCausalLM):
         return SteeredExperts(router, experts)
 
 
-class ZayaBlock(Layer):
+class ZayaBlock(Block):
     """Both halves' results and the stream are scaled, each channel by itself, before they are added.
 
     Args:
@@ -189,6 +190,13 @@ class ZayaBlock(Layer):
         self.mlp = mlp
         self.attention_found, self.attention_stream, self.mlp_found, self.mlp_stream = scales
 
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """As the first of a stack."""
+        x, stream, _ = self.run(x, residual, None, batch)
+        return x, stream
+
     def run(
         self, x: Tensor, residual: Tensor | None, found: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,7 +216,7 @@ class SteeredExperts(Layer):
 
     def __call__(self, x: Tensor, found: Tensor | None) -> tuple[Tensor, Tensor]:
         weights, ids, found = self.router(x, found)
-        return self.experts(x, weights, ids), found
+        return self.experts(x, *self.experts.places(weights, ids)), found
 
 
 class SteeredRouter(Layer):

@@ -1,7 +1,8 @@
 """Mistral's own checkpoints: ``consolidated*.safetensors`` beside ``params.json``.
 
 They differ from transformers' in names, and in the order of query and key rows: rotary pairs are
-neighbours there, and half a head apart here. Both are changed while reading.
+neighbours there, and half a head apart here, except in latent attention. Both are changed while reading.
+What sees images is passed over.
 """
 
 from __future__ import annotations
@@ -31,13 +32,28 @@ _IN_LAYER = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.gate": "block_sparse_moe.gate",
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a_with_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+    "gate": "mlp.gate",
+    "shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "shared_experts.w3": "mlp.shared_experts.up_proj",
+    "shared_experts.w2": "mlp.shared_experts.down_proj",
 }
+_EXPERT = re.compile(r"(feed_forward\.)?experts\.(\d+)\.(w[123])")
+_EXPERT_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _OUTSIDE = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 _PAIRED = (".q_proj.weight", ".k_proj.weight")
+_SEEING = ("vision_encoder.", "vision_language_adapter.", "patch_merger.", "pre_mm_projector_norm.")
+"""Beginnings of names of what makes vectors of images."""
 
 
 class MistralFormat:
@@ -61,22 +77,33 @@ class MistralFormat:
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterator[tuple[str, Tensor, Path]]:
         """By transformers' names. Raises: WeightsError naming the file."""
-        size = head_dim(read_params(path))
-        headers = checkpoint_headers(path, CONSOLIDATED)
+        params = read_params(path)
+        headers = {
+            file: tuple(entry for entry in entries if not entry.name.startswith(_SEEING))
+            for file, entries in checkpoint_headers(path, CONSOLIDATED).items()
+        }
         for stored, tensor, file in read_tensors(headers, progress, eager=self.eager):
             name = transformers_name(stored)
-            yield (
-                name,
-                halves(tensor, size, stored, file) if name.endswith(_PAIRED) else tensor,
-                file,
-            )
+            if name.endswith(_PAIRED):
+                tensor = halves(tensor, head_dim(params), stored, file)
+            yield name, tensor, file
 
 
 def transformers_name(name: str) -> str:
     """What transformers calls a tensor of Mistral's; unknown names stay."""
     found = _LAYER.fullmatch(name)
-    if found is None or found[2] not in _IN_LAYER:
+    if found is None:
         return _OUTSIDE.get(name, name)
+    expert = _EXPERT.fullmatch(found[2])
+    if expert is not None and expert[1]:  # Mixtral
+        return (
+            f"model.layers.{found[1]}.block_sparse_moe.experts.{expert[2]}.{expert[3]}.{found[3]}"
+        )
+    if expert is not None:
+        part = _EXPERT_PARTS[expert[3]]
+        return f"model.layers.{found[1]}.mlp.experts.{expert[2]}.{part}.{found[3]}"
+    if found[2] not in _IN_LAYER:
+        return name
     return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.{found[3]}"
 
 

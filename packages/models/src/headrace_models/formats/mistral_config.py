@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,28 @@ from headrace_core.errors import UnsupportedModel
 from headrace_models.json_object import read_object
 from headrace_models.settings import MAX_HEAD_DIM, MAX_LAYERS, Settings
 
+logger = logging.getLogger(__name__)
+
 PARAMS = "params.json"
 DEFAULT_LENGTH = 128_000
 """Context of a model whose params.json names none."""
 _BOS, _EOS = 1, 2
 """In every tokenizer of Mistral's."""
-_OTHER_MODELS = ("moe", "vision_encoder", "quantization", "q_lora_rank", "lora", "ssm")
-"""Keys of what is more than a plain decoder."""
+_OTHER_MODELS = ("quantization", "lora", "ssm", "multimodal")
+"""Keys of what is more than a decoder."""
+_MIXTURE = {
+    "num_experts": "n_routed_experts",
+    "num_experts_per_tok": "num_experts_per_tok",
+    "expert_hidden_dim": "moe_intermediate_size",
+    "num_shared_experts": "n_shared_experts",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "route_every_n": "moe_layer_freq",
+    "routed_scale": "routed_scaling_factor",
+    "num_expert_groups": "n_group",
+    "num_expert_groups_per_tok": "topk_group",
+}
+"""Of latent attention's mixtures: their name of a key -> ours."""
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def has_params(folder: Path, load_format: str) -> bool:
@@ -48,8 +64,7 @@ def mistral_config(folder: Path) -> dict[str, Any]:
     """``config.json`` of the model that params.json describes.
 
     Raises:
-        UnsupportedModel: a value is wrong, or it describes more than a dense decoder of text; names
-            the key.
+        UnsupportedModel: a value is wrong, or it describes more than a decoder; names the key.
     """
     params = read_params(folder)
     for key in _OTHER_MODELS:
@@ -63,28 +78,74 @@ def mistral_config(folder: Path) -> dict[str, Any]:
             f"{folder / PARAMS}: sliding_window is a list, which is not supported; use the "
             "repository's files in the layout of transformers"
         )
+    if params.config.get("vision_encoder"):
+        logger.warning(
+            "%s: 'vision_encoder' is not supported: the model's text is served, images are not",
+            folder,
+        )
+    if params.config.get("kv_lora_rank"):
+        return _latent_config(params)
+    rope, sharpens = _rope(params)
+    mixture = _block(params, "moe")
+    if mixture is not None and sharpens:
+        raise UnsupportedModel(
+            "params.json: moe and llama_4_scaling without kv_lora_rank: no such model is supported"
+        )
+    kind, name = ("ministral3", "Ministral3") if sharpens else ("mistral", "Mistral")
+    experts: dict[str, Any] = {}
+    if mixture is not None:
+        kind, name = "mixtral", "Mixtral"
+        experts = {
+            "num_local_experts": mixture.integer("num_experts"),
+            "num_experts_per_tok": mixture.integer("num_experts_per_tok"),
+        }
+    return {
+        **_common(params),
+        **experts,
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": kind,
+        "num_key_value_heads": params.integer("n_kv_heads", params.integer("n_heads")),
+        "head_dim": head_dim(params),
+        "sliding_window": params.optional_integer("sliding_window"),
+        "rope_parameters": rope,
+    }
+
+
+def _common(params: Settings) -> dict[str, Any]:
     length = params.integer(
         "max_position_embeddings", params.integer("max_seq_len", DEFAULT_LENGTH)
     )
-    rope, sharpens = _rope(params)
     return {
-        "architectures": ["Ministral3ForCausalLM" if sharpens else "MistralForCausalLM"],
-        "model_type": "ministral3" if sharpens else "mistral",
         "hidden_size": params.integer("dim"),
         "intermediate_size": params.integer("hidden_dim"),
         "num_hidden_layers": params.integer("n_layers", maximum=MAX_LAYERS),
         "num_attention_heads": params.integer("n_heads"),
-        "num_key_value_heads": params.integer("n_kv_heads", params.integer("n_heads")),
-        "head_dim": head_dim(params),
         "vocab_size": params.integer("vocab_size"),
         "rms_norm_eps": params.positive("norm_eps", 1e-5),
         "hidden_act": params.config.get("activation") or "silu",
-        "sliding_window": params.optional_integer("sliding_window"),
         "tie_word_embeddings": params.flag("tied_embeddings", False),
         "max_position_embeddings": length,
-        "rope_parameters": rope,
         "bos_token_id": _BOS,
         "eos_token_id": _EOS,
+    }
+
+
+def _latent_config(params: Settings) -> dict[str, Any]:
+    """Of Mistral Large 3: latent attention, and mixtures behind the first layers."""
+    rope, _ = _rope(params)
+    if rope["rope_type"] == "yarn" and "attention_factor" not in rope:
+        rope |= {"mscale": 1.0, "mscale_all_dim": 1.0}  # the scale is one of scores
+    mixture = _block(params, "moe")
+    said = {} if mixture is None else mixture.config
+    return {
+        **_common(params),
+        **{ours: said[theirs] for theirs, ours in _MIXTURE.items() if theirs in said},
+        **{name: params.config.get(name) for name in _LATENT},
+        "architectures": ["MistralLarge3ForCausalLM"],
+        "model_type": "mistral4",
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": rope,
     }
 
 

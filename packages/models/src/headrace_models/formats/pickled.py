@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -28,9 +29,13 @@ from headrace_models.formats.index import (
     missing_from,
     read_index,
 )
+from headrace_models.formats.rank_parts import join
 
 _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
+_NAMED_WRAPPER = "model_key"
+"""Where fairseq2 says which key that is."""
+_RANK = re.compile(r"model\.(\d+)\.pt")
 
 
 class PickledFormat:
@@ -54,6 +59,10 @@ class PickledFormat:
     ) -> Iterator[tuple[str, Tensor, Path]]:
         """Raises: WeightsError naming the file, and what it holds that is no tensor."""
         files = pickled_files(path)
+        ranks = rank_files(files)
+        if ranks:
+            yield from self._joined(ranks, progress)
+            return
         indexed = read_index(path, PICKLES) if has_index(path, PICKLES) else {}
         total, done = sum(file.stat().st_size for file in files), 0
         for file in files:
@@ -70,6 +79,34 @@ class PickledFormat:
                 mapping.let_go(tensor)
             done = before + file.stat().st_size
             progress(LoadProgress("weights", done, total, "B", file.name))
+
+    def _joined(
+        self, files: Sequence[Path], progress: ProgressCallback
+    ) -> Iterator[tuple[str, Tensor, Path]]:
+        ranks = [read_pickled(file, eager=self.eager) for file in files]
+        for file, tensors in zip(files, ranks):
+            if odd := ranks[0].keys() ^ tensors.keys():
+                raise WeightsError(f"{file}: tensor {min(odd)!r} is not in the files of all ranks")
+        total, done = sum(tensor.nbytes for tensors in ranks for tensor in tensors.values()), 0
+        for name in list(ranks[0]):
+            pieces = [tensors.pop(name) for tensors in ranks]
+            yield name, join(name, pieces, files[0]), files[0]
+            done += sum(piece.nbytes for piece in pieces)
+            progress(LoadProgress("weights", done, total, "B", files[0].name))
+
+
+def rank_files(files: Sequence[Path]) -> list[Path]:
+    """The files by rank, if each holds a rank's part of every tensor (fairseq2), else none.
+
+    Raises:
+        WeightsError: a rank's file is missing.
+    """
+    ranks = {int(found[1]): file for file in files if (found := _RANK.fullmatch(file.name))}
+    if not ranks or len(ranks) != len(files):
+        return []
+    if missing := set(range(max(ranks) + 1)) - ranks.keys():
+        raise WeightsError(f"{files[0].parent}: file model.{min(missing)}.pt is missing")
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def pickled_files(folder: Path) -> tuple[Path, ...]:
@@ -108,7 +145,8 @@ def read_pickled(file: Path, *, eager: bool = False) -> dict[str, Tensor]:
 
 
 def _checked(file: Path, found: object) -> dict[str, Tensor]:
-    for wrapper in _WRAPPERS:
+    named = found.get(_NAMED_WRAPPER) if isinstance(found, Mapping) else None
+    for wrapper in (*((named,) if isinstance(named, str) else ()), *_WRAPPERS):
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
     if not isinstance(found, Mapping):

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints, one file or sharded."""
+"""Safetensors checkpoints, one file or sharded, or with some tensors cut for ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headrace_models.formats.content import Content
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.header import TensorEntry
 from headrace_models.formats.index import checkpoint_files, checkpoint_headers
+from headrace_models.formats.rank_parts import in_order, join_parts, split_headers
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,7 +44,17 @@ class SafetensorsFormat:
         self, path: Path, progress: ProgressCallback = ignore_progress
     ) -> Iterator[tuple[str, Tensor, Path]]:
         """Raises: WeightsError naming the file."""
-        return read_tensors(checkpoint_headers(path), progress, eager=self.eager)
+        headers = checkpoint_headers(path)
+        whole, parts = split_headers(headers)
+        yield from read_tensors(whole, progress, eager=self.eager)
+        for files in parts:
+            callbacks = [progress, *(ignore_progress for _ in files[1:])]
+            yield from join_parts(
+                [
+                    read_tensors({file: in_order(headers[file])}, callback, eager=self.eager)
+                    for file, callback in zip(files, callbacks)
+                ]
+            )
 
 
 def read_tensors(

@@ -184,7 +184,7 @@ class SelfAttention(Layer, ABC):
         """x [T, hidden_size] -> the same shape."""
 
 
-class CachedAttention(SelfAttention):
+class CachedLayer(Layer, ABC):
     """What a decoder counts among its attention layers: core's ``AttentionLayer``."""
 
     spec: AttentionLayerSpec
@@ -194,6 +194,10 @@ class CachedAttention(SelfAttention):
     @abstractmethod
     def bind_cache(self, kv_cache: Tensor | None, group: int) -> None:
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
+
+
+class CachedAttention(SelfAttention, CachedLayer):
+    """Attention of a step's tokens over the paged cache."""
 
 
 class Attention(ProjectedAttention, CachedAttention):
@@ -214,6 +218,7 @@ class Attention(ProjectedAttention, CachedAttention):
             ``spec`` before the first step (openPangu Pro).
         query_temperature: [P] float32, the last thing that query is multiplied by, by position
             (Llama 4).
+        score_temperatures: [P] float32, what capped scores are multiplied by, by position (Grok 2).
     """
 
     def __init__(
@@ -229,6 +234,7 @@ class Attention(ProjectedAttention, CachedAttention):
         prefix: bool = False,
         sinks: bool = False,
         query_temperature: Tensor | None = None,
+        score_temperatures: Tensor | None = None,
         **arguments: Any,
     ) -> None:
         shares = kv_sharing_target is not None
@@ -246,6 +252,7 @@ class Attention(ProjectedAttention, CachedAttention):
             kv_sharing_target=kv_sharing_target,
             alibi_slopes=alibi_slopes,
             alibi_sqrt=alibi_sqrt,
+            score_temperatures=score_temperatures,
         )
         self.kv_spec = None if shares else _cache_spec(context, self.spec)
         self.backend = context.attention(
@@ -262,6 +269,7 @@ class Attention(ProjectedAttention, CachedAttention):
                 alibi=alibi_slopes is not None,
                 alibi_sqrt=alibi_sqrt,
                 prefix=prefix,
+                temperatures=score_temperatures is not None,
             )
         )
         self.group = 0

@@ -167,7 +167,7 @@ class WithinHeads(WeightLayer):
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """``packed`` and ``steps`` begin with the token itself."""
         size, taps = self.sizes.head_dim, self.sizes.taps[1]
-        by_tap = tensors["weight"].unflatten(0, (-1, size)).unbind(-1)[::-1]
+        by_tap = tensors["weight"].view(-1, size, size, taps).unbind(-1)[::-1]
         pack = self.context.ops.head_linear.pack
         self.packed = [pack(weight.contiguous()) for weight in by_tap]
         self.total, self.own_bias = sum(by_tap[1:], by_tap[0]), tensors["bias"]
@@ -177,7 +177,7 @@ class WithinHeads(WeightLayer):
     def whole_bias(self, before: Tensor) -> Tensor:
         """[C]: its own and what it makes of that of the convolution before."""
         if self.bias is None:
-            heads = before.unflatten(0, (-1, self.sizes.head_dim)).float()
+            heads = before.view(-1, self.sizes.head_dim).float()
             made = torch.einsum("hnk,hk->hn", self.total.float(), heads).flatten()
             self.bias = (made + self.own_bias.float()).to(before.dtype)
         return self.bias

@@ -11,7 +11,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_core.model import INPUT_EMBEDS
 from headrace_models.architectures import is_bidirectional
-from headrace_models.layers.attention import Attention, CachedAttention
+from headrace_models.layers.attention import Attention, CachedLayer
 from headrace_models.layers.base import Layer, Part, walk
 from headrace_models.layers.embedding import Embedding, PackedEmbedding
 from headrace_models.layers.linear import (
@@ -191,7 +191,7 @@ class Decoder(Layer, ABC):
 
     def attention_layers(self) -> Mapping[str, AttentionLayer]:
         """See :class:`headrace_core.model.CausalLM`."""
-        found = (layer for _, layer in walk(self) if isinstance(layer, CachedAttention))
+        found = (layer for _, layer in walk(self) if isinstance(layer, CachedLayer))
         return {layer.spec.name: layer for layer in found}
 
     def state_layers(self) -> Mapping[str, StateLayer]:

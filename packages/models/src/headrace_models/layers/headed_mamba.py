@@ -1,7 +1,7 @@
 """Zamba's mixer: Mamba's, with the projections to step, key and query of each of a few heads. Glorioso et
 al. 2024, arXiv:2405.16712.
 
-Letters: T tokens, H heads of P channels, N length of a channel's state, R rank of the step.
+Letters: T tokens, H heads of this rank of P channels, N length of a channel's state, R rank of the step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.head_view import by_heads
-from headrace_models.layers.linear import Linear
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HeadedMambaMixer(RecurrentLayer):
-    """Not divided over ranks.
+    """Heads are spread over the ranks.
 
     Raises:
         UnsupportedModel: channels that cannot be divided into heads.
@@ -50,19 +50,19 @@ class HeadedMambaMixer(RecurrentLayer):
             raise UnsupportedModel(
                 f"config.json: n_mamba_heads = {num_heads}: must divide {sizes.channels} channels"
             )
-        own = Part(sizes.channels)
+        shard = dividing_shard(num_heads, context.communicator, what=f"{name}, heads")
+        own = Part(sizes.channels // shard.count, shard)
         conv = CausalConv(
             context, f"{name}.conv1d", (own,), sizes.taps, bias=conv_bias, activation=activation
         )
-        scanned = StateShape((sizes.channels, sizes.state_size), "float32")
+        scanned = StateShape((own.size, sizes.state_size), "float32")
         super().__init__(context, name, (conv.state_shape(), scanned))
-        hidden = sizes.hidden_size
-        self.in_proj = Linear(context, f"{name}.in_proj", hidden, [own, own], bias=bias)
+        hidden, both = sizes.hidden_size, (sizes.channels, sizes.channels)
+        self.in_proj = column_parallel(context, f"{name}.in_proj", hidden, both, bias=bias)
         self.conv = conv
-        self.scan = HeadedScan(context, name, sizes, num_heads)
-        self.out_proj = Linear(
-            context, f"{name}.out_proj", sizes.channels, [Part(hidden)], bias=bias
-        )
+        heads = Part(num_heads // shard.count, shard)
+        self.scan = HeadedScan(context, name, sizes, heads, sizes.channels // num_heads)
+        self.out_proj = row_parallel(context, f"{name}.out_proj", sizes.channels, hidden, bias=bias)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
@@ -72,27 +72,28 @@ class HeadedMambaMixer(RecurrentLayer):
 
 
 class HeadedScan(WeightLayer):
-    """See :class:`headrace_core.ops.SelectiveScanOp`, once for each head, and what it is fed with."""
+    """See :class:`headrace_core.ops.SelectiveScanOp`, once for each head, and what it is fed with.
 
-    def __init__(self, context: BuildContext, name: str, sizes: MambaSizes, num_heads: int) -> None:
+    Args:
+        heads: those that this rank keeps.
+    """
+
+    def __init__(
+        self, context: BuildContext, name: str, sizes: MambaSizes, heads: Part, head_dim: int
+    ) -> None:
         self.name = name
         self.ops = context.ops
-        self.sizes, self.heads = sizes, num_heads
-        self.head_dim = sizes.channels // num_heads
+        self.sizes, self.heads, self.head_dim = sizes, heads, head_dim
 
     def slots(self) -> Mapping[str, Slot]:
-        heads, size, length, rank = (
-            self.heads,
-            self.head_dim,
-            self.sizes.state_size,
-            self.sizes.step_rank,
-        )
-        each = Slot((heads, size), "float32", any_float=True)
+        heads, size, parts = self.heads.size, self.head_dim, (self.heads,)
+        length, rank = self.sizes.state_size, self.sizes.step_rank
+        each = Slot((heads, size), "float32", parts=parts, any_float=True)
         return {
-            "x_proj_weight": Slot((heads, rank + 2 * length, size)),
-            "dt_proj_weight": Slot((heads, size, rank)),
+            "x_proj_weight": Slot((heads, rank + 2 * length, size), parts=parts),
+            "dt_proj_weight": Slot((heads, size, rank), parts=parts),
             "dt_proj_bias": each,
-            "A_log": Slot((heads, size, length), "float32", any_float=True),
+            "A_log": Slot((heads, size, length), "float32", parts=parts, any_float=True),
             "D": each,
         }
 
@@ -109,7 +110,7 @@ class HeadedScan(WeightLayer):
         step, key, query = torch.split(vectors, [self.sizes.step_rank, length, length], dim=-1)
         steps = self.ops.head_linear(step, self.dt_proj)
         out = x.new_empty(x.shape)
-        for head in range(self.heads):
+        for head in range(self.heads.size):
             own = slice(head * size, (head + 1) * size)
             held = None if state.state is None else state.state[:, own]
             scanned = self.ops.selective_scan(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.batch import ForwardBatch
+    from headrace_core.kv_scales import KVScaleMeasure
     from headrace_core.model import BuildContext
     from headrace_models.rope import RopeSettings
 
@@ -94,6 +95,7 @@ class LatentAttention(CachedAttention):
         expands: whether prompts of :data:`EXPAND_FROM` tokens and more, none of which is cached, are
             computed expanded. That gives other bits than absorbed, so None, the default, means: where
             the ops' bits depend on the batch anyway. It costs W_K's memory once more.
+        picks: whether tokens attend to those that :meth:`pick` says, which is never expanded.
 
     Raises:
         UnsupportedModel: the checkpoint quantizes the matrix of W_K and W_V.
@@ -114,11 +116,13 @@ class LatentAttention(CachedAttention):
         bias: bool = False,
         out_bias: bool = False,
         expands: bool | None = None,
+        picks: bool = False,
     ) -> None:
         self.ops, self.sizes = context.ops, sizes
         self.rotary, self.interleaved = rotary, interleaved
         self.latent_scale = latent_scale
         self.expands = not context.ops.row_invariant if expands is None else expands
+        self.expands &= not picks
         shard = shard_of(sizes.num_heads, context.communicator, what=f"{name}, heads")
         self.num_heads = sizes.num_heads // shard.count
         self._make_projections(context, name, Part(self.num_heads, shard), norm_eps, bias)
@@ -152,12 +156,14 @@ class LatentAttention(CachedAttention):
                 block_size=context.block_size,
                 device=context.device,
                 latent=True,
+                picked=picks,
             )
         )
         assert isinstance(backend, LatentBackend), backend
         self.backend: LatentBackend = backend
         self.group = 0
         self.kv_cache: Tensor | None = None
+        self.scale_measure: KVScaleMeasure | None = None
 
     def _make_projections(
         self, context: BuildContext, name: str, heads: Part, eps: float, bias: bool
@@ -202,9 +208,15 @@ class LatentAttention(CachedAttention):
         """See :meth:`headrace_core.model.AttentionLayer.bind_cache`."""
         self.kv_cache, self.group = kv_cache, group
 
+    def measure_kv_scales(self, measure: KVScaleMeasure | None) -> None:
+        """See :meth:`headrace_core.model.MeasuresKVScales.measure_kv_scales`: one scale for a vector, that
+        of keys."""
+        self.scale_measure = measure
+
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
-        query, latent, rope_key = self.project(x)
+        asking, latent, rope_key = self.project(x)
+        query = self.queries(asking)
         nope, rope = torch.split(
             query, [self.sizes.nope_head_dim, self.sizes.rope_head_dim], dim=-1
         )
@@ -220,12 +232,19 @@ class LatentAttention(CachedAttention):
         else:
             metadata, kv_cache = batch.attention[self.group], self.kv_cache
             slots = batch.groups[self.group].slot_mapping
-            self.ops.latent_cache_write(latent, rope_key, kv_cache, slots)
+            if self.scale_measure is not None:
+                vectors = torch.cat((latent, rope_key), dim=1)[:, None]
+                self.spec = self.scale_measure(self.spec, vectors, vectors)
+            self.ops.latent_cache_write(
+                latent, rope_key, kv_cache, slots, k_scale=self.spec.k_scale
+            )
         if kv_cache is not None and self.expands and _is_long_and_new(batch):
             out = self.expanded(nope, rope, latent, rope_key, batch)
         else:
-            absorbed = self.heads.to_latent(nope)
-            out = self.backend.attend(self.spec, absorbed, rope, None, None, kv_cache, metadata)
+            absorbed, picked = self.heads.to_latent(nope), self.pick(x, asking, batch)
+            out = self.backend.attend(
+                self.spec, absorbed, rope, None, None, kv_cache, metadata, picked=picked
+            )
             out = self.heads.to_value(out)
         return self.project_out(out.flatten(1), x)
 
@@ -234,20 +253,29 @@ class LatentAttention(CachedAttention):
         return self.out(out)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden_size] -> query [T, H, K + P], latent [T, R] and rope_key [T, P]."""
+        """x [T, hidden_size] -> what queries are made of, latent [T, R] and rope_key [T, P]."""
         sizes = self.sizes
         both = self.direct(x) if self.query is None else self.down(x)
         cached = sizes.kv_lora_rank + sizes.rope_head_dim
-        query, latent, rope_key = torch.split(
+        asking, latent, rope_key = torch.split(
             both, [both.shape[1] - cached, sizes.kv_lora_rank, sizes.rope_head_dim], dim=1
         )
         if self.query is not None:
-            query = self.query(self.query_norm(query))
+            asking = self.query_norm(asking)
         latent = self.latent_norm(latent)
         if self.latent_scale != 1.0:
             latent = self.ops.scale(latent, self.latent_scale)
-        head_dim = sizes.nope_head_dim + sizes.rope_head_dim
-        return by_heads(query, head_dim), latent, rope_key
+        return asking, latent, rope_key
+
+    def queries(self, asking: Tensor) -> Tensor:
+        """The normed latent of queries, or they themselves -> [T, H, K + P]."""
+        query = asking if self.query is None else self.query(asking)
+        return by_heads(query, self.sizes.nope_head_dim + self.sizes.rope_head_dim)
+
+    def pick(self, x: Tensor, asking: Tensor, batch: ForwardBatch) -> Tensor | None:
+        """The tokens that each token attends to, [T, k] (:class:`headrace_core.ops.LatentAttentionOp`);
+        None: all before it."""
+        return None
 
     def expanded(
         self, nope: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor, batch: ForwardBatch

@@ -10,8 +10,9 @@ import torch
 from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part
 from headrace_models.layers.gated_norm import GatedRMSNorm
-from headrace_models.layers.head_view import by_heads
-from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
+from headrace_models.layers.head_view import by_heads, in_rows
+from headrace_models.layers.heads_norm import WholeRMSNorm
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -24,13 +25,11 @@ _NORM_EPS = 1e-6
 
 
 class LightningAttention(RecurrentLayer):
-    """``out(sigmoid(gate(x)) * norm(attention))`` over activated queries, keys and values.
+    """``out(sigmoid(gate(x)) * norm(attention))`` over activated queries, keys and values. Heads are spread
+    over the ranks, which give each other what the norm over all of them needs.
 
     Args:
         depth: of the layer, from 0 to 1: the deeper, the slower it forgets.
-
-    Raises:
-        UnsupportedModel: several ranks; the norm is over all heads.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class LightningAttention(RecurrentLayer):
         activation: str,
         depth: float,
     ) -> None:
-        shard = shard_of(num_heads, context.communicator, what=f"{name}, heads")
+        shard = dividing_shard(num_heads, context.communicator, what=f"{name}, heads")
         heads = num_heads // shard.count
         size = num_heads * head_dim
         held = StateShape((heads, head_dim, head_dim), "float32")
@@ -56,19 +55,23 @@ class LightningAttention(RecurrentLayer):
         self.gate = column_parallel(
             context, f"{name}.output_gate", hidden_size, (size,), units=(num_heads,)
         )
-        self.norm = GatedRMSNorm(
-            context,
-            f"{name}.norm",
-            Part(size // shard.count, shard),
-            _NORM_EPS,
-            groups=1,
-            norm_first=True,
-            activation="sigmoid",
-        )
+        self.norm: GatedRMSNorm | WholeRMSNorm
+        if shard.count > 1:
+            self.norm = WholeRMSNorm(context, f"{name}.norm", num_heads, head_dim, _NORM_EPS)
+        else:
+            self.norm = GatedRMSNorm(
+                context,
+                f"{name}.norm",
+                Part(size),
+                _NORM_EPS,
+                groups=1,
+                norm_first=True,
+                activation="sigmoid",
+            )
         self.out_proj = row_parallel(context, f"{name}.out_proj", size, hidden_size)
         exponents = torch.arange(1, num_heads + 1, dtype=torch.float32)
         slopes = 2.0 ** (-8.0 / num_heads * exponents) * (1 - depth + 1e-5)
-        self.rates = -slopes.to(context.device)
+        self.rates = -slopes.chunk(shard.count)[shard.index].to(context.device)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """x [T, hidden_size] -> the same shape."""
@@ -77,4 +80,10 @@ class LightningAttention(RecurrentLayer):
         out = self.ops.state_space_scan(
             value, None, self.rates, key, query, None, *self.state(0, batch)
         )
-        return self.out_proj(self.norm(out.flatten(1), self.gate(x)))
+        return self.out_proj(self.gated(out, self.gate(x)))
+
+    def gated(self, out: Tensor, gate: Tensor) -> Tensor:
+        """out [T, H, D] normed, gate [T, H * D] -> [T, H * D]."""
+        if isinstance(self.norm, GatedRMSNorm):
+            return self.norm(out.flatten(1), gate)
+        return self.ops.gate(in_rows(self.norm(out)), gate, activation="sigmoid")

@@ -35,6 +35,20 @@ def shard_of(units: int, communicator: Communicator, *, what: str) -> Shard:
     )
 
 
+def dividing_shard(units: int, communicator: Communicator, *, what: str) -> Shard:
+    """As :func:`shard_of`, but no two ranks keep the same: of what is summed over the ranks.
+
+    Raises:
+        UnsupportedModel: the ranks do not divide ``units``; names ``what``.
+    """
+    world = communicator.world_size
+    if units % world:
+        raise UnsupportedModel(
+            f"{what} = {units} must be divisible by tensor_parallel_size = {world}"
+        )
+    return Shard(world, communicator.rank)
+
+
 class Linear(WeightLayer):
     """``x @ weight.T + bias`` by the quantization method's choice for this layer.
 

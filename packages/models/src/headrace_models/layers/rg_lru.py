@@ -1,7 +1,7 @@
 """Griffin's recurrent half: a convolution, then a linear recurrence with gates, let through by a branch
 beside it. De et al. 2024, arXiv:2402.19427.
 
-Letters: T tokens, C channels in B blocks.
+Letters: T tokens, C channels of this rank in B blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import Part, Slot, WeightLayer
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.head_view import by_heads
-from headrace_models.layers.linear import column_parallel, row_parallel
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class GriffinMixer(RecurrentLayer):
-    """``out(act(y(x)) * recurrence(conv(x(x))))``.
+    """``out(act(y(x)) * recurrence(conv(x(x))))``. Blocks are spread over the ranks.
 
     Args:
         num_blocks: of the gates' weights, which mix channels of a block only.
 
     Raises:
-        UnsupportedModel: several ranks.
+        UnsupportedModel: blocks that cannot be spread, or channels that cannot be divided into them.
     """
 
     def __init__(
@@ -47,15 +47,14 @@ class GriffinMixer(RecurrentLayer):
         taps: int,
         activation: str,
     ) -> None:
-        if context.communicator.world_size > 1:
+        if channels % num_blocks:
             raise UnsupportedModel(
-                f"{name}: Griffin's recurrences cannot be divided over tensor_parallel_size = "
-                f"{context.communicator.world_size}: set 1"
+                f"{name}: {channels} channels cannot be divided into {num_blocks} equal blocks"
             )
-        conv = CausalConv(
-            context, f"{name}.conv_1d", (Part(channels),), taps, bias=True, activation=None
-        )
-        super().__init__(context, name, (conv.state_shape(), StateShape((channels,), "float32")))
+        shard = dividing_shard(num_blocks, context.communicator, what=f"{name}, blocks")
+        own = Part(channels // shard.count, shard)
+        conv = CausalConv(context, f"{name}.conv_1d", (own,), taps, bias=True, activation=None)
+        super().__init__(context, name, (conv.state_shape(), StateShape((own.size,), "float32")))
         self.ops, self.activation = context.ops, activation
         self.branch = column_parallel(
             context, f"{name}.linear_y", hidden_size, (channels,), bias=True
@@ -64,7 +63,8 @@ class GriffinMixer(RecurrentLayer):
             context, f"{name}.linear_x", hidden_size, (channels,), bias=True
         )
         self.conv = conv
-        self.recurrence = RGLRU(context, f"{name}.rg_lru", channels, num_blocks)
+        blocks = Part(num_blocks // shard.count, shard)
+        self.recurrence = RGLRU(context, f"{name}.rg_lru", own, blocks)
         self.out = row_parallel(context, f"{name}.linear_out", channels, hidden_size, bias=True)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -75,25 +75,27 @@ class GriffinMixer(RecurrentLayer):
 
 
 class RGLRU(WeightLayer):
-    """See :class:`headrace_core.ops.RGLRUOp`, with the projections to its gates."""
+    """See :class:`headrace_core.ops.RGLRUOp`, with the projections to its gates.
 
-    def __init__(self, context: BuildContext, name: str, channels: int, num_blocks: int) -> None:
-        if channels % num_blocks:
-            raise UnsupportedModel(
-                f"{name}: {channels} channels cannot be divided into {num_blocks} equal blocks"
-            )
+    Args:
+        channels, blocks: what this rank keeps of them.
+    """
+
+    def __init__(self, context: BuildContext, name: str, channels: Part, blocks: Part) -> None:
         self.name = name
         self.ops = context.ops
-        self.channels, self.blocks = channels, num_blocks
+        self.channels, self.blocks = channels, blocks
+        self.block_size = channels.size // blocks.size
         self.packed: list[PackedLinear] = []
         self.biases: list[Tensor] = []
 
     def slots(self) -> Mapping[str, Slot]:
-        size = self.channels // self.blocks
-        weight = Slot((self.blocks, size, size))
-        bias = Slot((self.blocks, size), "float32", any_float=True)
+        size, count, parts = self.block_size, self.blocks.size, (self.blocks,)
+        weight = Slot((count, size, size), parts=parts)
+        bias = Slot((count, size), "float32", parts=parts, any_float=True)
+        own = (self.channels,)
         return {
-            "recurrent_param": Slot((self.channels,), "float32", any_float=True),
+            "recurrent_param": Slot((own[0].size,), "float32", parts=own, any_float=True),
             "input_gate_weight": weight,
             "input_gate_bias": bias,
             "recurrent_gate_weight": weight,
@@ -110,7 +112,7 @@ class RGLRU(WeightLayer):
 
     def __call__(self, x: Tensor, state: StateArguments) -> Tensor:
         """x [T, C] -> the same shape."""
-        blocks = by_heads(x, self.channels // self.blocks)
+        blocks = by_heads(x, self.block_size)
         opens, decays = (self.ops.head_linear(blocks, packed).flatten(1) for packed in self.packed)
         return self.ops.rg_lru(
             x,

@@ -1,6 +1,6 @@
 """RWKV 4's two halves, which mix each token with the one before. Peng et al. 2023, arXiv:2305.13048.
 
-Letters: T tokens, C channels.
+Letters: T tokens, C channels (of the average: of this rank).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import StateShape
-from headrace_models.layers.base import Slot, WeightLayer
-from headrace_models.layers.linear import column_parallel, row_parallel
+from headrace_models.layers.base import Part, Slot, WeightLayer
+from headrace_models.layers.linear import Linear, column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 
 if TYPE_CHECKING:
@@ -24,28 +23,21 @@ if TYPE_CHECKING:
     from headrace_models.layers.state_layer import StateArguments
 
 
-def one_rank(context: BuildContext, name: str) -> None:
-    """Raises: UnsupportedModel: there are several ranks."""
-    if context.communicator.world_size > 1:
-        raise UnsupportedModel(
-            f"{name}: RWKV cannot be divided over tensor_parallel_size = "
-            f"{context.communicator.world_size}: set 1"
-        )
-
-
 class TimeMixing(RecurrentLayer):
-    """``out(sigmoid(receptance) * wkv(key, value))``: what stands for attention."""
+    """``out(sigmoid(receptance) * wkv(key, value))``: what stands for attention. Channels of the average
+    are spread over the ranks."""
 
     def __init__(self, context: BuildContext, name: str, hidden_size: int, channels: int) -> None:
-        one_rank(context, name)
+        shard = dividing_shard(channels, context.communicator, what=f"{name}, channels")
+        own = Part(channels // shard.count, shard)
         last = StateShape((hidden_size, 1), context.dtype)
-        super().__init__(context, name, (last, last, last, StateShape((3, channels), "float32")))
+        super().__init__(context, name, (last, last, last, StateShape((3, own.size), "float32")))
         self.ops = context.ops
         self.mix = TokenShift(context, name, ("key", "value", "receptance"), hidden_size)
         self.key = column_parallel(context, f"{name}.key", hidden_size, (channels,))
         self.value = column_parallel(context, f"{name}.value", hidden_size, (channels,))
         self.receptance = column_parallel(context, f"{name}.receptance", hidden_size, (channels,))
-        self.average = WeightedAverage(context, name, channels)
+        self.average = WeightedAverage(context, name, own)
         self.output = row_parallel(context, f"{name}.output", channels, hidden_size)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -57,20 +49,18 @@ class TimeMixing(RecurrentLayer):
 
 
 class ChannelMixing(RecurrentLayer):
-    """``sigmoid(receptance) * value(relu(key)^2)``: what stands for the MLP."""
+    """``sigmoid(receptance) * value(relu(key)^2)``: what stands for the MLP. The inner channels are spread
+    over the ranks; every rank has all of the gate."""
 
     def __init__(
         self, context: BuildContext, name: str, hidden_size: int, intermediate_size: int
     ) -> None:
-        one_rank(context, name)
         last = StateShape((hidden_size, 1), context.dtype)
         super().__init__(context, name, (last, last))
         self.ops = context.ops
         self.mix = TokenShift(context, name, ("key", "receptance"), hidden_size)
         self.key = column_parallel(context, f"{name}.key", hidden_size, (intermediate_size,))
-        self.receptance = column_parallel(
-            context, f"{name}.receptance", hidden_size, (hidden_size,)
-        )
+        self.receptance = Linear(context, f"{name}.receptance", hidden_size, [Part(hidden_size)])
         self.value = row_parallel(context, f"{name}.value", intermediate_size, hidden_size)
 
     def __call__(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -109,15 +99,19 @@ class TokenShift(WeightLayer):
 
 
 class WeightedAverage(WeightLayer):
-    """See :class:`headrace_core.ops.WKVOp`."""
+    """See :class:`headrace_core.ops.WKVOp`.
 
-    def __init__(self, context: BuildContext, name: str, channels: int) -> None:
+    Args:
+        own: the channels that this rank keeps.
+    """
+
+    def __init__(self, context: BuildContext, name: str, own: Part) -> None:
         self.name = name
         self.ops = context.ops
-        self.channels = channels
+        self.own = own
 
     def slots(self) -> Mapping[str, Slot]:
-        each = Slot((self.channels,), "float32", any_float=True)
+        each = Slot((self.own.size,), "float32", parts=(self.own,), any_float=True)
         return {"time_decay": each, "time_first": each}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer, Part
-from headrace_models.layers.linear import Linear
+from headrace_models.layers.linear import Linear, column_parallel, row_parallel
 from headrace_models.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -57,18 +57,20 @@ class CacheOnlyAttention(Attention):
 
 
 class Adapter(Layer):
-    """``b(a(x))`` of low rank for each of several outputs."""
+    """``b(a(x))`` of low rank for each of several outputs, side by side.
+
+    Args:
+        like: the layer whose outputs are adapted, as it is spread over the ranks.
+        fused: the checkpoint has one ``b`` for all outputs.
+    """
 
     def __init__(
-        self,
-        context: BuildContext,
-        name: str,
-        in_features: int,
-        rank: int,
-        sizes: Sequence[int],
+        self, context: BuildContext, name: str, rank: int, like: Linear, *, fused: bool
     ) -> None:
-        self.down = Linear(context, f"{name}.0", in_features, [Part(rank)] * len(sizes))
-        self.up = [Linear(context, f"{name}.1", rank, [Part(size)]) for size in sizes]
+        outputs = [list(like.parts)] if fused else [[part] for part in like.parts]
+        width = like.spec.in_features
+        self.down = Linear(context, f"{name}.0", width, [Part(rank)] * len(outputs))
+        self.up = [Linear(context, f"{name}.1", rank, parts) for parts in outputs]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         """x [T, in_features] -> each output, [T, its size]."""
@@ -77,7 +79,8 @@ class Adapter(Layer):
 
 
 class SharedTransformer(Layer):
-    """``mlp(norm(attention(norm(x, embeddings))))``, with the cache of whoever calls.
+    """``mlp(norm(attention(norm(x, embeddings))))``, with the cache of whoever calls. Heads and inner
+    channels are spread over the ranks.
 
     Args:
         uses: which of the model's uses of shared transformers are of this one; adapters lie by that.
@@ -100,23 +103,24 @@ class SharedTransformer(Layer):
         hidden, inner, rank = sizes.hidden_size, sizes.intermediate_size, sizes.adapter_rank
         attention, mlp = f"{name}.self_attn", f"{name}.feed_forward"
         self.input_norm = RMSNorm(context, f"{name}.input_layernorm", 2 * hidden, eps)
-        self.qkv = Linear(
+        self.qkv = column_parallel(
             context,
             f"{attention}.qkv_proj",
             2 * hidden,
-            [Part(size) for size in sizes.projected],
+            sizes.projected,
+            units=(sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads),
             part_names=tuple(f"{attention}.{part}_proj" for part in "qkv"),
         )
-        self.out = Linear(context, f"{attention}.o_proj", sizes.projected[0], [Part(hidden)])
+        self.out = row_parallel(context, f"{attention}.o_proj", sizes.projected[0], hidden)
         self.mlp_norm = RMSNorm(context, f"{name}.pre_ff_layernorm", hidden, eps)
-        self.gate_up = Linear(
-            context, f"{mlp}.gate_up_proj", hidden, [Part(inner), Part(inner)], bias=bias
+        self.gate_up = column_parallel(
+            context, f"{mlp}.gate_up_proj", hidden, (inner, inner), bias=bias
         )
-        self.down = Linear(context, f"{mlp}.down_proj", inner, [Part(hidden)], bias=bias)
+        self.down = row_parallel(context, f"{mlp}.down_proj", inner, hidden, bias=bias)
 
-        def adapters(wanted: bool, what: str, width: int, outputs: Sequence[int]) -> list[Any]:
+        def adapters(wanted: bool, what: str, like: Linear, *, fused: bool) -> list[Any]:
             each = (
-                Adapter(context, f"{what}.{use}", width, rank, outputs)
+                Adapter(context, f"{what}.{use}", rank, like, fused=fused)
                 if wanted and use in uses
                 else None
                 for use in range(num_uses)
@@ -124,13 +128,10 @@ class SharedTransformer(Layer):
             return list(each)
 
         self.attention_adapters = adapters(
-            sizes.attention_adapters,
-            f"{attention}.linear_adapter_list",
-            2 * hidden,
-            sizes.projected,
+            sizes.attention_adapters, f"{attention}.linear_adapter_list", self.qkv, fused=False
         )
         self.mlp_adapters = adapters(
-            sizes.mlp_adapters, f"{mlp}.gate_up_proj_adapter_list", hidden, (2 * inner,)
+            sizes.mlp_adapters, f"{mlp}.gate_up_proj_adapter_list", self.gate_up, fused=True
         )
 
     def __call__(
@@ -140,7 +141,8 @@ class SharedTransformer(Layer):
         x = self.input_norm(x)
         heads = self._adapted(self.qkv(x), x, self.attention_adapters[use])
         heads = heads.view(x.shape[0], -1, self.sizes.head_dim)
-        counts = [self.sizes.num_heads, self.sizes.num_kv_heads, self.sizes.num_kv_heads]
+        kv_heads = attention.spec.num_kv_heads
+        counts = [attention.spec.num_heads, kv_heads, kv_heads]
         query, key, value = torch.split(heads, counts, dim=1)
         out = attention.attend(query, key, value, batch)
         x = self.mlp_norm(self.out(out.flatten(1)))

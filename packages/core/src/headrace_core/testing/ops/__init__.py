@@ -21,7 +21,13 @@ from __future__ import annotations
 from headrace_core.testing.ops.attention import AttentionConformance
 from headrace_core.testing.ops.caches import CacheConformance
 from headrace_core.testing.ops.inputs import bits_equal, call_wide, rand, wide
-from headrace_core.testing.ops.latent import LatentCase, LatentConformance, latent_case
+from headrace_core.testing.ops.latent import (
+    IndexCase,
+    LatentCase,
+    LatentConformance,
+    index_case,
+    latent_case,
+)
 from headrace_core.testing.ops.linear import LinearConformance
 from headrace_core.testing.ops.moe import MoEConformance
 from headrace_core.testing.ops.paged import PagedCase, paged_case
@@ -32,12 +38,14 @@ from headrace_core.testing.ops.rowwise import RowwiseConformance
 from headrace_core.testing.ops.varlen import VarlenCase, VarlenConformance, varlen_case
 
 __all__ = [
+    "IndexCase",
     "LatentCase",
     "OpConformance",
     "PagedCase",
     "VarlenCase",
     "bits_equal",
     "call_wide",
+    "index_case",
     "latent_case",
     "paged_case",
     "rand",

@@ -23,6 +23,8 @@ class AttentionConformance(OpSuite):
     """(new tokens, context): decode, prefill and chunks together."""
 
     def paged(self, lengths: Sequence[tuple[int, int]], dtype: str, **options: Any) -> PagedCase:
+        if options.get("temperatures") and not self.temperatures:
+            pytest.skip("scores that are multiplied by position are not among this class's")
         return paged_case(lengths, dtype=dtype, device=self.device, **options)
 
     @pytest.mark.parametrize("block_size", [8, 16, 32])
@@ -97,6 +99,13 @@ class AttentionConformance(OpSuite):
         case = self.paged(self.MIXED, dtype, alibi=True, alibi_sqrt=True)
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
+    @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+    def test_paged_attention_temperatures(
+        self, op: Callable[[str], Any], dtype: str, soft_cap: float
+    ) -> None:
+        case = self.paged([*self.MIXED, (40, 130)], dtype, temperatures=True, soft_cap=soft_cap)
+        self.check(case.run(op("paged_attention")), case.expected(), dtype)
+
     @pytest.mark.parametrize(
         "options",
         [{}, {"num_heads": 6, "num_kv_heads": 3, "head_dim": 40, "sliding_window": 20}],
@@ -153,8 +162,8 @@ class AttentionConformance(OpSuite):
         [
             ({"attention_chunk": 8, "causal": False}, "attention_chunk"),
             ({"alibi": True, "causal": False}, "alibi_slopes"),
-            ({"prefix": 3, "soft_cap": 2.0}, "a prefix has neither"),
-            ({"prefix": 3, "alibi": True}, "a prefix has neither"),
+            ({"prefix": 3, "soft_cap": 2.0}, "a prefix has no soft cap"),
+            ({"prefix": 3, "alibi": True}, "a prefix has no soft cap"),
             ({"prefix": 3, "prefix_value": None}, "both None"),
             ({"attention_chunk": 8, "sliding_window": 4}, "attention_chunk = 8"),
             ({"attention_chunk": 0}, "attention_chunk = 0"),
@@ -255,6 +264,7 @@ class AttentionConformance(OpSuite):
         {"alibi": True},
         {"prefix": 5},
         {"soft_cap": 5.0},
+        {"soft_cap": 5.0, "temperatures": True},
         {"num_heads": 8, "num_kv_heads": 1},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
     ]
@@ -313,6 +323,7 @@ class AttentionConformance(OpSuite):
             {"attention_chunk": 600},
             {"alibi": True},
             {"prefix": 5},
+            {"temperatures": True},
             {"num_heads": 8, "num_kv_heads": 1},
         ],
         ids=str,

@@ -1,4 +1,5 @@
-"""Latent attention: writing its cache, attending to it, and the linear layers of heads around it."""
+"""Latent attention: writing its cache, picking tokens of it, attending to it, and the linear layers of
+heads around it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace_core import reference
+from headrace_core.reference.cache import as_bytes, stored
 from headrace_core.testing.ops.inputs import bits_equal, call_wide, rand
 from headrace_core.testing.ops.paged import moved
 from headrace_core.testing.ops.suite import OpSuite
@@ -27,6 +29,8 @@ class LatentCase:
     cu_seqlens_q: Tensor
     seq_lens: Tensor
     scale: float
+    picked: Tensor | None = None
+    k_scale: Tensor | None = None
 
     def run(self, op: Callable[..., Tensor]) -> Tensor:
         return op(*self._arguments(), **self._options())
@@ -46,6 +50,7 @@ class LatentCase:
             block_table=self.block_table[b : b + 1],
             cu_seqlens_q=self.cu_seqlens_q.new_tensor([0, last - first]),
             seq_lens=self.seq_lens[b : b + 1] - (end - start - last),
+            picked=None if self.picked is None else self.picked[start + first : start + last],
         )
 
     def _arguments(self) -> tuple[Tensor, ...]:
@@ -64,6 +69,8 @@ class LatentCase:
             "max_seqlen_q": int(self.cu_seqlens_q.diff().max()) if some else 0,
             "max_seqlen_k": int(self.seq_lens.max()) if some else 0,
             "scale": self.scale,
+            "picked": self.picked,
+            "k_scale": self.k_scale,
         }
 
 
@@ -79,11 +86,14 @@ def latent_case(
     padding: int = 0,
     blocks_apart: int = 1,
     seed: int = 0,
+    cache_dtype: str | None = None,
+    k_scale: Tensor | None = None,
 ) -> LatentCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
 
     Both queries are slices, and slots that no request owns are NaN. ``padding`` rows belong to no
-    request. blocks_apart: the cache is every so many-th block of a larger one.
+    request. blocks_apart: the cache is every so many-th block of a larger one. cache_dtype: one of
+    ``ONE_BYTE_CACHES``, filled with what is stored under ``k_scale`` [1].
     """
     width = latent_dim + rope_dim
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -101,6 +111,8 @@ def latent_case(
             table[b, column] = block
             filled = min(block_size, seq_len - column * block_size)
             cache[block, :filled] = rand(filled, width, dtype=dtype, seed=seed + block)
+    if cache_dtype is not None:
+        cache = stored(cache, getattr(torch, cache_dtype), k_scale)
     starts = torch.tensor([0, *(new for new, _ in lengths)]).cumsum(0)
     tokens = int(starts[-1]) + padding
     query = rand(tokens, num_heads, width + 3, dtype=dtype, device=device, seed=seed)
@@ -112,11 +124,71 @@ def latent_case(
         starts.int().to(device),
         torch.tensor([n for _, n in lengths], dtype=torch.int32, device=device),
         scale=width**-0.5,
+        k_scale=k_scale,
     )
 
 
+def with_picks(case: LatentCase, most: int, seed: int = 0) -> LatentCase:
+    """The case with a random choice of up to ``most`` visible tokens for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.full((case.query.shape[0], most), -1, dtype=torch.int32)
+    starts = case.cu_seqlens_q.tolist()
+    for b, seq_len in enumerate(case.seq_lens.tolist()):
+        for row in range(starts[b], starts[b + 1]):
+            seen = seq_len - starts[b + 1] + row + 1
+            chosen = torch.randperm(seen, generator=generator)[:most].sort().values
+            picked[row, : len(chosen)] = chosen
+    return replace(case, picked=picked.to(case.query.device))
+
+
+@dataclass(frozen=True)
+class IndexCase:
+    """Inputs of one call of ``index_tokens``."""
+
+    where: LatentCase
+    """Queries of which the part that asks latents is meant, and keys as wide as both parts of it."""
+    weights: Tensor
+    top_k: int
+
+    def run(self, op: Callable[..., Tensor]) -> Tensor:
+        where = self.where
+        options = {name: where._options()[name] for name in ("max_seqlen_q", "max_seqlen_k")}
+        return op(
+            where.query, self.weights, where.cache, where.block_table, where.cu_seqlens_q,
+            where.seq_lens, top_k=self.top_k, **options,
+        )  # fmt: skip
+
+    def request(self, b: int, first: int = 0, last: int | None = None) -> IndexCase:
+        start, end = int(self.where.cu_seqlens_q[b]), int(self.where.cu_seqlens_q[b + 1])
+        rows = slice(start + first, end if last is None else start + last)
+        return replace(self, where=self.where.request(b, first, last), weights=self.weights[rows])
+
+
+def index_case(
+    lengths: Sequence[tuple[int, int]],
+    *,
+    dtype: str,
+    device: str = "cpu",
+    top_k: int,
+    heads: int = 4,
+    dim: int = 48,
+    whole: bool = False,
+    **options: Any,
+) -> IndexCase:
+    """A batch as that of :func:`latent_case`. ``whole``: numbers are small integers, whose scores are
+    exact in every dtype, and often equal."""
+    where = latent_case(
+        lengths, dtype=dtype, device=device, num_heads=heads, latent_dim=dim, rope_dim=0, **options
+    )
+    weights = rand(where.query.shape[0], heads + 1, dtype=dtype, device=device, seed=9)[:, :heads]
+    if whole:
+        where.cache.round_()
+        where, weights = replace(where, query=where.query.round()), weights.round()
+    return IndexCase(where, weights, top_k)
+
+
 class LatentConformance(OpSuite):
-    """``latent_cache_write``, ``latent_attention`` and ``head_linear``."""
+    """``latent_cache_write``, ``latent_attention``, ``index_tokens`` and ``head_linear``."""
 
     LATENT: ClassVar = [(1, 1), (1, 70), (5, 5), (17, 90), (3, 35), (1, 16), (1, 129)]
     """(new tokens, context): decode, prefill and chunks together."""
@@ -188,6 +260,72 @@ class LatentConformance(OpSuite):
         for b in range(4):
             assert bits_equal(case.request(b).run(attention), together[b : b + 1]), b
 
+    @pytest.mark.parametrize("block_size", [8, 64])
+    @pytest.mark.parametrize("blocks_apart", [1, 3])
+    def test_latent_attention_to_picked_tokens(
+        self, op: Callable[[str], Any], dtype: str, block_size: int, blocks_apart: int
+    ) -> None:
+        case = self.latent(self.LATENT, dtype, block_size=block_size, blocks_apart=blocks_apart)
+        case = with_picks(case, 20)
+        self.check(case.run(op("latent_attention")), case.expected(), dtype)
+        case = with_picks(self.latent([(0, 5), (2, 7), (0, 0)], dtype, padding=3), 5)
+        out = case.run(op("latent_attention"))
+        self.check(out, case.expected(), dtype)
+        assert (out[2:] == 0).all()
+
+    def test_latent_attention_to_picked_tokens_is_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        attention = invariant_op("latent_attention")
+        case = with_picks(self.latent([(1, 1400), (9, 1030), (1, 1), (5, 20)], dtype), 600)
+        together = case.run(attention)
+        self.check(together, case.expected(), dtype)
+        for b in range(len(case.seq_lens)):
+            start, end = int(case.cu_seqlens_q[b]), int(case.cu_seqlens_q[b + 1])
+            assert bits_equal(case.request(b).run(attention), together[start:end]), b
+            row = case.request(b, end - start - 1).run(attention)
+            assert bits_equal(row, together[end - 1 : end]), b
+
+    @pytest.mark.parametrize(
+        ("top_k", "heads", "dim", "block_size"), [(1, 1, 33, 8), (20, 4, 48, 16), (90, 24, 128, 64)]
+    )
+    def test_index_tokens(
+        self,
+        op: Callable[[str], Any],
+        dtype: str,
+        top_k: int,
+        heads: int,
+        dim: int,
+        block_size: int,
+    ) -> None:
+        """Fewer tokens than are picked, as many, more; scores that are equal, and padding."""
+        case = index_case(
+            [*self.LATENT, (2, 1500), (0, 5)], dtype=dtype, device=self.device, top_k=top_k, heads=heads,
+            dim=dim, block_size=block_size, blocks_apart=2, padding=3, whole=True,
+        )  # fmt: skip
+        picked = case.run(op("index_tokens"))
+        assert picked.dtype == torch.int32
+        assert torch.equal(picked.cpu(), case.run(reference.index_tokens).cpu())
+        assert (picked[-3:] == -1).all()
+
+    def test_index_tokens_is_invariant(
+        self, invariant_op: Callable[[str], Any], dtype: str
+    ) -> None:
+        index = invariant_op("index_tokens")
+        lengths = [*self.LATENT, *self.LATENT_LONG]
+        case = index_case(lengths, dtype=dtype, device=self.device, top_k=33, heads=5, dim=72)
+        together = case.run(index)
+        for b in range(len(lengths)):
+            start, end = int(case.where.cu_seqlens_q[b]), int(case.where.cu_seqlens_q[b + 1])
+            assert torch.equal(case.request(b).run(index), together[start:end]), b
+            for cut in range(0, end - start, 9):
+                row = case.request(b, cut, cut + 1).run(index)
+                assert torch.equal(row, together[start + cut : start + cut + 1]), (b, cut)
+
+    def test_index_tokens_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
+        case = index_case([], dtype=dtype, device=self.device, top_k=7)
+        assert case.run(op("index_tokens")).shape == (0, 7)
+
     def test_latent_cache_write(self, op: Callable[[str], Any], dtype: str) -> None:
         """Rows that lie apart go to their slots; negative slots and padding go nowhere."""
         cache = self.latent([(1, 100)], dtype, blocks_apart=2).cache
@@ -200,6 +338,32 @@ class LatentConformance(OpSuite):
             if slot >= 0:
                 expected[slot // 16, slot % 16] = torch.cat((latent[row], rope_key[row]))
         assert bits_equal(cache, expected)
+
+    @pytest.mark.spec("KV-QUANT")
+    @pytest.mark.parametrize("scaled", [False, True])
+    def test_latents_in_one_byte(
+        self, op: Callable[[str], Any], dtype: str, cache_dtype: str, scaled: bool
+    ) -> None:
+        """Written as the reference writes them; attended to as the very bytes stored."""
+        scale = (
+            torch.tensor([0.013], device=self.device) if scaled or cache_dtype == "int8" else None
+        )
+        case = self.latent(
+            [*self.LATENT, (1, 700)], dtype, cache_dtype=cache_dtype, k_scale=scale, num_heads=7
+        )
+        self.check(case.run(op("latent_attention")), case.expected(), dtype)
+        some = with_picks(case, 20)
+        self.check(some.run(op("latent_attention")), some.expected(), dtype)
+        latent = self.rand(9, 70, dtype=dtype)[:, 10:50]
+        rope_key = self.rand(9, 20, dtype=dtype, seed=1)[:, 5:13] * 500
+        slots = torch.tensor([3, -1, 100, 17, 16, -1, 5], device=self.device)
+        expected = case.cache.clone()
+        for write, cache in (
+            (reference.latent_cache_write, expected),
+            (op("latent_cache_write"), case.cache),
+        ):
+            write(latent, rope_key, cache, slots, k_scale=scale)
+        assert torch.equal(as_bytes(case.cache), as_bytes(expected))
 
     def test_latent_cache_write_of_nothing(self, op: Callable[[str], Any], dtype: str) -> None:
         cache = self.latent([(1, 20)], dtype).cache

@@ -77,6 +77,7 @@ def paged_case(
     cache_dtype: str | None = None,
     alibi: bool = False,
     prefix: int = 0,
+    temperatures: bool = False,
     **options: Any,
 ) -> PagedCase:
     """A batch of (new tokens, context length) requests over scattered blocks.
@@ -84,8 +85,8 @@ def paged_case(
     Slots that no request owns are NaN, blocks that a window or a chunk has passed are the null block,
     and the query is a slice of a fused projection. layout: ``NHD``, ``HND`` or ``pair`` (keys and
     values of a block side by side). cache_dtype: one of ``ONE_BYTE_CACHES``, filled with what
-    is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head.
-    prefix: so many keys that every token sees.
+    is stored under ``k_scale`` and ``v_scale`` of the options. alibi: with a slope for each head;
+    temperatures: with one for each position. prefix: so many keys that every token sees.
     """
     window, chunk = options.get("sliding_window") or 0, options.get("attention_chunk")
     blocks_of = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -126,6 +127,9 @@ def paged_case(
         shape = (2, prefix, num_kv_heads, head_dim)
         always = rand(*shape, dtype=dtype, seed=seed + num_blocks).to(device)
         options = {**options, "prefix_key": always[0], "prefix_value": always[1]}
+    if temperatures:
+        warmer = 0.5 + rand(max([1, *seq_lens]), device=device, seed=seed).abs()
+        options = {**options, "score_temperatures": warmer}
     return PagedCase(
         query=query,
         key_cache=moved(caches[0], device),

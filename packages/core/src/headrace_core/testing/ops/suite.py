@@ -45,6 +45,8 @@ class OpSuite:
     tolerances: ClassVar[Mapping[str, float]] = TOLERANCES
     cache_dtypes: ClassVar[Sequence[str]] = ONE_BYTE_CACHES
     """Caches of one byte a value that the provider serves."""
+    temperatures: ClassVar[bool] = True
+    """Whether its paged attention multiplies scores by position."""
 
     @pytest.fixture
     def provider(self) -> KernelProvider:

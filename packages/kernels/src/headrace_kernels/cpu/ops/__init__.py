@@ -18,7 +18,7 @@ from headrace_kernels.cpu.ops.activations import XIELU, Activation, ActivationAn
 from headrace_kernels.cpu.ops.attention import PagedAttention, VarlenAttention
 from headrace_kernels.cpu.ops.elementwise import Add, Clamp, CopyRows, Gate, Mix, Scale, ToFloat32
 from headrace_kernels.cpu.ops.embedding import Embedding
-from headrace_kernels.cpu.ops.latent import LatentAttention, LatentCacheWrite
+from headrace_kernels.cpu.ops.latent import IndexTokens, LatentAttention, LatentCacheWrite
 from headrace_kernels.cpu.ops.linear import HeadLinear, Linear
 from headrace_kernels.cpu.ops.moe import ExpertLinear, MoE
 from headrace_kernels.cpu.ops.norms import AddLayerNorm, AddRMSNorm, LayerNorm, MatchRMS, RMSNorm
@@ -74,6 +74,7 @@ def native_ops(library: Library) -> NativeOps:
         "varlen_attention": VarlenAttention(library),
         "latent_cache_write": LatentCacheWrite(library),
         "latent_attention": LatentAttention(library),
+        "index_tokens": IndexTokens(library),
         "causal_conv": CausalConv(library),
         "selective_scan": SelectiveScan(library),
         "state_space_scan": StateSpaceScan(library),

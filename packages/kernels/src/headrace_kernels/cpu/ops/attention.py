@@ -46,6 +46,7 @@ class PagedAttention:
         alibi_sqrt: bool = False,
         prefix_key: Tensor | None = None,
         prefix_value: Tensor | None = None,
+        score_temperatures: Tensor | None = None,
     ) -> Tensor:
         query = unit_last(query)
         tokens, q_heads, dim = query.shape
@@ -69,30 +70,38 @@ class PagedAttention:
             name = "paged_attention: alibi_slopes"
             alibi_slopes = vector(alibi_slopes, torch.float32, q_heads, name)
             slope_pointer = alibi_slopes.data_ptr()
+        temperature_pointer, num_temperatures = None, 0
+        if score_temperatures is not None:
+            num_temperatures = score_temperatures.shape[0]
+            name = "paged_attention: score_temperatures"
+            score_temperatures = vector(score_temperatures, torch.float32, num_temperatures, name)
+            temperature_pointer = score_temperatures.data_ptr()
         window = 0 if sliding_window is None else max(0, sliding_window)
         check_mask(
             causal=causal,
             sliding_window=window,
             attention_chunk=attention_chunk,
             alibi=alibi_slopes is not None,
+            temperatures=score_temperatures is not None,
         )
         check_prefix(
             query, prefix_key, prefix_value, num_kv_heads=kv_heads, soft_cap=soft_cap,
-            alibi=alibi_slopes is not None,
+            alibi=alibi_slopes is not None, temperatures=score_temperatures is not None,
         )  # fmt: skip
         prefix: tuple[Tensor, ...] = ()
         if prefix_key is not None and prefix_value is not None:
             prefix = (prefix_key.contiguous(), prefix_value.contiguous())
-        prefix_pointers = [x.data_ptr() for x in prefix] or [None, None]
+        prefix_pointers: list[int | None] = [x.data_ptr() for x in prefix] or [None, None]
         out = torch.empty(tokens, q_heads, dim, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr(),
             block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), sink_pointer,
-            slope_pointer, *prefix_pointers,
+            slope_pointer, temperature_pointer, *prefix_pointers,
             self._geometries.of(key_cache, value_cache, query.dtype, dim, k_scale, v_scale),
             tokens, requests, q_heads, kv_heads, dim, q_row, q_head, block_table.stride(0),
-            block_table.shape[1], window, attention_chunk or 0, prefix[0].shape[0] if prefix else 0,
-            scale, soft_cap, causal, int(alibi_sqrt), dtype_code(query.dtype),
+            block_table.shape[1], window, attention_chunk or 0, num_temperatures,
+            prefix[0].shape[0] if prefix else 0, scale, soft_cap, causal, int(alibi_sqrt),
+            dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(

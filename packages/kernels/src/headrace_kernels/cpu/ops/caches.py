@@ -82,8 +82,8 @@ class Geometries:
             return self._paired(name, key_cache, value_cache)
         if numbers is not None and value_cache.dtype is stored and value_cache.shape == shape:
             if stored is not dtype:
-                _check_scale(k_scale, stored, shape[2])
-                _check_scale(v_scale, stored, shape[2])
+                check_scale(k_scale, stored, shape[2])
+                check_scale(v_scale, stored, shape[2])
             return numbers
         if (
             value_cache.shape != shape
@@ -96,7 +96,7 @@ class Geometries:
                 f"alike, {dtype} or one of {list(STORAGE)}, with head_dim {dim}"
             )
         for scale in (k_scale, v_scale):
-            _check_scale(scale, stored, shape[2])
+            check_scale(scale, stored, shape[2])
         return self._keep(
             name, shape[0], shape[1], *name[1], *name[2], STORAGE.get(stored, 0), name[6], name[7]
         )
@@ -135,7 +135,8 @@ class Geometries:
         return geometry
 
 
-def _check_scale(scale: Tensor | None, stored: torch.dtype, kv_heads: int) -> None:
+def check_scale(scale: Tensor | None, stored: torch.dtype, kv_heads: int) -> None:
+    """Raises: ConfigError: the scale of a cache that takes none, or one of another shape."""
     if scale is None:
         return
     if stored not in STORAGE:

@@ -1,4 +1,4 @@
-"""Latent attention: one vector for each token is all heads' key and value."""
+"""Latent attention: one vector for each token is all heads' key and value; and the tokens to attend to."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from torch import Tensor
 from headrace_core.errors import ConfigError
 from headrace_kernels.cpu.library import BAD_LENGTHS, Library
 from headrace_kernels.cpu.ops.arguments import describe, dtype_code, int32, int64, matrix, unit_last
+from headrace_kernels.cpu.ops.caches import STORAGE, check_scale
+
+
+def _stores(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a cache holds vectors of this dtype, as they are or in one byte."""
+    return cache.dtype is dtype or cache.dtype in STORAGE
 
 
 class LatentCacheWrite:
@@ -21,7 +27,13 @@ class LatentCacheWrite:
         self._kernel = library.latent_cache_write
 
     def __call__(
-        self, latent: Tensor, rope_key: Tensor, cache: Tensor, slot_mapping: Tensor
+        self,
+        latent: Tensor,
+        rope_key: Tensor,
+        cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
     ) -> None:
         slot_mapping = int64(slot_mapping)
         tokens = slot_mapping.shape[0]
@@ -31,18 +43,21 @@ class LatentCacheWrite:
         if (
             min(latent_rows, rope_rows) < tokens
             or latent.shape[1] + rope_key.shape[1] != width
-            or not latent.dtype == rope_key.dtype == cache.dtype
+            or latent.dtype is not rope_key.dtype
+            or not _stores(cache, latent.dtype)
             or cache.stride(2) != 1
         ):
             raise ConfigError(
                 f"latent_cache_write: latent is {describe(latent)}, rope_key {describe(rope_key)} for "
-                f"{tokens} slots of a cache {describe(cache)}: must be of one dtype, and together as "
-                "wide as the cache, whose last dimension has unit stride"
+                f"{tokens} slots of a cache {describe(cache)}: must be of one dtype (or the cache of "
+                "one byte), and together as wide as the cache, whose last dimension has unit stride"
             )
+        check_scale(k_scale, cache.dtype, 1)
         status = self._kernel(
             latent.data_ptr(), rope_key.data_ptr(), cache.data_ptr(), slot_mapping.data_ptr(),
-            tokens, latent.shape[1], rope_key.shape[1], latent_stride, rope_stride, blocks, size,
-            cache.stride(0), cache.stride(1), dtype_code(cache.dtype),
+            None if k_scale is None else k_scale.data_ptr(), tokens, latent.shape[1],
+            rope_key.shape[1], latent_stride, rope_stride, blocks, size, cache.stride(0),
+            cache.stride(1), STORAGE.get(cache.dtype, 0), dtype_code(latent.dtype),
         )  # fmt: skip
         if status:
             raise IndexError(
@@ -72,6 +87,8 @@ class LatentAttention:
         max_seqlen_q: int,
         max_seqlen_k: int,
         scale: float,
+        picked: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> Tensor:
         query, rope_query = unit_last(query), unit_last(rope_query)
         (tokens, heads, latent), (blocks, size, width) = query.shape, cache.shape
@@ -79,7 +96,8 @@ class LatentAttention:
         if (
             cu_seqlens_q.shape[0] != requests + 1
             or rope_query.shape != (tokens, heads, width - latent)
-            or not query.dtype == rope_query.dtype == cache.dtype
+            or query.dtype is not rope_query.dtype
+            or not _stores(cache, query.dtype)
             or cache.stride(2) != 1
         ):
             raise ConfigError(
@@ -87,6 +105,8 @@ class LatentAttention:
                 f"cache {describe(cache)}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
                 f"{describe(seq_lens)}: must be of one dtype, and queries together as wide as the cache"
             )
+        check_scale(k_scale, cache.dtype, 1)
+        picks = 0 if picked is None else self._picks(picked, tokens, cache)
         if block_table.stride(1) != 1 and block_table.shape[1] > 1:
             block_table = block_table.contiguous()
         block_table, cu_seqlens_q = int32(block_table), int32(cu_seqlens_q)
@@ -94,9 +114,12 @@ class LatentAttention:
         out = torch.empty(tokens, heads, latent, dtype=query.dtype)
         status = self._kernel(
             out.data_ptr(), query.data_ptr(), rope_query.data_ptr(), cache.data_ptr(),
-            block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), tokens, requests,
-            heads, width, latent, *query.stride()[:2], *rope_query.stride()[:2], blocks, size,
-            *cache.stride()[:2], block_table.stride(0), block_table.shape[1], scale, dtype_code(query.dtype),
+            block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(),
+            None if picked is None else picked.data_ptr(),
+            None if k_scale is None else k_scale.data_ptr(), tokens, requests, heads, width, latent,
+            *query.stride()[:2], *rope_query.stride()[:2], blocks, size, *cache.stride()[:2],
+            block_table.stride(0), block_table.shape[1], picks, scale,
+            STORAGE.get(cache.dtype, 0), dtype_code(query.dtype),
         )  # fmt: skip
         if status == BAD_LENGTHS:
             raise ConfigError(
@@ -106,6 +129,84 @@ class LatentAttention:
         if status:
             raise IndexError(
                 f"latent_attention: a block table names a block outside [0, {blocks}) "
+                "or is too narrow for its seq_lens"
+            )
+        return out
+
+    @staticmethod
+    def _picks(picked: Tensor, tokens: int, cache: Tensor) -> int:
+        """How many tokens were picked for each at most."""
+        rows, picks = picked.shape
+        if rows != tokens or picked.dtype is not torch.int32 or not picked.is_contiguous():
+            raise ConfigError(
+                f"latent_attention: picked is {describe(picked)} for {tokens} rows of query: must be "
+                "contiguous, int32, a row for each"
+            )
+        if cache.stride(0) % cache.stride(1):
+            raise ConfigError(
+                f"latent_attention: picked tokens of a cache whose blocks are {cache.stride(0)} apart: "
+                f"must be a multiple of {cache.stride(1)}, what tokens are"
+            )
+        return picks
+
+
+class IndexTokens:
+    """See :class:`headrace_core.ops.IndexTokensOp`.
+
+    Raises:
+        IndexError: a block table names a block that the cache does not have.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._kernel = library.index_tokens
+
+    def __call__(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens: Tensor,
+        *,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        top_k: int,
+    ) -> Tensor:
+        query, weights = unit_last(query), unit_last(weights)
+        (tokens, heads, dim), (blocks, size, width) = query.shape, cache.shape
+        requests = seq_lens.shape[0]
+        if (
+            cu_seqlens_q.shape[0] != requests + 1
+            or weights.shape != (tokens, heads)
+            or dim != width
+            or not query.dtype == weights.dtype == cache.dtype
+            or cache.stride(2) != 1
+        ):
+            raise ConfigError(
+                f"index_tokens: query is {describe(query)}, weights {describe(weights)}, cache "
+                f"{describe(cache)}, cu_seqlens_q {describe(cu_seqlens_q)} for seq_lens "
+                f"{describe(seq_lens)}: must be of one dtype, and queries as wide as the cache"
+            )
+        if block_table.stride(1) != 1 and block_table.shape[1] > 1:
+            block_table = block_table.contiguous()
+        block_table, cu_seqlens_q = int32(block_table), int32(cu_seqlens_q)
+        seq_lens = int32(seq_lens)
+        out = torch.empty(tokens, top_k, dtype=torch.int32)
+        status = self._kernel(
+            out.data_ptr(), query.data_ptr(), weights.data_ptr(), cache.data_ptr(),
+            block_table.data_ptr(), cu_seqlens_q.data_ptr(), seq_lens.data_ptr(), tokens, requests,
+            heads, dim, *query.stride()[:2], weights.stride(0), blocks, size, *cache.stride()[:2],
+            block_table.stride(0), block_table.shape[1], top_k, dtype_code(query.dtype),
+        )  # fmt: skip
+        if status == BAD_LENGTHS:
+            raise ConfigError(
+                f"index_tokens: cu_seqlens_q {cu_seqlens_q.tolist()} does not rise within the "
+                f"{tokens} rows of query"
+            )
+        if status:
+            raise IndexError(
+                f"index_tokens: a block table names a block outside [0, {blocks}) "
                 "or is too narrow for its seq_lens"
             )
         return out

@@ -207,11 +207,16 @@ def _qwen3(said: Metadata) -> dict[str, Any]:
 
 
 def _qwen2_moe(said: Metadata) -> dict[str, Any]:
+    """Early files have one size, which the experts of a token share, and which the shared expert has."""
+    experts, size = _experts(said), said.needed("feed_forward_length")
+    if experts["moe_intermediate_size"] is None:
+        experts["moe_intermediate_size"] = size // experts["num_experts_per_tok"]
     return {
         "architectures": ["Qwen2MoeForCausalLM"],
-        **_experts(said),
+        **experts,
         "norm_topk_prob": False,
-        "shared_expert_intermediate_size": said.integer("expert_shared_feed_forward_length"),
+        "shared_expert_intermediate_size": said.integer("expert_shared_feed_forward_length")
+        or size,
     }
 
 
