@@ -17,6 +17,7 @@ from headrace_models.transformers_backend.functions import Functions, WithFuncti
 from headrace_models.transformers_backend.likeness import (
     activation_like,
     bare_norm_like,
+    expert_gate_like,
     gated_mlp_like,
     layer_norm_like,
     rms_norm_like,
@@ -99,6 +100,8 @@ def test_gated_mlps() -> None:
     assert gated_mlp_like(_MLP(torch.tanh), *names) is None
     assert gated_mlp_like(_MLP(nn.functional.silu, nn.LayerNorm(6)), *names) is None
     assert gated_mlp_like(_MLP(nn.functional.silu), "up", "gate", "down") is None
+    assert gated_mlp_like(_MLP(lambda x: nn.functional.silu(x).clamp(max=100)), *names) is None
+    assert gated_mlp_like(_MLP(nn.functional.silu, lambda h: h.clamp(-9, 9)), *names) is None
 
 
 class _Centred(nn.Module):
@@ -139,8 +142,26 @@ def test_norms_without_a_weight() -> None:
 def test_activations() -> None:
     found = [activation_like(x) for x in (nn.SiLU(), nn.GELU(), nn.GELU("tanh"), nn.ReLU())]
     assert found == ["silu", "gelu", "gelu_tanh", "relu"]
-    for other in (nn.Tanh(), nn.Identity(), nn.Dropout(0.1), nn.Linear(7, 7)):
+    for other in (nn.Tanh(), nn.Identity(), nn.Dropout(0.1), nn.Linear(7, 7), nn.ReLU6()):
         assert activation_like(other) is None
+
+
+def test_what_clamps_is_no_activation_and_no_gate() -> None:
+    from transformers.activations import ClippedGELUActivation
+
+    assert activation_like(ClippedGELUActivation(-10, 10)) is None
+    silu = nn.functional.silu
+
+    def plain(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return silu(gate) * up
+
+    def limited(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+
+    assert expert_gate_like(SimpleNamespace(_apply_gate=plain)) == "silu"
+    assert expert_gate_like(SimpleNamespace(_apply_gate=limited)) is None
 
 
 class _Router(nn.Module):
