@@ -262,6 +262,29 @@ def test_rotary_tables(counts: bool) -> None:
     assert made.calls == (4 if counts else 2), "a table is filled once, if it can be"
 
 
+class _Turned(nn.Module):
+    """What is called in the same way and computes with x."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, scale: Tensor | None = None) -> Any:
+        found = x * position_ids[..., None]
+        return (found if scale is None else found * scale, found)
+
+
+class _Counted(nn.Module):
+    def forward(self, bbox: Any = None, other: Any = None, position_ids: Any = None) -> Any:
+        return position_ids + 1
+
+
+def test_what_is_no_rotary_table() -> None:
+    context: Any = SimpleNamespace(max_model_len=40, ops=SimpleNamespace(embedding=embedding))
+    turned, counted = _Turned(), _Counted()
+    tabulate_rotary(context, nn.ModuleList([turned, counted]))
+    x, ids = torch.ones(1, 3, 8), torch.tensor([[3, 39, 0]])
+    assert turned(x, ids)[0].equal(x * ids[..., None])
+    assert turned(x, ids, torch.tensor(2.0))[0].equal(x * ids[..., None] * 2)
+    assert counted(position_ids=ids).equal(ids + 1)
+
+
 class _Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()

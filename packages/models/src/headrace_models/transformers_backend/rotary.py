@@ -28,12 +28,13 @@ def tabulate_rotary(context: BuildContext, tree: nn.Module) -> None:
     for module in tree.modules():
         if any(True for _ in module.parameters()):
             continue
-        if "position_ids" in inspect.signature(module.forward).parameters:
+        if list(inspect.signature(module.forward).parameters)[1:2] == ["position_ids"]:
             compute_by(module, _Lookup(context, module.forward))
 
 
 class _Lookup:
-    """In place of a module that is called with (x, position_ids, ...), where x tells the dtype.
+    """In place of a module that is called with (x, position_ids, ...), where x tells the dtype and the
+    others are plain values.
 
     What it gives must be tensors [1, T, D] whose rows follow from the positions [1, T]. Whether they do
     is seen at the first call with other arguments, and a module that does otherwise computes as before.
@@ -44,7 +45,8 @@ class _Lookup:
         self.tables: dict[Any, list[Tensor] | None] = {}
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if position_ids.dim() != 2 or position_ids.shape[0] != 1:
+        plain = all(isinstance(v, str | int | float | None) for v in (*args, *kwargs.values()))
+        if not plain or position_ids.dim() != 2 or position_ids.shape[0] != 1:
             return self.compute(x, position_ids, *args, **kwargs)
         key = (x.dtype, args, tuple(kwargs.items()))
         if key not in self.tables:
@@ -60,8 +62,11 @@ class _Lookup:
         size = self.context.max_model_len
         every = torch.arange(size, device=x.device)
         some = every.flip(0)[:: max(1, size // 7)]
-        whole = self.compute(x, every.unsqueeze(0), *args, **kwargs)
-        part = self.compute(x.new_ones(1, 2, 3), some.unsqueeze(0), *args, **kwargs)
+        try:
+            whole = self.compute(x, every.unsqueeze(0), *args, **kwargs)
+            part = self.compute(x.new_ones(1, 2, 3), some.unsqueeze(0), *args, **kwargs)
+        except Exception:  # it computes with x, which is not of so many tokens
+            return None
         if not isinstance(whole, tuple) or not all(isinstance(t, torch.Tensor) for t in whole):
             return None
         if any(t.shape[:-1] != (1, size) or not t.is_floating_point() for t in whole):
