@@ -73,6 +73,10 @@ def test_a_recording_that_cannot_be_read(tmp_path: Path) -> None:
         list(read_ahead([tmp_path / "none.wav"], decoder, 16_000))
     with pytest.raises(RequestError, match="samples of shape"):
         list(read_ahead([(np.zeros(3, np.int16), 8000)], decoder, 16_000))
+    clips = read_ahead([b"1", b""], decoder, 16_000)
+    assert len(next(clips).samples) == 1
+    with pytest.raises(RequestError, match=r"^audio\[1\]: file '': no audio"):
+        next(clips)
 
 
 def test_files_of_ones_own_may_be_long() -> None:
@@ -84,6 +88,7 @@ def test_files_of_ones_own_may_be_long() -> None:
     finally:
         decoder.close()
     bounded = offline_decoder(SpeechConfig(max_audio_seconds=7.0, max_audio_file_bytes=1 << 20))
+    assert bounded.limits.held_seconds == decoder.limits.seconds, "a limit of one file is not of all"
     try:
         with pytest.raises(RequestError, match="at most 7 are taken"):
             bounded.decode_now(wav_file([1] * 80_000, 8000), name="", sample_rate=16_000)

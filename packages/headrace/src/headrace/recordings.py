@@ -53,17 +53,24 @@ def read_ahead(
 
     Raises:
         OSError: a file cannot be read.
-        RequestError: it is no audio, or damaged.
+        RequestError: it is no audio, or damaged; says which of several it is.
     """
     thread = ThreadPoolExecutor(1, "headrace-recordings")
+
+    def read(index: int) -> AudioClip:
+        try:
+            return _read(recordings[index], decoder, sample_rate)
+        except RequestError as error:
+            if len(recordings) == 1:
+                raise
+            raise RequestError(f"audio[{index}]: {error}", param="audio") from error
+
     try:
-        ahead = [thread.submit(_read, one, decoder, sample_rate) for one in recordings[:1]]
-        for following in (*recordings[1:], None):
-            if not ahead:
-                return
+        ahead = [thread.submit(read, 0)] if recordings else []
+        for following in range(1, len(recordings) + 1):
             clip = ahead.pop().result()
-            if following is not None:
-                ahead.append(thread.submit(_read, following, decoder, sample_rate))
+            if following < len(recordings):
+                ahead.append(thread.submit(read, following))
             yield clip
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

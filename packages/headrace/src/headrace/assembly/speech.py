@@ -134,6 +134,7 @@ def offline_decoder(config: SpeechConfig) -> AudioDecoder:
         config.max_audio_file_bytes or OFFLINE_BYTES,
         config.max_audio_seconds or OFFLINE_SECONDS,
         max(config.audio_decode_seconds, OFFLINE_DECODE_SECONDS),
+        held_seconds=OFFLINE_SECONDS,
     )
     return AudioDecoder(limits, config.audio_decoders)
 

@@ -30,7 +30,8 @@ START_SECONDS = 120.0
 MAX_WAITING = 64
 """Files that may wait for a child."""
 WAIT_SECONDS = 300.0
-"""How long a thread waits for its file; nobody waits so long on an event loop."""
+"""How long a thread waits for its file, if a file may not take longer; nobody waits so long on an event
+loop."""
 _HEAD = struct.Struct("<I")
 
 
@@ -131,7 +132,8 @@ class AudioDecoder:
         with self._admitted(data):
             task = _Task(self._idle, Job(data, sample_rate))
             try:
-                answer = self._threads.submit(task.run).result(WAIT_SECONDS)
+                longest = START_SECONDS + self.limits.decode_seconds
+                answer = self._threads.submit(task.run).result(max(WAIT_SECONDS, longest))
             except TimeoutError:
                 task.cancel()
                 raise QueueFull(
