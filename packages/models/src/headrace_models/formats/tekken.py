@@ -21,6 +21,8 @@ from headrace_core.errors import ModelError
 TEKKEN = "tekken.json"
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 4_000_000
+MAX_TOKEN_BYTES = 1024
+"""Of one token: all ways to cut it in two are looked up."""
 
 _FIRST_CONTROLS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
@@ -99,17 +101,24 @@ def _config(path: Path, controls: list[str]) -> dict[str, Any]:
     config |= {"add_bos_token": "<s>" in controls, "add_eos_token": False}
     template = path.parent / "chat_template.jinja"
     if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        config["chat_template"] = _text(template)
     return config
+
+
+def _text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise _damaged(path, f"more than the {MAX_FILE_BYTES} bytes that are read")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"cannot be read: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise _damaged(path, f"more than the {MAX_FILE_BYTES} bytes that are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise _damaged(path, "must hold a JSON object")
     return content
@@ -147,9 +156,15 @@ def _ranks(path: Path, content: Mapping[str, Any], count: int) -> dict[bytes, in
     for rank, text in _entries(path, content.get("vocab"), "token_bytes"):
         if rank < count:
             try:
-                ranks[base64.b64decode(text, validate=True)] = rank
+                token = base64.b64decode(text, validate=True)
             except (binascii.Error, ValueError):
                 raise _damaged(path, f"vocab: rank {rank}: token_bytes is no base64") from None
+            if not 1 <= len(token) <= MAX_TOKEN_BYTES:
+                raise _damaged(
+                    path,
+                    f"vocab: rank {rank}: {len(token)} bytes: must be from 1 to {MAX_TOKEN_BYTES}",
+                )
+            ranks[token] = rank
     if sorted(ranks.values()) != list(range(count)):
         raise _damaged(path, f"vocab: must have the ranks from 0 to {count - 1}, once each")
     if missing := {bytes([byte]) for byte in range(256)} - ranks.keys():
