@@ -88,7 +88,9 @@ def test_files_of_ones_own_may_be_long() -> None:
     finally:
         decoder.close()
     bounded = offline_decoder(SpeechConfig(max_audio_seconds=7.0, max_audio_file_bytes=1 << 20))
-    assert bounded.limits.held_seconds == decoder.limits.seconds, "a limit of one file is not of all"
+    assert bounded.limits.held_seconds == decoder.limits.seconds, (
+        "a limit of one file is not of all"
+    )
     try:
         with pytest.raises(RequestError, match="at most 7 are taken"):
             bounded.decode_now(wav_file([1] * 80_000, 8000), name="", sample_rate=16_000)

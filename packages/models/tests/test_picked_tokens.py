@@ -94,6 +94,20 @@ class TestGlmMoeDsa(TestDeepseekV32Picking):
         model = self.load(info, build_context(info), load_format="dummy")
         assert len(model.attention_layers()) == 3 + count
 
+    def test_published_configs_say_how_the_indexer_rotates(
+        self, checkpoint: Checkpoint, model: CausalLM
+    ) -> None:
+        prompt = self.prompt(self.prompt_len)
+        logits = PagedDriver(model).step({"a": prompt})
+        for interleaved in (True, False):
+            said = {"indexer_rope_interleave": interleaved}
+            other = self.open(checkpoint.path, hf_overrides=said)
+            assert torch.equal(PagedDriver(other).step({"a": prompt}), logits) == interleaved
+
+    def test_heads_that_cannot_turn_are_refused(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(UnsupportedModel, match="index_head_dim = 2: must be at least"):
+            self.open(checkpoint.path, hf_overrides={"index_head_dim": 2})
+
     def test_a_first_layer_that_shares_is_refused(self, checkpoint: Checkpoint) -> None:
         with pytest.raises(UnsupportedModel, match=r"indexer_types = .* the first of them full"):
             self.open(checkpoint.path, hf_overrides={"indexer_types": ["shared", "full", "full"]})

@@ -11,6 +11,7 @@ from model_families_conformance import FamilyConformance
 from relaid_conformance import rewrite
 from safetensors.torch import load_file, save_file
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import CausalLM
 from headrace_core.testing.model import Checkpoint, PagedDriver
 
@@ -64,3 +65,13 @@ class TestXLSTM(FamilyConformance):
         prompt = self.prompt(9)
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
+
+    @pytest.mark.parametrize("factor", [1e-9, 1e20])
+    def test_heads_of_no_sensible_size_are_refused(
+        self, checkpoint: Checkpoint, factor: float
+    ) -> None:
+        for name in ("qk_dim_factor", "v_dim_factor"):
+            with pytest.raises(UnsupportedModel, match="num_heads = 4: must divide"):
+                self.open(checkpoint.path, hf_overrides={name: factor})
+        with pytest.raises(UnsupportedModel, match="ffn_proj_factor gives"):
+            self.open(checkpoint.path, hf_overrides={"ffn_proj_factor": 1e20})

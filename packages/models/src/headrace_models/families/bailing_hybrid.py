@@ -6,7 +6,7 @@ Ling Team 2025, arXiv:2510.19338 (linear attention); the recurrence of 3: Kimi T
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -78,14 +78,6 @@ class BailingMoeLinearV2ForCausalLM(BailingMoeV2ForCausalLM):
         "norm_topk_prob": ("moe_renormalize",),
         "max_position_embeddings": ("model_max_length",),
     }
-
-    @property
-    def ignored_weights(self) -> Mapping[str, str]:
-        """See :class:`headrace_core.model.IgnoresWeights`."""
-        first = self.num_layers()
-        more = self.settings.integer("num_nextn_predict_layers", 0, minimum=0, maximum=64)
-        numbers = "|".join(str(index) for index in range(first, first + more))
-        return {rf"model\.layers\.({numbers})\..*": "predicts more than one token"} if more else {}
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.check()
@@ -204,6 +196,7 @@ class BailingMoeV2_5ForCausalLM(BailingMoeLinearV2ForCausalLM):
 class BailingHybridForCausalLM(BailingMoeV2_5ForCausalLM):
     """Ling 3: Kimi's delta attention in the layers between, a gate for each latent head."""
 
+    default_theta: ClassVar[float] = 6_000_000.0
     weight_rules: ClassVar[Sequence[WeightRule]] = (
         *_SHARED_RULES,
         *_LATENT_RULES,

@@ -36,7 +36,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         *indexer_rules("model.layers.{}.self_attn.indexer", "layers.{}.attention.indexer"),
     )
     interleaves_indexer: ClassVar[bool] = False
-    """Whether the indexer rotates neighbours, not halves."""
+    """Whether the indexer rotates neighbours, not halves, if the config does not say."""
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         super().prepare(context, prefix)
@@ -80,7 +80,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
             hidden_size=self.hidden_size(),
             query_rank=self.settings.integer("q_lora_rank"),
             rotary=self.rotary,
-            interleaved=self.interleaves_indexer,
+            interleaved=self.settings.flag("indexer_rope_interleave", self.interleaves_indexer),
         )
 
     def is_dense(self, index: int) -> bool:

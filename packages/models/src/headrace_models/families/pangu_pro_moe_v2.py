@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder
+from headrace_models.families.mtp import further_layers
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import SandwichBlock
 from headrace_models.layers.decoder import Block
@@ -53,10 +54,7 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
     @property
     def ignored_weights(self) -> Mapping[str, str]:
         """See :class:`headrace_core.model.IgnoresWeights`."""
-        first = self.num_layers()
-        more = self.settings.integer("num_nextn_predict_layers", 0, minimum=0, maximum=64)
-        numbers = "|".join(str(index) for index in range(first, first + more))
-        return {rf"model\.layers\.({numbers})\..*": "predicts more than one token"} if more else {}
+        return further_layers(self.settings, self.num_layers())
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         for key in ("use_mhc", "use_mome", "param_sink_of_head_num", "param_sink_of_head_dim"):
@@ -71,7 +69,8 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
         ]
         size = self.head_dim()
         rope = rope_settings(self.settings.config, theta=self.default_theta)
-        rope = replace(rope, partial_rotary_factor=self.key_dims[1] / size)
+        # Half a dimension more, as the product of share and size is rounded down.
+        rope = replace(rope, partial_rotary_factor=(self.key_dims[1] + 0.5) / size)
         limit = self.settings.integer("max_position_embeddings", 2048)
         self.rotary = rotary_table(context, rope, size, max_positions=limit)
 
@@ -125,10 +124,10 @@ class PanguProMoEV2ForCausalLM(MoEDecoder):
         """One for all layers, or a list that they repeat; None and what is not above 0: everything."""
         stated = self.settings.config.get("interleaved_sliding_window")
         windows: list[Any] = stated if isinstance(stated, list) and stated else [stated]
-        if not all(w is None or type(w) is int for w in windows):
+        if not all(w is None or (type(w) is int and abs(w) < 2**31) for w in windows):
             raise UnsupportedModel(
                 f"config.json: interleaved_sliding_window = {stated!r:.200}: must be a number of "
-                "tokens or a list of them"
+                "tokens below 2**31 or a list of them"
             )
         window = windows[index % len(windows)]
         return window if window is not None and window > 0 else None

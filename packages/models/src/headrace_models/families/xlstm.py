@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.layers.decoder import Block, Decoder
 from headrace_models.layers.hybrid_block import HybridBlock
@@ -103,7 +104,10 @@ class XLSTMForCausalLM(Decoder):
         )
 
     def intermediate_size(self) -> int:
-        """A multiple of a round number."""
+        """A multiple of a round number. Raises: UnsupportedModel: no sensible one."""
         size = self.hidden_size() * self.settings.positive("ffn_proj_factor", 2.667)
         multiple = self.settings.integer("ffn_round_up_to_multiple_of", 64)
-        return int((size + multiple - 1) // multiple * multiple)
+        rounded = int((size + multiple - 1) // multiple * multiple)
+        if not 1 <= rounded < 2**31:
+            raise UnsupportedModel(f"config.json: ffn_proj_factor gives {rounded} inner channels")
+        return rounded

@@ -171,6 +171,7 @@ class WithinHeads(WeightLayer):
         pack = self.context.ops.head_linear.pack
         self.packed = [pack(weight.contiguous()) for weight in by_tap]
         self.total, self.own_bias = sum(by_tap[1:], by_tap[0]), tensors["bias"]
+        self.bias = None
         shown = torch.eye(taps, dtype=self.own_bias.dtype, device=self.own_bias.device).flip(0)
         self.steps = [row.expand(self.sizes.channels, -1).contiguous() for row in shown]
 

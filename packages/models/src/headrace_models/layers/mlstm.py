@@ -18,6 +18,7 @@ from headrace_models.layers.head_view import by_heads, in_rows
 from headrace_models.layers.heads_norm import HeadLayerNorm
 from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
 from headrace_models.layers.state_layer import RecurrentLayer
+from headrace_models.settings import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +32,7 @@ class MLSTMSizes:
     """What a config says of its layers.
 
     Raises:
-        UnsupportedModel: channels that cannot be divided into heads.
+        UnsupportedModel: channels that cannot be divided into heads of a sensible size.
     """
 
     hidden_size: int
@@ -41,11 +42,12 @@ class MLSTMSizes:
     values: int
 
     def __post_init__(self) -> None:
-        if self.keys % self.num_heads or self.values % self.num_heads:
-            raise UnsupportedModel(
-                f"config.json: num_heads = {self.num_heads}: must divide {self.keys} channels of keys "
-                f"and {self.values} of values"
-            )
+        for size in (self.keys, self.values):
+            if size % self.num_heads or not 1 <= size // self.num_heads <= MAX_HEAD_DIM:
+                raise UnsupportedModel(
+                    f"config.json: num_heads = {self.num_heads}: must divide {self.keys} channels of "
+                    f"keys and {self.values} of values into heads of 1 to {MAX_HEAD_DIM}"
+                )
 
 
 class MLSTM(RecurrentLayer):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_core.attention import AttentionLayerSpec, AttentionNeed
+from headrace_core.errors import UnsupportedModel
 from headrace_core.kv import IndexKeySpec, KVCacheSpec
 from headrace_core.model import WeightRule
 from headrace_models.layers.attention import CachedLayer
@@ -61,6 +62,9 @@ class TokenIndexer(CachedLayer):
     Args:
         name: of the indexer's module, as the checkpoint spells it.
         rotary: cosines and sines [positions, P], of the first P dimensions.
+
+    Raises:
+        UnsupportedModel: heads of fewer dimensions than turn.
     """
 
     def __init__(
@@ -77,6 +81,11 @@ class TokenIndexer(CachedLayer):
         self.ops, self.sizes = context.ops, sizes
         self.rotary, self.interleaved = rotary, interleaved
         heads, width = sizes.num_heads, sizes.head_dim
+        if width < rotary.shape[1]:
+            raise UnsupportedModel(
+                f"config.json: index_head_dim = {width}: must be at least {rotary.shape[1]}, the "
+                "dimensions that turn"
+            )
         self.query = Linear(context, f"{name}.wq_b", query_rank, [Part(heads * width)])
         self.key = Linear(context, f"{name}.wk", hidden_size, [Part(width)])
         self.key_norm = LayerNorm(context, f"{name}.k_norm", width, KEY_NORM_EPS)

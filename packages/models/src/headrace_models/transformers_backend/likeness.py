@@ -147,9 +147,7 @@ def expert_gate_like(module: Any) -> str | None:
 
 
 def _close(answer: Tensor, expected: Tensor) -> bool:
-    return answer.shape == expected.shape and torch.allclose(
-        answer, expected, rtol=1e-5, atol=1e-6
-    )
+    return answer.shape == expected.shape and torch.allclose(answer, expected, rtol=1e-5, atol=1e-6)
 
 
 def _close_by_row(answer: Tensor, expected: Tensor) -> bool:
