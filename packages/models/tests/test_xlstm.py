@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import CausalLM
-from headrace_core.testing.model import Checkpoint, PagedDriver
+from headrace_core.testing.model import Checkpoint, PagedDriver, ThreadRank, build_context
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
 
@@ -75,3 +76,10 @@ class TestXLSTM(FamilyConformance):
                 self.open(checkpoint.path, hf_overrides={name: factor})
         with pytest.raises(UnsupportedModel, match="ffn_proj_factor gives"):
             self.open(checkpoint.path, hf_overrides={"ffn_proj_factor": 1e20})
+
+    def test_more_ranks_than_heads_are_refused(self, checkpoint: Checkpoint) -> None:
+        """They would have the same heads, and a sum of both."""
+        info = self.resolve(checkpoint.path, max_model_len=self.max_model_len)
+        rank = ThreadRank(0, [None] * 8, threading.Barrier(8))
+        with pytest.raises(UnsupportedModel, match=r"heads = 4 must be divisible by .* = 8"):
+            self.load(info, build_context(info, communicator=rank), load_format="dummy")

@@ -16,7 +16,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part, Slot
 from headrace_models.layers.head_view import by_heads, in_rows
 from headrace_models.layers.heads_norm import HeadLayerNorm
-from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.state_layer import RecurrentLayer
 from headrace_models.settings import MAX_HEAD_DIM
 
@@ -70,7 +70,7 @@ class MLSTM(RecurrentLayer):
         eps: float,
     ) -> None:
         heads, count = sizes.num_heads, context.communicator
-        shard = shard_of(heads, count, what=f"{name}, heads")
+        shard = dividing_shard(heads, count, what=f"{name}, heads")
         own = heads // shard.count
         self.key_dim, self.value_dim = sizes.keys // heads, sizes.values // heads
         held = self.key_dim * self.value_dim + self.key_dim + 1

@@ -14,7 +14,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part
 from headrace_models.layers.causal_conv import CausalConv
 from headrace_models.layers.head_view import by_heads
-from headrace_models.layers.linear import Linear, column_parallel, row_parallel, shard_of
+from headrace_models.layers.linear import Linear, column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.mamba2 import StateSpaceScan
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.state_layer import RecurrentLayer
@@ -53,7 +53,7 @@ class PlamoMamba(RecurrentLayer):
     ) -> None:
         if sizes.num_groups != 1:
             raise UnsupportedModel(f"{name}: {sizes.num_groups} groups of heads: must be 1")
-        shard = shard_of(sizes.num_heads, context.communicator, what=f"{name}, heads")
+        shard = dividing_shard(sizes.num_heads, context.communicator, what=f"{name}, heads")
         heads = Part(sizes.num_heads // shard.count, shard)
         channels = Part(sizes.channels // shard.count, shard)
         conv = CausalConv(

@@ -12,7 +12,7 @@ from headrace_core.kv import StateShape
 from headrace_models.layers.base import Part
 from headrace_models.layers.gated_norm import GatedRMSNorm
 from headrace_models.layers.head_view import by_heads, in_rows
-from headrace_models.layers.linear import column_parallel, row_parallel, shard_of
+from headrace_models.layers.linear import column_parallel, dividing_shard, row_parallel
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.state_layer import RecurrentLayer
 
@@ -53,7 +53,7 @@ class RotatedLightning(RecurrentLayer):
         out_bias: bool,
     ) -> None:
         num_heads = slopes.shape[0]
-        shard = shard_of(num_heads, context.communicator, what=f"{name}, heads")
+        shard = dividing_shard(num_heads, context.communicator, what=f"{name}, heads")
         size, own = num_heads * head_dim, num_heads // shard.count
         super().__init__(context, name, (StateShape((own, head_dim, head_dim), "float32"),))
         self.ops, self.head_dim, self.rotary = context.ops, head_dim, rotary
