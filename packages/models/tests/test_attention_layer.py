@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -273,3 +274,7 @@ def test_pooling_in_both_directions_has_none_of_it() -> None:
             made, "layers.0", rotary=None, sinks=True, alibi_slopes=torch.ones(HEADS), **SIZES
         )
     self_attention(made, "layers.0", rotary=None, sinks=False, **SIZES)
+    asked = inspect.signature(Attention.__init__).parameters.values()
+    own = {p.name for p in asked if p.kind is p.KEYWORD_ONLY} - SIZES.keys()
+    for name in own:
+        self_attention(made, "layers.0", rotary=None, **{name: None}, **SIZES)

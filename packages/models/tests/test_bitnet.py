@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from model_families_conformance import FamilyConformance
 
+from headrace_core.errors import UnsupportedModel
+from headrace_core.testing.model import Checkpoint
+
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
 
 
@@ -27,3 +30,11 @@ class TestBitNet(FamilyConformance):
             "rms_norm_eps": 1e-4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         }  # fmt: skip
         return BitNetConfig(**{**own, **overrides})
+
+    def test_pooling_in_both_directions_is_refused(self, checkpoint: Checkpoint) -> None:
+        """By every family whose attention is of a kind of its own."""
+        asked: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"is_causal": False}}
+        with pytest.raises(
+            UnsupportedModel, match=r"layers\.0\.self_attn lets tokens see those before"
+        ):
+            self.open(checkpoint.path, **asked)

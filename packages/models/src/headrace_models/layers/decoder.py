@@ -96,6 +96,17 @@ class Decoder(Layer, ABC):
         self.logits_cap = self.logits_soft_cap()
         self.make_head(context, prefix)
         self._share_caches()
+        if context.pooling is not None and not context.pooling.causal:
+            self._check_directions()
+
+    def _check_directions(self) -> None:
+        """Raises: UnsupportedModel: a layer cannot attend in both directions."""
+        named = [*self.attention_layers(), *self.state_layers()]
+        if named:
+            raise UnsupportedModel(
+                f"{named[0]} lets tokens see those before them only: the model pools with causal "
+                "attention only"
+            )
 
     def _share_caches(self) -> None:
         layers = {x.spec.name: x for _, x in walk(self) if isinstance(x, Attention)}

@@ -20,6 +20,7 @@ _OVER_THE_CACHE = (
     "prefix",
     "sinks",
     "query_temperature",
+    "score_temperatures",
 )
 """What only :class:`Attention` does."""
 
