@@ -108,10 +108,10 @@ def by_expert(tensors: Mapping[str, Tensor], gate_up: str, down: str) -> dict[st
 
 
 def relaid(tensors: Mapping[str, Tensor], head_dim: int) -> dict[str, Tensor]:
-    """Under Mistral's names, with rotary pairs as neighbours."""
+    """Under Mistral's names, with rotary pairs as neighbours; head_dim 0: as they are."""
     result = {}
     for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        if head_dim and name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = tensor.view(-1, 2, head_dim // 2, tensor.shape[1])
             tensor = heads.transpose(1, 2).reshape(tensor.shape)
         stem = name.removesuffix(".weight")
@@ -166,7 +166,8 @@ class PublishedMixture:
         names = LATENT_NAMES if latent else {"block_sparse_moe": "feed_forward"}
         for theirs, own in names.items():
             tensors = {name.replace(f".{theirs}.", f".{own}."): x for name, x in tensors.items()}
-        tensors = relaid(tensors, config.hidden_size // config.num_attention_heads)
+        size = config.hidden_size // config.num_attention_heads
+        tensors = relaid(tensors, 0 if latent else size)
         tensors["vision_encoder.ln_pre.weight"] = torch.zeros(8)
         save_file(tensors, folder / "consolidated.safetensors")
 
@@ -177,8 +178,8 @@ def test_mixtral(tmp_path: Path) -> None:
     PublishedMixture(MixtralSuite(), tmp_path).check()
 
 
-@pytest.mark.parametrize("scales", [True, False])
-def test_mistral_large_3(tmp_path: Path, scales: bool) -> None:
+@pytest.mark.parametrize(("scales", "rank"), [(True, 18), (False, None)])
+def test_mistral_large_3(tmp_path: Path, scales: bool, rank: int | None) -> None:
     """Latent attention beside a shared expert; ``apply_scale`` scales scores. What sees is passed over."""
     rope = {
         "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "beta_fast": 4, "beta_slow": 1,
@@ -186,8 +187,9 @@ def test_mistral_large_3(tmp_path: Path, scales: bool) -> None:
         **({"mscale": 1.0, "mscale_all_dim": 1.0} if scales else {"attention_factor": 1.0}),
     }  # fmt: skip
     found = PublishedMixture(
-        Mistral4Suite(), tmp_path, rope_parameters=rope, attention_bias=False, rms_norm_eps=1e-5
-    )
+        Mistral4Suite(), tmp_path, rope_parameters=rope, attention_bias=False, rms_norm_eps=1e-5,
+        q_lora_rank=rank,
+    )  # fmt: skip
     found.check()
 
 

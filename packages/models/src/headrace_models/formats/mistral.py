@@ -78,13 +78,14 @@ class MistralFormat:
     ) -> Iterator[tuple[str, Tensor, Path]]:
         """By transformers' names. Raises: WeightsError naming the file."""
         params = read_params(path)
+        paired = () if params.config.get("kv_lora_rank") else _PAIRED
         headers = {
             file: tuple(entry for entry in entries if not entry.name.startswith(_SEEING))
             for file, entries in checkpoint_headers(path, CONSOLIDATED).items()
         }
         for stored, tensor, file in read_tensors(headers, progress, eager=self.eager):
             name = transformers_name(stored)
-            if name.endswith(_PAIRED):
+            if name.endswith(paired):
                 tensor = halves(tensor, head_dim(params), stored, file)
             yield name, tensor, file
 
