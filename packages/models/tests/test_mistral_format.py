@@ -221,11 +221,11 @@ def test_of_both_layouts_the_user_chooses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"moe": {"num_experts": 8}}, "no 'num_experts_per_tok'"),
+        ({"moe": {"num_experts": 8}}, r"params\.json has no 'num_experts_per_tok'"),
         ({"multimodal": {"whisper_model_args": {}}}, "'multimodal' is not supported"),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "'quantization' is not supported"),
         ({"sliding_window": [9, None]}, "sliding_window is a list"),
-        ({"dim": "72"}, "dim = '72'"),
+        ({"dim": "72"}, r"params\.json: dim = '72'"),
         ({"head_dim": None, "n_heads": 5}, "dim = 72: must be a multiple of n_heads = 5"),
         ({"yarn": [1]}, r"yarn = \[1\]: must be an object"),
         ({"llama_4_scaling": {"beta": 0.1, "original_max_position_embeddings": 8}}, "must be yarn's"),

@@ -30,10 +30,13 @@ class Settings:
     Args:
         config: ``config.json``'s text part.
         spelling: keys are found under either name; messages have the config's own.
+        file: what messages call the config.
     """
 
-    def __init__(self, config: Mapping[str, Any], spelling: Spelling = _USUAL) -> None:
-        self.config = dict(config)
+    def __init__(
+        self, config: Mapping[str, Any], spelling: Spelling = _USUAL, file: str = "config.json"
+    ) -> None:
+        self.config, self.file = dict(config), file
         self.spelled: dict[str, str] = {}
         for name, others in spelling.items():
             if config.get(name) is None:
@@ -175,7 +178,7 @@ class Settings:
         if value is None:
             if default is _ABSENT:
                 spelled = self.spelled.get(name, name)
-                raise UnsupportedModel(f"config.json has no {spelled!r}, which the model needs")
+                raise UnsupportedModel(f"{self.file} has no {spelled!r}, which the model needs")
             return default
         return value
 
@@ -183,4 +186,4 @@ class Settings:
         shown = repr(value)
         shown = shown if len(shown) <= 200 else shown[:200] + "..."
         spelled = self.spelled.get(name, name)
-        return UnsupportedModel(f"config.json: {spelled} = {shown}: must be {accepted}")
+        return UnsupportedModel(f"{self.file}: {spelled} = {shown}: must be {accepted}")

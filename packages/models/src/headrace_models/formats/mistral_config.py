@@ -44,7 +44,7 @@ def has_params(folder: Path, load_format: str) -> bool:
 
 def read_params(folder: Path) -> Settings:
     """Raises: UnsupportedModel: there is no params.json, or it cannot be read."""
-    return Settings(read_object(folder / PARAMS, required=True))
+    return Settings(read_object(folder / PARAMS, required=True), file=PARAMS)
 
 
 def head_dim(params: Settings) -> int:
@@ -184,4 +184,4 @@ def _block(params: Settings, name: str) -> Settings | None:
         return None
     if not isinstance(value, Mapping):
         raise UnsupportedModel(f"params.json: {name} = {value!r:.200}: must be an object")
-    return Settings(value)
+    return Settings(value, file=PARAMS)
