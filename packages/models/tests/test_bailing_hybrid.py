@@ -21,6 +21,7 @@ from relaid_conformance import rewrite
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.testing.model import Checkpoint, PagedDriver
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
@@ -258,3 +259,7 @@ class TestBailingHybrid(FamilyConformance):
         prompt = self.prompt(12)
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         self.assert_close(logits, other.logprobs(prompt))
+
+    def test_no_gates_of_a_billion_heads(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(UnsupportedModel, match=r"g_proj: 2147483647 heads: must be at most"):
+            self.open(checkpoint.path, hf_overrides={"num_attention_heads": 2**31 - 1})

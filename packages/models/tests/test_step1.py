@@ -17,6 +17,9 @@ from plain_reference import (
 )
 from torch import Tensor, nn
 
+from headrace_core.errors import UnsupportedModel
+from headrace_core.testing.model import Checkpoint
+
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-LLAMA")
 
 
@@ -71,3 +74,7 @@ class TestStep1(PlainConformance):
     def module(self, config: Any) -> nn.Module:
         layers: list[nn.Module] = [PlainLayer(config) for _ in range(config.num_hidden_layers)]
         return PlainDecoder(config, layers)
+
+    def test_no_table_of_a_billion_heads(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(UnsupportedModel, match="2147483646 heads with ALiBi: must be at most"):
+            self.open(checkpoint.path, hf_overrides={"num_attention_heads": 2**31 - 2})

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model_families_conformance import FamilyConformance
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.testing.model import Checkpoint
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-SSM")
@@ -58,3 +59,7 @@ class TestZaya(FamilyConformance):
         skipped = torch.cat(chosen) == 0
         assert bool(skipped.any())
         assert not bool(skipped.all())
+
+    def test_no_matrix_of_gigabytes(self, checkpoint: Checkpoint) -> None:
+        with pytest.raises(UnsupportedModel, match="channels of queries and keys: must be at most"):
+            self.open(checkpoint.path, hf_overrides={"num_attention_heads": 2**20})

@@ -22,6 +22,8 @@ _LARGEST = 1e30
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
 MAX_HEAD_DIM = 8192
+MAX_HEADS = 65_536
+"""Of what has a table with an entry for each head."""
 
 
 class Settings:

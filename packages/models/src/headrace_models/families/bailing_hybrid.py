@@ -35,8 +35,6 @@ from headrace_models.settings import MAX_HEAD_DIM, Spelling
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
-MAX_HEADS = 65_536
-"""A table of rates has an entry for each."""
 _LAYER = "model.layers.{}"
 _ATTENTION = f"{_LAYER}.attention"
 _KINDS = ("linear_attention", "full_attention")
@@ -121,7 +119,7 @@ class BailingMoeLinearV2ForCausalLM(BailingMoeV2ForCausalLM):
         return super().make_attention(context, index, f"{name.removesuffix('attention')}self_attn")
 
     def make_recurrence(self, context: BuildContext, index: int, name: str) -> Mixer:
-        heads = self.settings.integer("num_attention_heads", maximum=MAX_HEADS)
+        heads = self.settings.integer("num_attention_heads")
         self.settings.refuse("num_kv_heads_for_linear_attn", heads)
         silu = self.settings.flag("linear_silu", self.settings.flag("use_linear_silu", False))
         bias = self.settings.flag("use_bias", False)

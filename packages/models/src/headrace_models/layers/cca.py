@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from headrace_core.batch import ForwardBatch
     from headrace_core.model import BuildContext
 
+MAX_CHANNELS = 16_384
 _LEAST = 1e-20
 """Of a head's mean square."""
 
@@ -37,7 +38,8 @@ class CCASizes:
     """What a config says of its layers.
 
     Raises:
-        UnsupportedModel: heads of an odd size, half of which cannot be another token's.
+        UnsupportedModel: heads of an odd size, half of which cannot be another token's; so many channels
+            that the matrix of their means would be gigabytes.
     """
 
     hidden_size: int
@@ -48,6 +50,11 @@ class CCASizes:
     """Of the convolution of each channel, and of that within each head."""
 
     def __post_init__(self) -> None:
+        if self.channels > MAX_CHANNELS:
+            raise UnsupportedModel(
+                f"config.json: {self.channels} channels of queries and keys: must be at most "
+                f"{MAX_CHANNELS}"
+            )
         if self.values % 2:
             raise UnsupportedModel(
                 f"config.json: {self.num_kv_heads} value heads of {self.head_dim}: half of their "

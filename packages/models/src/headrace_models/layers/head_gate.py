@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.attention import Attention
 from headrace_models.layers.base import Layer
 from headrace_models.layers.head_view import by_heads, in_rows
 from headrace_models.layers.latent_attention import LatentAttention, LatentSizes
 from headrace_models.layers.linear import column_parallel
+from headrace_models.settings import MAX_HEADS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +30,16 @@ class HeadGate(Layer):
 
     Args:
         name: of the projection, as the checkpoint spells it.
+
+    Raises:
+        UnsupportedModel: more than :data:`~headrace_models.settings.MAX_HEADS`.
     """
 
     def __init__(
         self, context: BuildContext, name: str, hidden_size: int, num_heads: int, size: int
     ) -> None:
+        if num_heads > MAX_HEADS:
+            raise UnsupportedModel(f"{name}: {num_heads} heads: must be at most {MAX_HEADS}")
         self.ops = context.ops
         self.projection = column_parallel(
             context, name, hidden_size, (num_heads,), units=(num_heads,)
