@@ -377,6 +377,7 @@ class TestSentenceTransformers:
             ),
             ({"modality_config": [1]}, "modality_config = .* must be an object"),
             ({"modality_config": {"message": {"format": "flatter"}}}, "must be one of auto, flat"),
+            ({"modality_config": {"message": [1]}}, r"format = \[1\]: must be one of auto, flat"),
         ):
             write(folder, {"sentence_bert_config.json": {**settings, **wrong}})
             with pytest.raises(UnsupportedModel, match=words):

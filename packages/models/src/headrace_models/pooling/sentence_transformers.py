@@ -146,7 +146,7 @@ def _pair_chat(folder: Path) -> PairChat | None:
     if message is None:
         return None
     stated = message.get("format", "auto") if isinstance(message, Mapping) else message
-    if stated not in _CONTENT_FORMATS:
+    if not isinstance(stated, str) or stated not in _CONTENT_FORMATS:
         accepted = ", ".join(_CONTENT_FORMATS)
         raise UnsupportedModel(
             f"{path}: modality_config.message.format = {stated!r:.100}: must be one of {accepted}"
