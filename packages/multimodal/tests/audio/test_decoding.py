@@ -11,6 +11,7 @@ import sys
 import threading
 import wave
 from contextlib import suppress
+from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -361,3 +362,19 @@ def test_a_thread_may_wait_for_its_file(decoder, monkeypatch):
     monkeypatch.setattr(decoding, "WAIT_SECONDS", 0.0)
     with pytest.raises(QueueFull):
         decoder.decode_now(wav(tone(seconds=20)), name="speech.x", sample_rate=RATE)
+
+
+def test_a_file_that_may_take_longer_is_waited_for_longer(monkeypatch):
+    decoder, waited = AudioDecoder(AudioLimits(decode_seconds=600.0)), []
+
+    class Waiting:
+        def result(self, seconds):
+            waited.append(seconds)
+            raise TimeoutError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(decoder, "_threads", SimpleNamespace(submit=lambda run: Waiting()))
+        with pytest.raises(QueueFull):
+            decoder.decode_now(wav(tone()), name="", sample_rate=RATE)
+    decoder.close()
+    assert waited == [10 * decoding.WAIT_SECONDS]

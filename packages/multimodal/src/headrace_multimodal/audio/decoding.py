@@ -30,8 +30,8 @@ START_SECONDS = 120.0
 MAX_WAITING = 64
 """Files that may wait for a child."""
 WAIT_SECONDS = 300.0
-"""How long a thread waits for its file, if a file may not take longer; nobody waits so long on an event
-loop."""
+"""How long a thread waits for its file, and in proportion longer where files may take longer than by
+default; nobody waits so long on an event loop."""
 _HEAD = struct.Struct("<I")
 
 
@@ -132,8 +132,8 @@ class AudioDecoder:
         with self._admitted(data):
             task = _Task(self._idle, Job(data, sample_rate))
             try:
-                longest = START_SECONDS + self.limits.decode_seconds
-                answer = self._threads.submit(task.run).result(max(WAIT_SECONDS, longest))
+                longer = max(1.0, self.limits.decode_seconds / AudioLimits().decode_seconds)
+                answer = self._threads.submit(task.run).result(WAIT_SECONDS * longer)
             except TimeoutError:
                 task.cancel()
                 raise QueueFull(
