@@ -155,6 +155,14 @@ class TestHostile:
         with pytest.raises(WeightsError, match=words):
             logits_of(saved(llama, tmp_path, content))
 
+    def test_link_to_nowhere(self, llama: Checkpoint, tmp_path: Path) -> None:
+        shutil.copy(llama.path / "config.json", tmp_path)
+        (tmp_path / "part-1.bin").symlink_to(tmp_path / "gone")
+        with pytest.raises(WeightsError, match=r"part-1\.bin: cannot be read"):
+            LLAMA.resolve(tmp_path)
+        with pytest.raises(WeightsError, match=r"part-1\.bin: cannot be read"):
+            list(PickledFormat(LoadConfig()).tensors(tmp_path))
+
     @pytest.mark.req("REL-13")
     def test_cut_short(self, llama: Checkpoint, tmp_path: Path) -> None:
         path = saved(llama, tmp_path)
