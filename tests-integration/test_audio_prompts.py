@@ -17,6 +17,8 @@ from together import together
 from headrace import LLM, EngineArgs, SamplingParams
 from headrace.assembly.inspection import inspect_model
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.speech import AudioClip, SpeechToTextConfig
+from headrace_models.families.qwen2_audio import Qwen2AudioForConditionalGeneration as Family
 
 SETTINGS = {
     "dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "block_size": 8,
@@ -185,6 +187,30 @@ def test_what_is_refused_by_name(listener):
         cut = SamplingParams(max_tokens=1, truncate_prompt_tokens=4)
         with pytest.raises(RequestError, match="would cut placeholders"):
             llm.generate(asked("<|AUDIO|>", "a"), cut, use_tqdm=False)
+
+
+@pytest.mark.spec("API-STT")
+def test_recordings_are_written_down_without_times(listener):
+    samples = clip("c")
+    with LLM(str(listener[1]), **SETTINGS) as llm:
+        asked_for = Family.get_generation_prompt(
+            AudioClip(samples, 16000),
+            llm.model_info,
+            SpeechToTextConfig(),
+            "en",
+            "transcribe",
+            "",
+            None,
+        )
+        [expected] = llm.generate([asked_for], SamplingParams(temperature=0, max_tokens=8))
+        [found] = llm.transcribe(
+            (samples, 16000), language="en", temperature=[0], max_tokens=8, use_tqdm=False
+        )
+        assert found.text == expected.outputs[0].text.strip()
+        assert (found.segments, found.words) == (None, None)
+        for wanted in (["segment"], ["word"]):
+            with pytest.raises(UnsupportedFeature, match="timestamp_granularities"):
+                llm.transcribe((samples, 16000), timestamp_granularities=wanted)
 
 
 @pytest.mark.spec("MM-ONLINE")

@@ -2,7 +2,8 @@
 """Write ``docs/supported/transformers.md`` from the table of what the transformers backend serves.
 
 ``python tools/transformers_page.py``; a test compares. ``--measure`` tries every model first and
-writes the table (``packages/models/tests/transformers_models.json``); it needs torch and transformers.
+writes the table (``packages/models/tests/transformers_models.json``); it needs torch, transformers and
+the native kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "packages" / "models" / "tests"
+INTEGRATION = ROOT / "tests-integration"
 TABLE = TESTS / "transformers_models.json"
 PAGE = ROOT / "docs" / "supported" / "transformers.md"
 SERVED = "served"
@@ -32,8 +34,11 @@ A model is refused, before the port opens, where its code does not leave attenti
 interface, keeps a state of its own, or lets tokens meet anywhere else: requests could not share a step.
 Loading tries each model for that, so a model that is not in this table is served or refused the same way.
 
-**Slower than a class of headrace's own:** steps are not captured, and rotary embeddings, residuals and
-routing run in Python between the kernels.
+**About as fast as a class of headrace's own where steps are captured** (on a CPU; `yes` below): torch's
+additions, products and copies between the kernels are recorded as kernels of the same bits, and norms,
+activations, routers and rotary tables are headrace's. A tree with an operation that is none of these runs
+eagerly, with more Python between the kernels; the log names the operation. So do steps of more than the
+largest captured size ([captured steps](../plug-points/step-graphs.md)).
 
 **A checkpoint's own code** (`auto_map`) runs only with `--trust-remote-code`. What it must be like:
 
@@ -49,6 +54,7 @@ routing run in Python between the kernels.
 
 Below is what transformers {version} has as causal language models, and what came of a tiny checkpoint of
 each: log-probabilities within 1e-4 of transformers' own, in chunks and in batches, or the reason why not.
+Captured steps gave the bits of eager ones.
 """
 
 
@@ -59,8 +65,15 @@ def page(table: Mapping[str, object]) -> str:
     served = [row for row in models if row["result"] == SERVED]
     others = [row for row in models if row["result"] != SERVED]
     lines = [_TEXT.format(version=table["transformers"])]
-    lines += [f"## Served ({len(served)})", "", "| architecture | model_type |", "|---|---|"]
-    lines += [f"| `{row['architecture']}` | `{row['model_type']}` |" for row in served]
+    steps = table["steps"]
+    assert isinstance(steps, dict)
+    captured = sum(steps[row["model_type"]] == "captured" for row in served)
+    lines += [f"## Served ({len(served)}, of which {captured} with captured steps)", ""]
+    lines += ["| architecture | model_type | captured |", "|---|---|---|"]
+    for row in served:
+        why = steps[row["model_type"]]
+        told = "yes" if why == "captured" else f"no: {why}"
+        lines.append(f"| `{row['architecture']}` | `{row['model_type']}` | {told} |")
     lines += ["", f"## Not served by the backend ({len(others)})", ""]
     lines += ["Some of these have a class of headrace's own.", ""]
     lines += ["| architecture | model_type | reason |", "|---|---|---|"]
@@ -72,11 +85,15 @@ def page(table: Mapping[str, object]) -> str:
 
 def measure() -> None:
     """Try every model and write the table."""
-    sys.path.insert(0, str(TESTS))
+    sys.path[:0] = [str(TESTS), str(INTEGRATION)]
+    import captured_trees
     import every_causal_lm
 
     with tempfile.TemporaryDirectory() as folder:
-        every_causal_lm.store(list(every_causal_lm.outcomes(Path(folder))))
+        found = list(every_causal_lm.outcomes(Path(folder)))
+        served = [outcome.model_type for outcome in found if outcome.result == SERVED]
+        steps = dict(captured_trees.outcomes(Path(folder) / "captured", served))
+        every_causal_lm.store(found, steps)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

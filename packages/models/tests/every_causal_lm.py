@@ -119,10 +119,16 @@ def measured_with() -> str:
     return version
 
 
-def store(found: list[Outcome]) -> None:
+def stored_captures() -> dict[str, str]:
+    """``model_type`` of each that is served -> "captured", or why its steps run eagerly."""
+    captures: dict[str, str] = json.loads(TABLE.read_text())["steps"]
+    return captures
+
+
+def store(found: list[Outcome], captures: dict[str, str]) -> None:
     """Publish a table."""
     rows = [dataclasses.asdict(outcome) for outcome in found]
-    whole = {"transformers": transformers().__version__, "models": rows}
+    whole = {"transformers": transformers().__version__, "models": rows, "steps": captures}
     TABLE.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -850,7 +850,7 @@ def check(suite: FamilyConformance, made: Checkpoint, folder: Path) -> None:
     suite.assert_close(logits, made.logprobs(prompt))
 
 
-@pytest.mark.parametrize("name", ["AquilaForCausalLM", "XverseForCausalLM"])
+@pytest.mark.parametrize("name", ["AquilaForCausalLM", "AquilaModel", "XverseForCausalLM"])
 def test_llama_by_other_names(tmp_path: Path, name: str) -> None:
     suite = TestInternLM()
     made = suite.make_checkpoint(tmp_path)

@@ -13,7 +13,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headrace_core.errors import UnsupportedModel
 from headrace_models.layers.rotary import rotary_table, rows_by_axes
-from headrace_models.rope import KINDS, of_windows, respelled, rope_settings, scaled_context
+from headrace_models.rope import (
+    KINDS,
+    by_rotary_dim,
+    of_windows,
+    respelled,
+    rope_settings,
+    scaled_context,
+)
 
 HEAD_DIM = 16
 PLAIN = {
@@ -241,3 +248,11 @@ OLD = {"rope_theta": 5.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
 )  # fmt: skip
 def test_overrides_take_the_config_s_spelling(config, overrides, expected) -> None:
     assert respelled(overrides, config) == expected
+
+
+def test_a_number_of_dimensions_comes_to_as_many() -> None:
+    """Also where their share of a head, times the head, is a little less than that number."""
+    config = {"rotary_dim": 30, "rope_theta": 500.0}
+    rope = rope_settings(by_rotary_dim(config, 44))
+    assert int(44 * (30 / 44)) == 29
+    assert int(44 * rope.partial_rotary_factor) == 30

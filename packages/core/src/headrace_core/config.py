@@ -96,7 +96,7 @@ class ModelConfig:
         "auto", "Whose code runs the model: headrace (its own class; vllm is another name of it), "
         "transformers (that library's class, over headrace's cache and kernels); auto: headrace's if it "
         "has one.",
-        cost="transformers' steps are not captured: more Python between kernels",
+        cost="steps of some of transformers' models are not captured: more Python between kernels",
     )  # fmt: skip
     trust_remote_code: bool = option(
         False, "Run Python code that the checkpoint brings, where nothing else knows the model.",

@@ -6,6 +6,7 @@
 
 #include "rowwise.h"
 #include "elementwise.h"
+#include "strided.h"
 #include "routing.h"
 #include "rotary_cache.h"
 #include "packing.h"
@@ -48,6 +49,7 @@ const Entry entries[] = {
     HR_ENTRY(match_rms),
     HR_ENTRY(gaussian_topk),
     HR_ENTRY(to_float32),
+    HR_ENTRY(elementwise),
     HR_ENTRY(route_experts),
     HR_ENTRY(rotary),
     HR_ENTRY(cache_write),

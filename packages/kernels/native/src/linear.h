@@ -209,7 +209,7 @@ inline void panel_product(const Rows<A>& x, int64_t begin, int64_t rows, int64_t
       next += 64 * own * steps;
       const float* const rest = k > 0 ? c : nullptr;
       if constexpr (!__is_same(Whole, NoTiles)) {
-        if (k + count >= K && many == MAX_ROWS && vectors == MAX_VECTORS) {
+        if (k + count >= K && many == MAX_ROWS && vectors == MAX_VECTORS && whole.features == PANEL) {
           tile<MAX_ROWS, MAX_VECTORS>(a, count, b, width, rest, 0, ahead, whole.from(first));
           continue;
         }
@@ -308,11 +308,13 @@ template <class Finish, class T> struct Outputs {
   T* out;
   int64_t stride;
   const T* bias;  // null = none
-  Outputs from(int64_t row) const { return {out + row * stride, stride, bias}; }
+  int64_t features;  // of the panel: where there are fewer than PANEL, whole vectors reach beyond the row
+  Outputs from(int64_t row) const { return {out + row * stride, stride, bias, features}; }
   template <int R, int V> HR_INLINE void operator()(int at, const vf (&acc)[R][V]) const {
     T* const to = out + at * W;
     vf b[V];
-    HR_UNROLL for (int v = 0; v < V; ++v) b[v] = bias == nullptr ? vzero() : ld(bias + (at + v) * W);
+    // Plus -0 is what it was, 0 included.
+    HR_UNROLL for (int v = 0; v < V; ++v) b[v] = bias == nullptr ? vset(-0.0f) : ld(bias + (at + v) * W);
     HR_UNROLL for (int r = 0; r < R; ++r)
       HR_UNROLL for (int v = 0; v < V; ++v) st(to + r * stride + v * W, Finish::of(vadd(acc[r][v], b[v])));
   }
@@ -332,7 +334,7 @@ inline void run_linear(T* out, const T* x, const WT* weight, const T* bias, int6
       for (int64_t r = first; r < first + count; ++r, from += PANEL) Finish::row(to + r * N, from, b, packed.features(p));
     };
     panel_product(a, begin, many, K, packed.panel(p), packed.vectors(p), sums, packed.panel(p + 1), done,
-                  Outputs<Finish, T>{to, N, b});
+                  Outputs<Finish, T>{to, N, b, packed.features(p)});
   });
 }
 

@@ -315,3 +315,17 @@ def test_states_of_another_shape(ops):
     for state in (torch.zeros(3, 5, 4), torch.zeros(3, 5, 3).bfloat16(), apart):
         with pytest.raises(ConfigError, match="a block dense"):
             ops["causal_conv"](rand(2, 5), rand(5, 4), None, state, one, one, bounds)
+
+
+@pytest.mark.parametrize("level", library.levels())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [56, 120, 125])
+def test_rows_of_a_linear_layer_end_where_they_end(level, dtype, width):
+    """Outputs that fill the vectors of their last panel but for a few numbers: the next row's stay."""
+    kernels = library.load(level)
+    kernels.set_num_threads(1)
+    linear = native_ops(kernels)["linear"]
+    packed = linear.pack(rand(width, 40, dtype=dtype, seed=1))
+    x, bias = rand(13, 40, dtype=dtype, seed=2), rand(width, dtype=dtype, seed=3)
+    alone = torch.cat([linear(row, packed, bias) for row in x.split(1)])
+    assert bits_equal(linear(x, packed, bias), alone)

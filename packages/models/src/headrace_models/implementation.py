@@ -62,8 +62,8 @@ def choose_implementation(
     else:
         logger.warning(
             "headrace has no class of its own for %s: transformers' code runs it, over headrace's cache, "
-            "scheduler and kernels. Its steps are not captured, and what lies between the kernels "
-            "(rotary, residuals, routing) runs in Python: slower, most of all for small models",
+            "scheduler and kernels. Its small steps are as fast as others if they are captured, which the "
+            "log says below; if not, more runs in Python between the kernels",
             other,
         )
     return Implementation(other, TRANSFORMERS)

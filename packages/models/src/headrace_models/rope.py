@@ -171,6 +171,21 @@ def of_windows(config: Mapping[str, Any], theta: Any) -> Mapping[str, Any]:
     return {**plain, "rope_theta": theta}
 
 
+def by_rotary_dim(config: Mapping[str, Any], head_dim: int) -> Mapping[str, Any]:
+    """The config with the share of a head that its ``rotary_dim``, a number of dimensions, comes to, if it
+    has one and no share of its own.
+
+    Raises:
+        UnsupportedModel: it is not a number from 1 to the head's.
+    """
+    turning = config.get("rotary_dim")
+    if turning is None or config.get("partial_rotary_factor") is not None:
+        return config
+    dims = Settings(config).integer("rotary_dim", maximum=head_dim)
+    # Half a dimension more, as the product of share and size is rounded down.
+    return {**config, "partial_rotary_factor": (dims + 0.5) / head_dim}
+
+
 def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
     """Longest context of a model trained on ``max_positions``, given its rope scaling.
 

@@ -83,6 +83,17 @@ class Settings:
             raise self._wrong(name, value, f"a list of {many}integers from {least}")
         return list(value)
 
+    def marks(self, name: str, count: int) -> list[bool] | None:
+        """A list of ``count`` zeros and ones; None if the key is absent, null or empty.
+        Raises: UnsupportedModel."""
+        value = self.config.get(name)
+        if value is None or value == []:
+            return None
+        good = isinstance(value, list) and len(value) == count
+        if not good or not all(type(x) in (int, bool) and x in (0, 1) for x in value):
+            raise self._wrong(name, value, f"a list of {count} numbers, 0 or 1")
+        return [bool(x) for x in value]
+
     def optional_integer(self, name: str) -> int | None:
         """None if the key is absent or null."""
         return None if self.config.get(name) is None else self.integer(name)

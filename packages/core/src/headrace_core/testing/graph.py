@@ -158,6 +158,11 @@ def make_batch(
     )
 
 
+def _size_of(batch: ForwardBatch) -> Tensor:
+    """A tensor that Python made of a step's size."""
+    return torch.tensor(float(len(batch.input_ids)))
+
+
 class StepGraphConformance:
     """What captured steps must do; see the module's docstring."""
 
@@ -260,9 +265,9 @@ class StepGraphConformance:
     @pytest.mark.parametrize(
         ("name", "change"),
         [
-            ("mul", lambda model, batch: model(batch) * 2),
+            ("cumsum", lambda model, batch: model(batch).cumsum(-1)),
             ("index", lambda model, batch: model(batch)[batch.logits_rows]),
-            ("lift_fresh|tensor", lambda model, batch: model(batch) + torch.tensor(1.0)),
+            ("lift_fresh|argument", lambda model, batch: model(batch) + _size_of(batch)),
             ("item|_local_scalar", lambda model, batch: model(batch)[: int(batch.seq_lens[0])]),
             ("resolve|list", lambda model, batch: model(batch)[: batch.seq_lens.tolist()[0]]),
             ("contiguous|clone|result", lambda model, batch: model(batch).T.contiguous().T),

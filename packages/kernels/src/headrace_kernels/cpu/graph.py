@@ -10,7 +10,8 @@ nothing is copied, nothing padded.
 **How an op must be written** to be recorded, whoever writes it:
 
 - it computes by calling kernels of its :class:`~headrace_kernels.cpu.library.Library`, and allocates
-  by ``torch.empty`` and its like; other operations of torch refuse the capture, but for views;
+  by ``torch.empty`` and its like; of torch's operations it may use views, and those whose bits are
+  fixed (:mod:`~headrace_kernels.cpu.graph_torch`): others refuse the capture;
 - which kernels it calls does not depend on sizes, and each integer argument is a constant or a
   constant times a size of the batch (tokens, requests, rows with logits, a block table's width or
   stride, the longest query or context, most encoder states): further arithmetic on sizes belongs
@@ -118,16 +119,20 @@ class NativeStepGraph(StepGraph):
             raise
 
     def _capture(self, step: Step, need: GraphNeed) -> None:
-        probed, recordings = [], []
+        probed, recordings, least = [], [], 1
+        constants: dict[Any, Tensor] = {}
+        self._kept.append(constants)
         for size in range(NUM_PROBES):
-            batch = probe(size, need)
+            batch = probe(size, need, least)
             values = entries(batch, need, _num_rows(batch, None), batch.logits_rows)
             inputs = [x for x in values if isinstance(x, Tensor)]
-            recording = record(self._library, inputs, functools.partial(step, batch))
+            recording = record(self._library, inputs, functools.partial(step, batch), constants)
             _check_result(recording.result_shape, batch)
             probed.append(values)
             recordings.append(recording)
             self._kept += recording.kept
+            if recording.computes_by_torch:
+                least = 2  # of one row torch makes no copy, as it has any layout
         self._program = generalise(
             recordings,
             [numbers(values) for values in probed],

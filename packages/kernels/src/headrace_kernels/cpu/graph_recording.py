@@ -1,7 +1,8 @@
 """One recorded pass: which kernels were called, with what, and when its memory came and went.
 
 While a pass is recorded no kernel runs. What the pass allocates through torch is address space that
-nobody touches; anything else that torch is asked to do, beyond views, refuses the recording.
+nobody touches. Views are taken; operations of torch that have kernels of the same bits are recorded
+as those (:mod:`~headrace_kernels.cpu.graph_torch`); any other refuses the recording.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace_core.errors import CaptureRefused
+from headrace_kernels.cpu.graph_torch import TorchOperations
 from headrace_kernels.cpu.library import Kernel, Library
 
 
@@ -53,22 +55,31 @@ class Recording:
     events: list[MemoryEvent] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     """Objects whose addresses are among the arguments."""
+    computes_by_torch: bool = False
+    """Whether operations of torch are among what was recorded."""
     result: Word = field(default_factory=lambda: Word(0))
     result_shape: tuple[int, ...] = ()
     result_dtype: torch.dtype = torch.float32
 
 
-def record(library: Library, inputs: Sequence[Tensor], run: Callable[[], Tensor]) -> Recording:
+def record(
+    library: Library,
+    inputs: Sequence[Tensor],
+    run: Callable[[], Tensor],
+    constants: dict[Any, Tensor],
+) -> Recording:
     """Record ``run``, whose result is a contiguous floating tensor.
 
     Args:
         library: that of the ops which ``run`` calls.
         inputs: tensors whose addresses differ from step to step.
+        constants: tensors that the step makes of Python's numbers, filled here; one object for all
+            recordings of a step, to be kept as long as they are.
 
     Raises:
         CaptureRefused: it does what cannot be recorded.
     """
-    pass_ = _Pass(inputs)
+    pass_ = _Pass(library, inputs, constants)
     with library.recording(pass_.call), pass_:
         try:
             result = run()
@@ -81,16 +92,23 @@ def record(library: Library, inputs: Sequence[Tensor], run: Callable[[], Tensor]
 
 
 _ALLOCATIONS = ("aten::empty", "aten::empty_like", "aten::new_empty")
-_READS = ("aten::resolve_conj", "aten::resolve_neg", "aten::lift_fresh")
-"""Views in name: what ``tolist()``, ``numpy()`` and new constants begin with."""
+_READS = ("aten::resolve_conj", "aten::resolve_neg")
+"""Views in name: what ``tolist()`` and ``numpy()`` begin with."""
+_CONSTANT = "aten::lift_fresh"
+"""A view in name: a tensor made of Python's numbers comes in."""
 
 
 class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of torch on this thread."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self, library: Library, inputs: Sequence[Tensor], constants: dict[Any, Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
+        self._torch = TorchOperations(
+            library, self._allocate, self._owns, self.recording.kept, constants
+        )
         self._inputs = [(x.data_ptr(), x.untyped_storage().nbytes()) for x in inputs]
         self._blocks: dict[int, tuple[int, int]] = {}
         self._references: list[Any] = []
@@ -108,26 +126,40 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        name = func._schema.name
+        name, kwargs = func._schema.name, kwargs or {}
         if name in _ALLOCATIONS:
-            return self._allocate(name, func(*args, **_on_meta(kwargs)))
-        if func.is_view and name not in _READS:
-            out = func(*args, **(kwargs or {}))
+            return self._allocate(func(*args, **{**kwargs, "device": "meta"}))
+        if name in _READS:
+            raise CaptureRefused(f"torch operation {func} reads what is not known before the step")
+        if func.is_view and name != _CONSTANT:
+            out = func(*args, **kwargs)
             if _shares_memory(args[0], out):
                 return out
+        out = self._torch.run(func, args, kwargs)
+        if out is not NotImplemented:
+            self.recording.computes_by_torch = True
+            return out
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:  # what it is made of comes here
+                return func.decompose(*args, **kwargs)
         raise CaptureRefused(f"torch operation {func} is no recorded kernel")
 
-    def _allocate(self, name: str, meta: Tensor) -> Tensor:
-        if not meta.is_contiguous():
-            raise CaptureRefused(f"torch operation {name} of strides {meta.stride()}")
+    def _allocate(self, meta: Tensor) -> Tensor:
+        """Memory for a tensor without gaps."""
         num_bytes = meta.numel() * meta.element_size()
+        if meta.numel() and 1 + sum(map(_span, meta.shape, meta.stride())) != meta.numel():
+            raise CaptureRefused(f"memory of {list(meta.shape)} with strides {meta.stride()}")
         memory = np.empty(max(1, num_bytes), np.uint8)
         block = len(self._references)
         self._blocks[block] = (memory.ctypes.data, memory.nbytes)
         self.recording.events.append(MemoryEvent(block, num_bytes))
         # torch's storage holds the array: it dies with the last view of it.
         self._references.append(weakref.ref(memory, lambda _: self._release(block)))
-        return torch.from_numpy(memory)[:num_bytes].view(meta.dtype).view(meta.shape)
+        flat = torch.from_numpy(memory)[:num_bytes].view(meta.dtype)
+        return flat.as_strided(meta.shape, meta.stride())
+
+    def _owns(self, x: Tensor) -> bool:
+        return self._address(x.data_ptr()).base == "memory"
 
     def _release(self, block: int) -> None:
         self._blocks.pop(block, None)
@@ -174,8 +206,8 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise CaptureRefused("the result is not of this pass")
 
 
-def _on_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {**(kwargs or {}), "device": "meta"}
+def _span(size: int, stride: int) -> int:
+    return (size - 1) * stride
 
 
 def _shares_memory(of: Any, out: Any) -> bool:

@@ -119,10 +119,15 @@ def _is_flat(x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     return x.dtype is dtype and x.shape == shape and x.is_contiguous()
 
 
-def probe(size: int, need: GraphNeed) -> ForwardBatch:
+def probe(size: int, need: GraphNeed, least: int = 1) -> ForwardBatch:
     """The batch of a recording: only shapes matter. Contents differ from size to size, so that a
-    step that read them would give itself away."""
-    tokens, seqs, rows, longest_query, longest_context = (each[size] for each in PROBES)
+    step that read them would give itself away.
+
+    Args:
+        least: no size is below it.
+    """
+    sizes = (max(least, each[size]) for each in PROBES)
+    tokens, seqs, rows, longest_query, longest_context = sizes
     ids = torch.full((tokens,), size, dtype=torch.int64)
     return ForwardBatch(
         input_ids=ids,
@@ -131,15 +136,17 @@ def probe(size: int, need: GraphNeed) -> ForwardBatch:
         seq_lens=torch.full((seqs,), size, dtype=torch.int32),
         max_seqlen_q=longest_query,
         max_seqlen_k=longest_context,
-        groups=tuple(_probe_groups(size, need, tokens, seqs)),
+        groups=tuple(_probe_groups(size, need, tokens, seqs, least)),
         logits_rows=None if need.all_rows else torch.full((rows,), size, dtype=torch.int64),
         token_type_ids=ids.clone() if need.token_types else None,
     )
 
 
-def _probe_groups(size: int, need: GraphNeed, tokens: int, seqs: int) -> list[GroupBatch]:
-    stride, width = (each[size] for each in _TABLE_PROBES)
-    states = _STATES_PROBE[size]
+def _probe_groups(
+    size: int, need: GraphNeed, tokens: int, seqs: int, least: int
+) -> list[GroupBatch]:
+    stride, width = (max(least, each[size]) for each in _TABLE_PROBES)
+    states = max(least, _STATES_PROBE[size])
     groups = []
     for index in range(need.num_groups):
         if index in need.state_groups:

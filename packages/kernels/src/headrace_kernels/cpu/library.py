@@ -36,6 +36,7 @@ BAD_VALUES = 3
 """A kernel's status: values that must be finite are not."""
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_D = ctypes.c_double
 _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "embedding": (_I, [_P] * 3 + [_L] * 5),
     "rms_norm": (None, [_P] * 3 + [_L] * 5 + [_F] * 2 + [_I] * 2),
@@ -54,6 +55,7 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "match_rms": (None, [_P] * 3 + [_L] * 4 + [_F, _I]),
     "gaussian_topk": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
     "to_float32": (None, [_P] * 2 + [_L] * 3 + [_F, _I]),
+    "elementwise": (None, [_P] * 3 + [_L] * 16 + [_D] + [_I] * 4),
     "route_experts": (_I, [_P] * 4 + [_L] * 6 + [_F] * 2 + [_I] * 4),
     "rotary": (_I, [_P] * 4 + [_L] * 11 + [_I] * 2),
     "cache_write": (_I, [_P] * 6 + [_L] * 7 + [_I]),

@@ -20,6 +20,13 @@ ROWS = (
     Architecture(
         "Ernie4_5_MoeForCausalLM", "ernie4_5_moe:Ernie4_5_MoeForCausalLM", "ERNIE 4.5 with experts"
     ),
+    Architecture(
+        "ExaoneMoEForCausalLM",
+        "exaone_moe:ExaoneMoeForCausalLM",
+        "K-EXAONE",
+        _MIXED,
+        alias_of="ExaoneMoeForCausalLM",
+    ),
     Architecture("ExaoneMoeForCausalLM", "exaone_moe:ExaoneMoeForCausalLM", "K-EXAONE", _MIXED),
     Architecture("FlexOlmoForCausalLM", "flex_olmo:FlexOlmoForCausalLM", "FlexOlmo"),
     Architecture("FlintForCausalLM", "flint:FlintForCausalLM", "Flint", _MIXED),

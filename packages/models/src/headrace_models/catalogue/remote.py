@@ -8,6 +8,7 @@ ROWS = (
     Architecture(
         "AquilaForCausalLM", "llama:LlamaForCausalLM", "Aquila 1, 2", alias_of="LlamaForCausalLM"
     ),
+    Architecture("AquilaModel", "llama:LlamaForCausalLM", "Aquila 1", alias_of="LlamaForCausalLM"),
     Architecture(
         "BaiChuanForCausalLM",
         "baichuan:BaichuanForCausalLM",
@@ -67,6 +68,12 @@ ROWS = (
     Architecture("TeleChat2ForCausalLM", "telechat2:TeleChat2ForCausalLM", "TeleChat 2"),
     Architecture(
         "TeleChatForCausalLM",
+        "telechat2:TeleChat2ForCausalLM",
+        "TeleChat",
+        alias_of="TeleChat2ForCausalLM",
+    ),
+    Architecture(
+        "TelechatForCausalLM",
         "telechat2:TeleChat2ForCausalLM",
         "TeleChat",
         alias_of="TeleChat2ForCausalLM",

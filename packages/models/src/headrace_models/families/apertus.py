@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.families.arcee import UNGATED_RULES, ArceeForCausalLM
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
@@ -48,10 +47,6 @@ class ApertusForCausalLM(ArceeForCausalLM):
         return self.attention(context, name, qkv_bias=bias, out_bias=bias, head_norm_eps=eps)
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
-        activation = context.config.get("hidden_act", "xielu")
-        if activation != "xielu":
-            raise UnsupportedModel(
-                f"config.json: hidden_act = {activation!r:.200}: must be 'xielu'"
-            )
+        self.settings.refuse("hidden_act", "xielu")
         size = self.settings.integer("intermediate_size")
         return XIELUMLP(context, name, self.hidden_size(), size)

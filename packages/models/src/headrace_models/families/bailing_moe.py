@@ -12,12 +12,12 @@ from headrace_core.model import WeightRule
 from headrace_models.families.glm4_moe import CORRECTED
 from headrace_models.families.llama import RULES
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
-from headrace_models.families.moe_shape import MoEDecoder
+from headrace_models.families.moe_shape import MoEDecoder, deepseek_routing, softmax_routing
+from headrace_models.families.mtp import further_layers
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.norm import RMSNorm
 from headrace_models.layers.router import Routing
 from headrace_models.mapping import ALL_PARTS
-from headrace_models.settings import MAX_EXPERTS
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -42,13 +42,12 @@ class BailingMoeForCausalLM(MoEDecoder):
     embedding_name: ClassVar[str] = "model.word_embeddings"
     default_theta: ClassVar[float] = 600_000.0
 
-    def routing(self, index: int) -> Routing:
+    def prepare(self, context: BuildContext, prefix: str) -> None:
         self.settings.refuse("norm_head", False)
-        return Routing(
-            num_experts=self.settings.integer("num_experts", maximum=MAX_EXPERTS),
-            top_k=self.settings.integer("num_experts_per_tok"),
-            renormalise=self.settings.flag("norm_topk_prob", True),
-        )
+        super().prepare(context, prefix)
+
+    def routing(self, index: int) -> Routing:
+        return softmax_routing(self.settings, renormalise=True)
 
     def shared_size(self, index: int) -> int:
         count = self.settings.integer("num_shared_experts", 0, minimum=0)
@@ -85,17 +84,14 @@ class BailingMoeV2ForCausalLM(BailingMoeForCausalLM):
     mixture: ClassVar[Mapping[str, Any]] = CORRECTED
     default_partial_rotary: ClassVar[float] = 0.5
 
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`."""
+        return further_layers(self.settings, self.num_layers())
+
     def routing(self, index: int) -> Routing:
-        return Routing(
-            num_experts=self.settings.integer("num_experts", maximum=MAX_EXPERTS),
-            top_k=self.settings.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalise=self.settings.flag("norm_topk_prob", True),
-            scale=self.settings.number("routed_scaling_factor", 1.0),
-            num_groups=self.settings.integer("n_group", 1),
-            top_groups=self.settings.integer("topk_group", 1),
-            group_score="top2",
-        )
+        self.settings.refuse("score_function", "sigmoid")
+        return deepseek_routing(self.settings, experts="num_experts")
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         if not self.settings.flag("use_qk_norm", True):

@@ -35,7 +35,9 @@ NAMES = Names(
 
 
 class ChatGLMModel(RenamedLlama):
-    """Its biases are ``add_qkv_bias`` and ``add_bias_linear``; half of a head turns, whatever its size."""
+    """Its biases are ``add_qkv_bias`` and ``add_bias_linear``; half of a head turns, whatever its size.
+    ``rope_ratio`` multiplies the rotary base, as in all but ChatGLM2-6B-32K, which divides positions by it
+    and whose config does not tell."""
 
     names: ClassVar[Names] = NAMES
     weight_rules: ClassVar[Sequence[WeightRule]] = NAMES.rules()

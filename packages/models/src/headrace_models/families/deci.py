@@ -62,6 +62,8 @@ class DeciLMForCausalLM(LlamaForCausalLM):
         settings = Settings(found)
         settings.refuse("replace_with_linear", False)
         settings.refuse("sparsify")
+        for name in ("window_length", "num_sink_tokens"):
+            settings.refuse(name)
         return settings
 
     def is_left_out(self, index: int, half: str) -> bool:
@@ -71,11 +73,11 @@ class DeciLMForCausalLM(LlamaForCausalLM):
         """Raises: UnsupportedModel: query heads cannot be shared out over them."""
         heads = self.settings.integer("num_attention_heads")
         each = self.described(index, "attention").optional_integer("n_heads_in_group")
-        stated = self.settings.integers("num_key_value_heads_per_layer")
+        listed = "num_key_value_heads_per_layer"
         if each is not None:
             found = heads / each
-        elif len(stated) == self.num_layers():
-            found = stated[index]
+        elif self.settings.config.get(listed) is not None:
+            found = self.settings.integers(listed, self.num_layers())[index]
         else:
             found = self.settings.num_kv_heads()
         if found < 1 or found != int(found) or heads % found:

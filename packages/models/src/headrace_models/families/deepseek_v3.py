@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES, LlamaForCausalLM
 from headrace_models.families.moe_rules import expert_rules, router_rules, shared_rules
+from headrace_models.families.mtp import further_layers
 from headrace_models.layers.latent_attention import (
     LatentAttention,
     LatentSizes,
@@ -104,10 +105,7 @@ class DeepseekV3ForCausalLM(LatentDecoder):
     @property
     def ignored_weights(self) -> Mapping[str, str]:
         """See :class:`headrace_core.model.IgnoresWeights`."""
-        first = self.num_layers()
-        more = self.settings.integer("num_nextn_predict_layers", 1, minimum=0, maximum=64)
-        numbers = "|".join(str(index) for index in range(first, first + more))
-        return {rf"model\.layers\.({numbers})\..*": "predicts more than one token"} if more else {}
+        return further_layers(self.settings, self.num_layers())
 
     def is_dense(self, index: int) -> bool:
         """Whether the layer has an ordinary MLP."""

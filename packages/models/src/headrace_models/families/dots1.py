@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.glm4_moe import CORRECTED
-from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder
+from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder, deepseek_routing
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
+from headrace_models.layers.router import Routing
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -33,6 +34,9 @@ class Dots1ForCausalLM(MoEDecoder):
             out_bias=bias,
             head_norm_eps=self.norm_eps(),
         )
+
+    def routing(self, index: int) -> Routing:
+        return deepseek_routing(self.settings, renormalise=False)
 
     def window(self, index: int) -> int | None:
         """Of upper layers, as Qwen's; there is no switch."""

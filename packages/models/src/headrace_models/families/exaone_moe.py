@@ -12,11 +12,15 @@ from headrace_core.model import WeightRule
 from headrace_models.families.exaone4 import Exaone4ForCausalLM
 from headrace_models.families.glm4_moe import CORRECTED
 from headrace_models.families.llama import LlamaForCausalLM
-from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder, is_dense_by_list
+from headrace_models.families.moe_shape import (
+    MOE_RULES,
+    MoEDecoder,
+    deepseek_routing,
+    is_dense_by_list,
+)
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.router import Routing
-from headrace_models.settings import MAX_EXPERTS
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
@@ -43,16 +47,7 @@ class ExaoneMoeForCausalLM(Exaone4ForCausalLM, MoEDecoder):
         return is_dense_by_list(self.settings, index, first)
 
     def routing(self, index: int) -> Routing:
-        return Routing(
-            num_experts=self.settings.integer("num_experts", maximum=MAX_EXPERTS),
-            top_k=self.settings.integer("num_experts_per_tok"),
-            scoring="sigmoid",
-            renormalise=self.settings.flag("norm_topk_prob", True),
-            scale=self.settings.number("routed_scaling_factor", 2.5),
-            num_groups=self.settings.integer("n_group", 1),
-            top_groups=self.settings.integer("topk_group", 1),
-            group_score="top2",
-        )
+        return deepseek_routing(self.settings, experts="num_experts", scale=2.5)
 
     def shared_size(self, index: int) -> int:
         count = self.settings.integer("num_shared_experts", 1, minimum=0)

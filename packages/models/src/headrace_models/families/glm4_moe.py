@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder
+from headrace_models.families.mtp import further_layers
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
 
@@ -30,6 +31,11 @@ class Glm4MoeForCausalLM(MoEDecoder):
     default_eps: ClassVar[float] = 1e-5
     norms_heads: ClassVar[bool] = False
     """Whether heads have norms if the config does not say."""
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`."""
+        return further_layers(self.settings, self.num_layers())
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         normed = self.settings.flag("use_qk_norm", self.norms_heads)

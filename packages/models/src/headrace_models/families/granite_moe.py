@@ -97,3 +97,5 @@ class GraniteMoeSWAForCausalLM(GraniteMoeForCausalLM, GraniteSWAForCausalLM):
         *_SHARED_RULES,
         WeightRule("model.layers.{}.self_attn.sinks", "layers.{}.attention.sinks.weight"),
     )
+    ties_embeddings: ClassVar[bool] = False
+    default_eps: ClassVar[float] = 1e-6

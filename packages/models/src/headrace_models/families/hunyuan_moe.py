@@ -39,7 +39,7 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM, MoEDecoder):
         """A number for all layers, or a list with one for each."""
         if not isinstance(self.settings.config.get(name), list):
             return self.settings.integer(name, 1)
-        return self.settings.integers(name)[index]
+        return self.settings.integers(name, self.num_layers())[index]
 
     def expert_size(self, index: int) -> int:
         return self.settings.integer("intermediate_size")

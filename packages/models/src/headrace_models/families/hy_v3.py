@@ -9,6 +9,7 @@ from headrace_core.model import WeightRule
 from headrace_models.families.glm4_moe import CORRECTED
 from headrace_models.families.moe_rules import router_rules, shared_rules
 from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder, is_dense_by_list
+from headrace_models.families.mtp import further_layers
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.router import Routing
@@ -35,6 +36,11 @@ class HYV3ForCausalLM(MoEDecoder):
     shared_name: ClassVar[str] = "shared_mlp"
     default_theta: ClassVar[float] = 11_158_840.0
     default_eps: ClassVar[float] = 1e-5
+
+    @property
+    def ignored_weights(self) -> Mapping[str, str]:
+        """See :class:`headrace_core.model.IgnoresWeights`."""
+        return further_layers(self.settings, self.num_layers())
 
     def head_dim(self) -> int:
         return self.settings.head_dim(default=128)

@@ -6,17 +6,28 @@ Huawei 2025, arXiv:2505.22375.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headrace_models.families.llama import LlamaForCausalLM
 from headrace_models.layers.attention import SelfAttention
+from headrace_models.settings import Settings
 
 if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 
 class InternLMForCausalLM(LlamaForCausalLM):
-    """Its ``bias`` is that of the four projections; the MLP has none."""
+    """Its ``bias`` is that of the four projections; the MLP has none. The first configs have an object
+    ``rotary`` with the base."""
+
+    def prepare(self, context: BuildContext, prefix: str) -> None:
+        stated = self.settings.config.get("rotary")
+        own = Settings(stated if isinstance(stated, Mapping) else {})
+        own.refuse("type", "origin", "dynamic")  # beyond the trained context only they differ
+        if own.config.get("base") is not None:
+            self.settings.config["rope_theta"] = own.positive("base")
+        super().prepare(context, prefix)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("bias", True)

@@ -5,24 +5,29 @@ Sengupta et al. 2023, arXiv:2308.16149.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
-from headrace_models.families.gpt2 import NAMES, GPT2LMHeadModel
+from headrace_models.families.gpt2 import NAMES, GPT2LMHeadModel, without_prefix
 from headrace_models.families.gpt_shape import GPT2_KEYS
 from headrace_models.layers.alibi import alibi_slopes
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.positions import LearnedPositions
-from headrace_models.settings import Spelling
+from headrace_models.settings import Settings, Spelling
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace_core.model import BuildContext
 
-GATE, UP = "transformer.h.{}.mlp.c_fc2", "transformer.h.{}.mlp.c_fc"
+RULES = (
+    *NAMES.rules(transposed=True),
+    WeightRule("transformer.h.{}.mlp.c_fc2", "layers.{}.mlp.gate_up", part=0, transposed=True),
+    WeightRule("transformer.h.{}.mlp.c_fc", "layers.{}.mlp.gate_up", part=1, transposed=True),
+)
 
 
 class JAISLMHeadModel(GPT2LMHeadModel):
@@ -31,11 +36,10 @@ class JAISLMHeadModel(GPT2LMHeadModel):
     Their configs have µP's numbers under two sets of names.
     """
 
-    weight_rules: ClassVar[Sequence[WeightRule]] = (
-        *NAMES.rules(transposed=True),
-        WeightRule(GATE, "layers.{}.mlp.gate_up", part=0, transposed=True),
-        WeightRule(UP, "layers.{}.mlp.gate_up", part=1, transposed=True),
-    )
+    weight_rules: ClassVar[Sequence[WeightRule]] = (*RULES, *without_prefix(RULES))
+    ignored_weights: ClassVar[Mapping[str, str]] = {
+        r"(transformer\.)?relative_pe\.slopes": "follow from the number of heads"
+    }
     spelling: ClassVar[Spelling] = {
         **GPT2_KEYS,
         "embeddings_scale": ("mup_embeddings_scale",),
@@ -60,11 +64,33 @@ class JAISLMHeadModel(GPT2LMHeadModel):
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         heads = self.settings.integer("num_attention_heads")
-        slopes = alibi_slopes(heads) if self.has_alibi() else None
+        slopes = alibi_slopes(heads) / self.stretch(context) if self.has_alibi() else None
         scale = self.score_scale(index)
         return self.attention(
             context, name, scale=scale, alibi_slopes=slopes, qkv_bias=True, out_bias=True
         )
+
+    def stretch(self, context: BuildContext) -> float:
+        """What distances are divided by. Published is a number, or a length beyond which that would
+        follow each request's.
+
+        Raises:
+            UnsupportedModel: contexts may be longer than that length.
+        """
+        stated = self.settings.config.get("alibi_scaling")
+        if stated is None:
+            return 1.0
+        own = Settings(stated if isinstance(stated, Mapping) else {})
+        own.refuse("type", "linear")
+        if own.config.get("factor") is not None:
+            return own.positive("factor")
+        if context.max_model_len > own.integer("train_seq_len"):
+            raise UnsupportedModel(
+                f"max_model_len = {context.max_model_len}: must be at most alibi_scaling's "
+                f"train_seq_len = {own.integer('train_seq_len')}: distances that are divided as each "
+                "request grows are not supported"
+            )
+        return 1.0
 
     def score_scale(self, index: int) -> float:
         """µP divides by the size of a head, not by its root."""

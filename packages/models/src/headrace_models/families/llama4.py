@@ -123,13 +123,11 @@ class Llama4ForCausalLM(LlamaForCausalLM):
     def _rotating_layers(self) -> list[bool]:
         """By layer: whether it rotates and sees its chunk, or neither."""
         count = self.num_layers()
-        listed = self.settings.integers("no_rope_layers")  # 1 where it rotates, whatever the name
-        if listed and len(listed) != count:
-            raise UnsupportedModel(
-                f"config.json: no_rope_layers = {str(list(listed))[:200]}: must be {count} entries"
-            )
         step = self.settings.integer("no_rope_layer_interval", 4)
-        rotates = [bool(x) for x in listed] or [(i + 1) % step != 0 for i in range(count)]
+        # 1 where it rotates, whatever the name.
+        rotates = self.settings.marks("no_rope_layers", count) or [
+            (index + 1) % step != 0 for index in range(count)
+        ]
         kinds = self.context.config.get("layer_types")
         expected = ["chunked_attention" if x else "full_attention" for x in rotates]
         if kinds is not None and kinds != expected:
@@ -139,9 +137,16 @@ class Llama4ForCausalLM(LlamaForCausalLM):
             )
         return rotates
 
+    def _tunes(self) -> bool:
+        name = "attn_temperature_tuning"
+        if isinstance(self.settings.config.get(name), bool):
+            return self.settings.flag(name, True)
+        return self.settings.integer(name, 1, minimum=0) > 0
+
     def _temperature(self, context: BuildContext) -> Tensor | None:
-        """[P] float32: ``1 + scale * log(1 + floor((position + 1) / floor_scale))``."""
-        if not self.settings.flag("attn_temperature_tuning", True):
+        """[P] float32: ``1 + scale * log(1 + floor((position + 1) / floor_scale))``. The switch is true or
+        false, or, in Scout's and Maverick's configs, a number, of which no more is asked than that."""
+        if not self._tunes():
             return None
         positions = torch.arange(context.max_model_len, dtype=torch.float32)
         steps = torch.floor((positions + 1) / self.settings.positive("floor_scale", 8192))

@@ -16,9 +16,8 @@ from headrace_models.layers.decoder import Block
 from headrace_models.layers.latent_attention import latent_rules, latent_scale
 from headrace_models.layers.mlp import GatedMLP, MLPLayer
 from headrace_models.layers.moe import SparseMoE
-from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.router import Routing
-from headrace_models.rope import rope_settings
+from headrace_models.rope import RopeSettings, rope_settings
 from headrace_models.settings import MAX_EXPERTS, MAX_LAYERS
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ class LongcatFlashForCausalLM(LatentDecoder):
         ),
         *expert_rules(f"{_LAYER}.mlp.experts", "layers.{}.mixture.experts"),
     )  # fmt: skip
+    default_eps: ClassVar[float] = 1e-5
 
     @property
     def ignored_weights(self) -> Mapping[str, str]:
@@ -64,13 +64,12 @@ class LongcatFlashForCausalLM(LatentDecoder):
         return self.settings.integer("num_layers", maximum=MAX_LAYERS)
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
-        super().prepare(context, prefix)
-        self.rope = rope_settings(context.config, theta=THETA)
-        limit = self.settings.integer("max_position_embeddings", 131_072)
-        size = self.sizes.rope_head_dim
-        self.rotary = rotary_table(context, self.rope, size, max_positions=limit)
         self.settings.refuse("router_bias", False)
         self.settings.refuse("zero_expert_type", "identity")
+        super().prepare(context, prefix)
+
+    def rope_settings(self, context: BuildContext) -> RopeSettings:
+        return rope_settings(context.config, theta=THETA)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         return DoubleBlock(

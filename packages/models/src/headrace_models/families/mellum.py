@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.errors import UnsupportedModel
 from headrace_models.families.llama import LlamaForCausalLM
+from headrace_models.families.moe_shape import is_dense_by_list
 from headrace_models.families.qwen3_moe import Qwen3MoeForCausalLM
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.mlp import MLPLayer
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _THETA, _LOCAL_THETA = 500_000.0, 10_000.0
-_KINDS = ("sparse", "dense")
 
 
 class MellumForCausalLM(Qwen3MoeForCausalLM):
     """Mellum 2. Its layer that guesses a token ahead is not run."""
 
     ignored_weights: ClassVar[Mapping[str, str]] = {r"mtp\..*": "guesses a token ahead"}
+
+    renormalises: ClassVar[bool] = True
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         size, config = self.head_dim(), context.config
@@ -56,13 +57,6 @@ class MellumForCausalLM(Qwen3MoeForCausalLM):
         )
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:
-        kinds = self.context.config.get("mlp_layer_types") or ["sparse"] * self.num_layers()
-        good = isinstance(kinds, list) and len(kinds) == self.num_layers()
-        if not good or any(kind not in _KINDS for kind in kinds):
-            raise UnsupportedModel(
-                f"config.json: mlp_layer_types = {kinds!r:.200}: must be {self.num_layers()} entries "
-                f"out of {', '.join(_KINDS)}"
-            )
-        if kinds[index] == "dense":
+        if is_dense_by_list(self.settings, index, 0):
             return LlamaForCausalLM.make_mlp(self, context, index, name)
         return self.sparse_mlp(context, name)

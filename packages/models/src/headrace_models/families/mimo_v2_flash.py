@@ -65,23 +65,12 @@ class MiMoV2FlashForCausalLM(MoEDecoder):
         kinds = self.settings.layer_types()
         if kinds is not None:
             return kinds[index] == "sliding_attention"
-        marks = self._marks("hybrid_layer_pattern")
-        return index != 0 and (index + 1) % _PERIOD != 0 if marks is None else marks[index] == 1
+        marks = self.settings.marks("hybrid_layer_pattern", self.num_layers())
+        return index != 0 and (index + 1) % _PERIOD != 0 if marks is None else marks[index]
 
     def is_dense(self, index: int) -> bool:
-        marks = self._marks("moe_layer_freq")
-        return is_dense_by_list(self.settings, index, 1) if marks is None else marks[index] == 0
-
-    def _marks(self, key: str) -> Sequence[int] | None:
-        """0 or 1 for each layer; None if the config does not say."""
-        if self.settings.config.get(key) is None:
-            return None
-        marks = self.settings.integers(key)
-        if len(marks) != self.num_layers() or any(mark > 1 for mark in marks):
-            raise UnsupportedModel(
-                f"config.json: {key} = {marks!r:.200}: must be {self.num_layers()} numbers, 0 or 1"
-            )
-        return marks
+        marks = self.settings.marks("moe_layer_freq", self.num_layers())
+        return is_dense_by_list(self.settings, index, 1) if marks is None else not marks[index]
 
     def window(self) -> int:
         """``sliding_window_size`` does not count the token itself."""

@@ -6,7 +6,7 @@ Hu et al. 2024, arXiv:2404.06395; latent attention: DeepSeek-AI 2024, arXiv:2405
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from headrace_models.families.deepseek_v3 import LatentDecoder
 from headrace_models.layers.attention import SelfAttention
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class MiniCPM3ForCausalLM(LatentDecoder):
     """MiniCPM3-4B."""
 
-    ties_embeddings = True
+    ties_embeddings: ClassVar[bool] = True
+    default_eps: ClassVar[float] = 1e-5
 
     def value_size(self) -> int:
         """Absent from the published config: what heads of the hidden size would have."""

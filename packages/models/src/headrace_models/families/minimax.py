@@ -21,7 +21,7 @@ from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.router import Routing
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.recurrent_settings import layer_kinds
-from headrace_models.rope import rope_settings
+from headrace_models.rope import by_rotary_dim, rope_settings
 from headrace_models.settings import MAX_EXPERTS
 
 if TYPE_CHECKING:
@@ -108,13 +108,10 @@ class MiniMaxForCausalLM(LlamaForCausalLM):
         """The published config states the number of dimensions that turn."""
         self.settings.refuse("postnorm", True)
         self.settings.refuse("shared_intermediate_size", 0)
-        config, head_dim = dict(self.settings.config), self.head_dim()
-        turning = self.settings.optional_integer("rotary_dim")
-        if turning is not None:
-            config.setdefault("partial_rotary_factor", turning / head_dim)
+        size = self.head_dim()
         limit = self.settings.integer("max_position_embeddings", 4096)
-        rope = rope_settings(config, theta=self.default_theta)
-        self.rotary = rotary_table(context, rope, head_dim, max_positions=limit)
+        rope = rope_settings(by_rotary_dim(context.config, size), theta=self.default_theta)
+        self.rotary = rotary_table(context, rope, size, max_positions=limit)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         attends = self.attends(index)
@@ -144,9 +141,9 @@ class MiniMaxForCausalLM(LlamaForCausalLM):
     def attends(self, index: int) -> bool:
         """Whether the layer's mixer is attention: published configs have a 1 for it."""
         count = self.num_layers()
-        listed = self.settings.integers("attn_type_list")
-        if len(listed) == count:
-            return listed[index] == 1
+        marks = self.settings.marks("attn_type_list", count)
+        if marks is not None:
+            return marks[index]
         known = ("linear_attention", "full_attention")
         kinds = layer_kinds(self.settings, "layer_types", known=known, count=count)
         return index % 2 == 0 if kinds is None else kinds[index] == "full_attention"

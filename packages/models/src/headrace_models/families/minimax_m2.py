@@ -13,11 +13,13 @@ from headrace_models.families.llama import RULES
 from headrace_models.families.mixtral import EXPERT_NAMES
 from headrace_models.families.moe_rules import expert_rules, router_rules
 from headrace_models.families.moe_shape import MoEDecoder
+from headrace_models.families.olmo2 import whole_norms
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
-from headrace_models.layers.heads_norm import WholeRMSNorm
 from headrace_models.layers.mlp import MLPLayer
+from headrace_models.layers.rotary import rotary_table
 from headrace_models.layers.router import Routing
+from headrace_models.rope import by_rotary_dim, rope_settings
 from headrace_models.settings import MAX_EXPERTS
 
 if TYPE_CHECKING:
@@ -47,19 +49,16 @@ class MiniMaxM2ForCausalLM(MoEDecoder):
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         """The config says how many dimensions of a head turn."""
-        turning = self.settings.optional_integer("rotary_dim")
-        if turning is not None:
-            self.default_partial_rotary = turning / self.head_dim()  # type: ignore[misc]
-        super().prepare(context, prefix)
+        size = self.head_dim()
+        limit = self.settings.integer("max_position_embeddings", 2048)
+        rope = rope_settings(by_rotary_dim(context.config, size), theta=self.default_theta)
+        self.rotary = rotary_table(context, rope, size, max_positions=limit)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
-        size, eps = self.head_dim(), self.norm_eps()
-        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
         return self.attention(
             context,
             name,
-            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
-            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+            **whole_norms(self, context, name),
         )
 
     def routing(self, index: int) -> Routing:

@@ -5,7 +5,7 @@ Mistral AI 2026, arXiv:2601.08584; the factor is Llama 4's (Meta 2025).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
     """Ministral 3 3B to 14B, text."""
+
+    default_eps: ClassVar[float] = 1e-5
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         super().prepare(context, prefix)

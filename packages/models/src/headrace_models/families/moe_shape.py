@@ -78,14 +78,25 @@ class MoEDecoder(LlamaForCausalLM):
         return GatedMLP(context, name, self.hidden_size(), size, self.gate())
 
 
-def deepseek_routing(settings: Settings) -> Routing:
-    """By the keys of DeepSeek V3's config, which many share."""
+def deepseek_routing(
+    settings: Settings,
+    *,
+    experts: str = "n_routed_experts",
+    scale: float = 1.0,
+    renormalise: bool = True,
+) -> Routing:
+    """By the keys of DeepSeek V3's config, which many share.
+
+    Args:
+        experts: the config's name of their number.
+        scale, renormalise: of a config that does not say.
+    """
     return Routing(
-        num_experts=settings.integer("n_routed_experts", maximum=MAX_EXPERTS),
+        num_experts=settings.integer(experts, maximum=MAX_EXPERTS),
         top_k=settings.integer("num_experts_per_tok"),
         scoring="sigmoid",
-        renormalise=settings.flag("norm_topk_prob", True),
-        scale=settings.number("routed_scaling_factor", 1.0),
+        renormalise=settings.flag("norm_topk_prob", renormalise),
+        scale=settings.number("routed_scaling_factor", scale),
         num_groups=settings.integer("n_group", 1),
         top_groups=settings.integer("topk_group", 1),
         group_score="top2",

@@ -58,6 +58,7 @@ class MptForCausalLM(GPTDecoder):
         own.refuse("prefix_lm", False)
         own.refuse("qk_ln", False)
         self.settings.refuse("no_bias", True)
+        self.settings.refuse("norm_type", "low_precision_layernorm", "layernorm")
         self.settings.refuse("logit_scale")
         super().prepare(context, prefix)
 

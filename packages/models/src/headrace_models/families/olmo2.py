@@ -50,15 +50,23 @@ class Olmo2ForCausalLM(LlamaForCausalLM):
         self, context: BuildContext, name: str, **differences: Any
     ) -> SelfAttention:
         """With norms over all heads of query and of key together."""
-        size, eps = self.head_dim(), self.norm_eps()
-        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
         bias = self.settings.flag("attention_bias", False)
         return self.attention(
             context,
             name,
             qkv_bias=bias,
             out_bias=bias,
-            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
-            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+            **whole_norms(self, context, name),
             **differences,
         )
+
+
+def whole_norms(decoder: LlamaForCausalLM, context: BuildContext, name: str) -> dict[str, Any]:
+    """Norms over all heads of query, and over all of key, of the attention ``name``: arguments of
+    :class:`~headrace_models.layers.attention.Attention`."""
+    settings, size, eps = decoder.settings, decoder.head_dim(), decoder.norm_eps()
+    heads, kv_heads = settings.integer("num_attention_heads"), settings.num_kv_heads()
+    return {
+        "query_norm": WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
+        "key_norm": WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+    }

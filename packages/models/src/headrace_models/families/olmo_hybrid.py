@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.bamba import LAYER
 from headrace_models.families.llama import LlamaForCausalLM
+from headrace_models.families.olmo2 import whole_norms
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.blocks import PostNormBlock
 from headrace_models.layers.decoder import Block
 from headrace_models.layers.delta_net import DeltaSizes, GatedDeltaNet
-from headrace_models.layers.heads_norm import WholeRMSNorm
 from headrace_models.layers.hybrid_block import HybridBlock
 from headrace_models.mapping import ALL_PARTS
 from headrace_models.recurrent_settings import MAX_TAPS, layer_kinds
@@ -69,6 +69,7 @@ class OlmoHybridForCausalLM(LlamaForCausalLM):
         WeightRule("model.norm", "final_norm"),
         WeightRule("lm_head", "head"),
     )
+    ignored_weights: ClassVar[Mapping[str, str]] = {r"mtp\..*": "predicts several tokens at once"}
 
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.rotary = None
@@ -126,13 +127,10 @@ class OlmoHybridForCausalLM(LlamaForCausalLM):
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)
-        size, eps = self.head_dim(), self.norm_eps()
-        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
         return self.attention(
             context,
             name,
             qkv_bias=bias,
             out_bias=bias,
-            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
-            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+            **whole_norms(self, context, name),
         )

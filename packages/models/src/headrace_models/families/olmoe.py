@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import WeightRule
 from headrace_models.families.moe_shape import MOE_RULES, MoEDecoder, softmax_routing
+from headrace_models.families.olmo2 import whole_norms
 from headrace_models.families.qwen3 import HEAD_NORM_RULES
 from headrace_models.layers.attention import SelfAttention
-from headrace_models.layers.heads_norm import WholeRMSNorm
 from headrace_models.layers.router import Routing
 
 if TYPE_CHECKING:
@@ -32,14 +32,11 @@ class OlmoeForCausalLM(MoEDecoder):
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         self.settings.refuse("clip_qkv")
-        size, eps = self.head_dim(), self.norm_eps()
-        heads, kv_heads = self.settings.integer("num_attention_heads"), self.settings.num_kv_heads()
         bias = self.settings.flag("attention_bias", False)
         return self.attention(
             context,
             name,
             qkv_bias=bias,
             out_bias=bias,
-            query_norm=WholeRMSNorm(context, f"{name}.q_norm", heads, size, eps),
-            key_norm=WholeRMSNorm(context, f"{name}.k_norm", kv_heads, size, eps),
+            **whole_norms(self, context, name),
         )

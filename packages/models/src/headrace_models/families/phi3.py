@@ -29,6 +29,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         ),
         WeightRule("model.layers.{}.mlp.gate_up_proj", "layers.{}.mlp.gate_up", split=ALL_PARTS),
     )
+    default_eps: ClassVar[float] = 1e-5
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         window = self.settings.optional_integer("sliding_window")

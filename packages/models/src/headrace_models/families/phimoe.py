@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from headrace_core.linear import LinearSpec
 from headrace_core.model import WeightRule
 from headrace_models.families.llama import RULES
 from headrace_models.families.mixtral import EXPERT_NAMES
@@ -58,8 +57,8 @@ class PhimoeForCausalLM(MoEDecoder):
     def make_norm(self, context: BuildContext, name: str) -> LayerNorm:
         return LayerNorm(context, name, self.hidden_size(), self.norm_eps())
 
-    def head_spec(self, prefix: str) -> LinearSpec:
-        return replace(super().head_spec(prefix), bias=self.settings.flag("lm_head_bias", False))
+    def has_head_bias(self) -> bool:
+        return self.settings.flag("lm_head_bias", False)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         bias = self.settings.flag("attention_bias", False)

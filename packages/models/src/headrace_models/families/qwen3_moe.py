@@ -25,6 +25,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         *router_rules(),
         *expert_rules(),
     )
+    renormalises: ClassVar[bool] = False
+    """Whether the chosen experts' weights are divided by their sum, if the config does not say."""
 
     def head_dim(self) -> int:
         return self.settings.head_dim()
@@ -47,7 +49,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             routing=Routing(
                 num_experts=num_experts(self.settings),
                 top_k=self.settings.integer("num_experts_per_tok", 8),
-                renormalise=self.settings.flag("norm_topk_prob", False),
+                renormalise=self.settings.flag("norm_topk_prob", self.renormalises),
             ),
             activation=self.settings.activation("hidden_act"),
         )

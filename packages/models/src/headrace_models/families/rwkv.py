@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from headrace_core.model import BuildContext
 
 _BLOCK = "rwkv.blocks.{}"
+_FINAL_EPS = 1e-5
+"""Of the last norm, whatever the config says."""
 
 
 class RwkvBlock(Block):
@@ -73,15 +75,19 @@ class RwkvForCausalLM(Decoder):
     blocks_name: ClassVar[str] = "rwkv.blocks"
     head_name: ClassVar[str] = "head"
 
-    def make_norm(self, context: BuildContext, name: str, depth: int) -> NormLayer:
-        """A norm of the stream behind so many layers."""
+    def make_norm(
+        self, context: BuildContext, name: str, depth: int, eps: float | None = None
+    ) -> NormLayer:
+        """A norm of the stream behind so many layers; its eps is by default the config's."""
         every = self.settings.integer("rescale_every", 6, minimum=-1)
-        eps = self.settings.number("layer_norm_epsilon", 1e-5)
+        if eps is None:
+            eps = self.settings.number("layer_norm_epsilon", 1e-5)
         halvings = depth // every if every > 0 else 0
         return LayerNorm(context, name, self.hidden_size(), eps * 4.0**halvings)
 
     def make_final_norm(self, context: BuildContext, prefix: str) -> NormLayer:
-        return self.make_norm(context, f"{prefix}rwkv.ln_out", self.num_layers())
+        name = f"{prefix}rwkv.ln_out"
+        return self.make_norm(context, name, self.num_layers(), _FINAL_EPS)
 
     def make_block(self, context: BuildContext, index: int, name: str) -> Block:
         hidden = self.hidden_size()

@@ -24,9 +24,9 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     def has_positions(self, index: int) -> bool:
         """``no_rope_layers`` holds 1 for layers that do have positions."""
-        layers = self.settings.numbers("no_rope_layers", self.num_layers())
-        if layers is not None:
-            return layers[index] != 0
+        marks = self.settings.marks("no_rope_layers", self.num_layers())
+        if marks is not None:
+            return marks[index]
         every = self.settings.integer("no_rope_layer_interval", NO_POSITIONS_EVERY)
         return (index + 1) % every != 0
 

@@ -1,18 +1,23 @@
 """TeleChat 1 and 2: Llama with key and value in one tensor, head by head, and biases behind both halves.
 
-Wang et al. 2024, arXiv:2401.03804.
+Wang et al. 2024, arXiv:2401.03804. Within ``training_seqlen``, beyond which the publisher's code changes
+the rotary base and the scores with the length of each request.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from headrace_core.model import EACH_KV_HEAD, WeightRule
 from headrace_models.families.llama_shape import Names, RenamedLlama
 from headrace_models.layers.attention import SelfAttention
 from headrace_models.layers.mlp import MLPLayer
+from headrace_models.layers.rotary import rotary_table
 from headrace_models.mapping import ALL_PARTS
+from headrace_models.rope import rope_settings
 from headrace_models.settings import Spelling
 
 if TYPE_CHECKING:
@@ -54,7 +59,19 @@ class TeleChat2ForCausalLM(RenamedLlama):
     def prepare(self, context: BuildContext, prefix: str) -> None:
         self.settings.refuse("embed_layernorm", False)
         self.settings.refuse("apply_residual_connection_post_layernorm", False)
-        super().prepare(context, prefix)
+        rope = rope_settings(self.settings.config)
+        size = self.head_dim()
+        theta = rope.theta * self.stretch() ** (size / (size - 2)) if size > 2 else rope.theta
+        limit = self.settings.integer("max_position_embeddings", 2048)
+        self.rotary = rotary_table(context, replace(rope, theta=theta), size, max_positions=limit)
+
+    def stretch(self) -> int:
+        """NTK's, of a model whose last training was on contexts longer than the first: a power of two
+        less one, the same at every length."""
+        first = self.settings.integer("base_seqlen", 4096)
+        last = self.settings.integer("training_seqlen", first)
+        doublings = math.ceil(math.log2(last / first)) + 1
+        return (1 << max(1, doublings)) - 1
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
         return self.attention(context, name, out_bias=True)

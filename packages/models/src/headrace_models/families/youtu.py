@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from headrace_models.families.deepseek_v3 import LatentDecoder
 
 
 class YoutuForCausalLM(LatentDecoder):
     """Youtu-LLM 2B."""
 
-    ties_embeddings = True
+    ties_embeddings: ClassVar[bool] = True

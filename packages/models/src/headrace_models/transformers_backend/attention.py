@@ -85,8 +85,9 @@ def attend(
 
 
 def _flat(heads: Tensor) -> Tensor:
-    """[1, H, T, D] -> [T, H, D]."""
-    return heads[0].transpose(0, 1).contiguous()
+    """[1, H, T, D] -> [T, H, D], a view: kernels read rows of any strides."""
+    rows = heads[0].transpose(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class _Layer:

@@ -21,8 +21,11 @@ from headrace_models.transformers_backend.leaves import (
     Parameters,
     Projections,
     TiedHead,
+    activation_forward,
+    bare_norm_forward,
     check_plain,
     compute_by,
+    embedding_forward,
     exact_names,
     gated_forward,
     layer_norm_forward,
@@ -30,12 +33,16 @@ from headrace_models.transformers_backend.leaves import (
     put_elsewhere,
 )
 from headrace_models.transformers_backend.likeness import (
+    activation_like,
+    bare_norm_like,
     expert_gate_like,
     gated_mlp_like,
+    layer_norm_like,
     rms_norm_like,
 )
 from headrace_models.transformers_backend.plan import COLUMNS, HALVES, ROWS, TensorParallelPlan
 from headrace_models.transformers_backend.refusals import KEPT
+from headrace_models.transformers_backend.routers import Router, router_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +74,7 @@ class Dressing:
         self.later: list[Callable[[], None]] = []
         """Run in order once every leaf has its weights."""
         self.done: set[nn.Module] = set()
+        self.hidden_size = int(getattr(tree.config.get_text_config(), "hidden_size", 0) or 0)
         self.is_exact = exact_names(tree, context.dtype)
         self.kept = KEPT.get(tree.config.model_type, ())
         """Ends of names of linear layers that stay torch's."""
@@ -88,6 +96,7 @@ class Dressing:
         for names in _TOGETHER:
             if self._are_linear(name, module, names) and self._cut_alike(name, names):
                 self._dress_together(name, module, names)
+        self._dress_router(name, module)
 
     def _are_linear(self, name: str, module: nn.Module, names: Sequence[str]) -> bool:
         """Whether all of the children are plain linear layers with weights of their own, and the
@@ -148,9 +157,26 @@ class Dressing:
             self.done.add(child)
         return leaf
 
+    def _dress_router(self, name: str, module: nn.Module) -> None:
+        """Its tensors are loaded as they are, and packed once they are there."""
+        like = router_like(module)
+        if like is None:
+            return
+        router = Router(self.context, module, like)
+        compute_by(module, router)
+        self.later.append(router.pack)
+        owner, _, key = like.weight.rpartition(".")
+        if owner:  # a linear layer of the router's own
+            name, part = f"{name}.{owner}", module.get_submodule(owner)
+            exact = frozenset([key] if self.is_exact(f"{name}.{key}") else [])
+            self._add(name, Parameters(name, part, [key], exact))
+            self._rule(name, name)
+            self.done.add(part)
+
     # ---- modules with parameters
 
     def _dress(self, name: str, module: nn.Module) -> None:
+        self._dress_weightless(module)
         own = {key for key, p in module._parameters.items() if p is not None}
         stored = {
             key
@@ -165,6 +191,8 @@ class Dressing:
         if is_linear and not self._stays(name):
             self._linear(name, module)
             return
+        if type(module) is nn.Embedding and module.max_norm is None:
+            compute_by(module, embedding_forward(self.context, module))
         self._dress_norm(module)
         names = [key for key in (*sorted(own), *sorted(stored)) if f"{name}.{key}" not in self.tied]
         exact = frozenset(key for key in names if self.is_exact(f"{name}.{key}"))
@@ -174,14 +202,26 @@ class Dressing:
             self._add(name, Parameters(name, module, names, exact))
             self._rule(name, name)
 
+    def _dress_weightless(self, module: nn.Module) -> None:
+        """Activations, and norms that do not weigh."""
+        kind = activation_like(module)
+        if kind is not None:
+            compute_by(module, activation_forward(self.context, kind))
+            return
+        norm = bare_norm_like(module, self.hidden_size)
+        if norm is not None:
+            compute_by(module, bare_norm_forward(self.context, norm))
+
     def _dress_norm(self, module: nn.Module) -> None:
         if type(module) is nn.LayerNorm:
             if len(module.normalized_shape) == 1 and module.weight is not None:
-                compute_by(module, layer_norm_forward(self.context, module))
+                compute_by(module, layer_norm_forward(self.context, module, module.eps))
             return
-        like = rms_norm_like(module)
+        like, eps = rms_norm_like(module), layer_norm_like(module)
         if like is not None:
             compute_by(module, norm_forward(self.context, module, like))
+        elif eps is not None:
+            compute_by(module, layer_norm_forward(self.context, module, eps))
 
     def _dress_experts(self, name: str, module: Any) -> bool:
         if not hasattr(module, "_apply_gate") or not hasattr(module, "has_gate"):

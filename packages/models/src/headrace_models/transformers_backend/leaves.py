@@ -17,7 +17,7 @@ from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearSpec
 from headrace_models.layers.base import Part, Shard, Slot, WeightLayer
 from headrace_models.layers.linear import Linear, shard_of
-from headrace_models.transformers_backend.likeness import NormLike
+from headrace_models.transformers_backend.likeness import BareNorm, NormLike
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,7 +93,7 @@ def put_elsewhere(module: nn.Module) -> None:
             module._parameters[name] = empty  # type: ignore[assignment]
 
 
-def compute_by(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def compute_by(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Have a module of a tree compute something else than its class would."""
     vars(module)["forward"] = forward
 
@@ -161,9 +161,11 @@ def norm_forward(
     return forward
 
 
-def layer_norm_forward(context: BuildContext, module: nn.LayerNorm) -> Callable[[Tensor], Tensor]:
-    """The ``forward`` of torch's layer norm over the last dimension, with a weight."""
-    op, eps, own = context.ops.layer_norm, module.eps, module._parameters
+def layer_norm_forward(
+    context: BuildContext, module: nn.Module, eps: float
+) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of a layer norm over the last dimension, with a weight."""
+    op, own = context.ops.layer_norm, module._parameters
 
     def forward(x: Tensor) -> Tensor:
         weight = own["weight"]
@@ -171,6 +173,39 @@ def layer_norm_forward(context: BuildContext, module: nn.LayerNorm) -> Callable[
         return op(x, weight, own.get("bias"), eps)
 
     return forward
+
+
+def embedding_forward(context: BuildContext, module: nn.Embedding) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of torch's table of vectors."""
+    op, own = context.ops.embedding, module._parameters
+
+    def forward(ids: Tensor) -> Tensor:
+        weight = own["weight"]
+        assert weight is not None
+        return op(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
+
+    return forward
+
+
+def bare_norm_forward(context: BuildContext, like: BareNorm) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of a norm without a weight: the op's weights are 1."""
+    ones: dict[Any, Tensor] = {}
+
+    def forward(x: Tensor) -> Tensor:
+        key = (x.shape[-1], x.dtype)
+        if key not in ones:
+            ones[key] = torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+        if like.centred:
+            return context.ops.layer_norm(x, ones[key], None, like.eps)
+        return context.ops.rms_norm(x, ones[key], like.eps)
+
+    return forward
+
+
+def activation_forward(context: BuildContext, kind: str) -> Callable[[Tensor], Tensor]:
+    """The ``forward`` of an activation."""
+    op = context.ops.activation
+    return lambda x: op(x, kind)
 
 
 class TiedHead:
@@ -286,6 +321,13 @@ def on_device(tree: nn.Module, device: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
+
+
+def silence(tree: nn.Module) -> None:
+    """Drop a warning for which some models look at the step's first and last token."""
+    for module in tree.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda ids, mask: None
 
 
 def meta_left(tree: nn.Module) -> list[str]:

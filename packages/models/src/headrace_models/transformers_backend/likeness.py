@@ -52,6 +52,68 @@ def rms_norm_like(module: nn.Module) -> NormLike | None:
     return None
 
 
+def layer_norm_like(module: nn.Module) -> float | None:
+    """The eps of a module that is a layer norm with a weight and no bias, else None."""
+    own = dict(module.named_parameters(recurse=False))
+    if list(own) != ["weight"] or own["weight"].dim() != 1 or any(True for _ in module.children()):
+        return None
+    size = own["weight"].shape[0]
+    clone = copy.copy(module)
+    weight = _random((size,), 9)
+    clone._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    x = (_random((3, size), 10) + 2) * torch.tensor([[1.0], [1e-3], [30.0]])
+    answer = _call(clone, x)
+    if answer is None:
+        return None
+    for eps in {v for v in vars(module).values() if isinstance(v, float)}:
+        if _close(answer, functional.layer_norm(x, (size,), weight, None, eps)):
+            return eps
+    return None
+
+
+class BareNorm(NamedTuple):
+    """A norm without a weight."""
+
+    centred: bool
+    """A layer norm, else an RMS norm."""
+    eps: float
+
+
+def bare_norm_like(module: nn.Module, hidden_size: int) -> BareNorm | None:
+    """Whether a module without weights and parts normalises.
+
+    Args:
+        hidden_size: a size that it takes if it does not take any.
+    """
+    if any(True for _ in module.children()) or module._parameters or module._buffers:
+        return None
+    for size in (12, hidden_size):
+        x = (_random((3, size), 13) + 2) * torch.tensor([[1.0], [1e-2], [30.0]])
+        answer = _call(module, x)
+        if answer is None or answer.shape != x.shape:
+            continue
+        for eps in {1e-5, 1e-6, *(v for v in vars(module).values() if isinstance(v, float))}:
+            if _close(answer, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)):
+                return BareNorm(False, eps)
+            if _close(answer, functional.layer_norm(x, (size,), None, None, eps)):
+                return BareNorm(True, eps)
+    return None
+
+
+def activation_like(module: nn.Module) -> str | None:
+    """The activation that a module without weights and parts is, else None."""
+    if any(True for _ in module.children()) or module._parameters or module._buffers:
+        return None
+    x = _random((5, 7), 11) * 3
+    answer = _call(module, x)
+    if answer is None:
+        return None
+    for kind, function in _ACTIVATIONS.items():
+        if _close(answer, function(x)):
+            return kind
+    return None
+
+
 def gated_mlp_like(module: nn.Module, gate: str, up: str, down: str) -> str | None:
     """The activation of a module that computes ``down(act(gate(x)) * up(x))``, else None."""
     clone = copy.copy(module)

@@ -26,9 +26,12 @@ from headrace_models.transformers_backend.attention import (
     Step,
 )
 from headrace_models.transformers_backend.dress import Dressing
+from headrace_models.transformers_backend.functions import WithFunctions
 from headrace_models.transformers_backend.library import read_config, text_config, transformers
 from headrace_models.transformers_backend.names import CheckpointNames, Stored
 from headrace_models.transformers_backend.plan import TensorParallelPlan
+from headrace_models.transformers_backend.recording import unchanged_by_recording
+from headrace_models.transformers_backend.rotary import tabulate_rotary
 from headrace_models.transformers_backend.skeleton import freeze_rotary, make_tree
 
 if TYPE_CHECKING:
@@ -76,8 +79,11 @@ class TransformersModel(Layer):
         )
         freeze_rotary(self.tree, context.max_model_len)
         leaves.on_device(self.tree, context.device)
+        tabulate_rotary(context, self.tree)
         self.base_name, self.base = classes.base_of(self.tree)
         self._check_forward()
+        leaves.silence(self.tree)
+        self.run_base = WithFunctions(context.ops, self.base)
         self.names = CheckpointNames(self.tree)
         start = f"{self.base_name}." if self.base_name else ""
         plan = TensorParallelPlan(self.base, start, context.communicator.world_size)
@@ -131,7 +137,7 @@ class TransformersModel(Layer):
             raise UnsupportedModel(f"{type(self.tree).__name__}: no weights for {', '.join(empty)}")
         notes = trial.Notes(self.context.max_model_len)
         context = self.context
-        trial.try_tree(
+        hidden = trial.try_tree(
             self._run, self.text.vocab_size, notes, dtype=context.dtype, device=context.device
         )
         paths = {module: name for name, module in self.tree.named_modules()}
@@ -148,6 +154,11 @@ class TransformersModel(Layer):
             config: Any = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == TRIAL:
                 config._attn_implementation = ATTENTION
+        self._try_head(hidden[:1])
+
+    def _try_head(self, hidden: Tensor) -> None:
+        """Run what comes after the base model once, on a row of its states [1, H]: what it keeps from
+        then on must be computed, not recorded."""
 
     def _check_direction(self, module: nn.Module, causal: bool) -> None:
         if causal == self.causal:
@@ -167,12 +178,13 @@ class TransformersModel(Layer):
         """ids and positions [T] -> final hidden states [T, H]."""
         if self.first_position:
             positions = positions + self.first_position
-        states = self.base(
-            input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            **arguments,
-        )
+        with unchanged_by_recording(self.tree):
+            states = self.run_base(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                **arguments,
+            )
         hidden: Tensor = states.last_hidden_state
         return hidden[0]
 
@@ -195,7 +207,8 @@ class TransformersForCausalLM(TransformersModel):
 
     def __init__(self, context: BuildContext, prefix: str = "") -> None:
         super().__init__(context, prefix)
-        self.head = classes.without_base(self.tree, self.base_name, self.base)
+        head = classes.without_base(self.tree, self.base_name, self.base)
+        self.run_head = WithFunctions(context.ops, head)
 
     def find_class(self, config: Any) -> classes.Found:
         context = self.context
@@ -203,9 +216,15 @@ class TransformersForCausalLM(TransformersModel):
             context.whole_config, config, context.path, trusted=context.trust_remote_code
         )
 
+    def _try_head(self, hidden: Tensor) -> None:
+        with torch.no_grad():
+            self.compute_logits(hidden)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See :class:`headrace_core.model.CausalLM`: the class's own scaling and capping included."""
-        logits: Tensor = self.head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        with unchanged_by_recording(self.tree):
+            states = self.run_head(inputs_embeds=hidden.unsqueeze(0), use_cache=False)
+        logits: Tensor = states.logits
         return logits[0]
 
 

@@ -161,11 +161,14 @@ def _sinks(module: nn.Module, sinks: Tensor | None, num_heads: int) -> Tensor | 
 
 def try_tree(
     run: Callable[..., Tensor], vocab_size: int, notes: Notes, *, dtype: str, device: str
-) -> None:
+) -> Tensor:
     """Fill ``notes``; see the module's docstring.
 
     Args:
         run: (ids [T], positions [T], **arguments of the base model) -> hidden states [T, H].
+
+    Returns:
+        Hidden states of the tokens.
 
     Raises:
         UnsupportedModel: the model cannot be run over a paged cache; says why.
@@ -175,7 +178,8 @@ def try_tree(
     arguments = {NOTES: notes}
     try:
         with torch.no_grad():
-            together = run(ids, positions, **arguments).float()
+            hidden = run(ids, positions, **arguments)
+            together = hidden.float()
             notes.is_first_run = False
             if not notes.seen:
                 raise UnsupportedModel(
@@ -200,3 +204,4 @@ def try_tree(
             "its tokens meet outside of attention (a convolution, a recurrent state, positions that it "
             "counts itself), so that requests could not share a step"
         )
+    return hidden
