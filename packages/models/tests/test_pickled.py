@@ -132,6 +132,11 @@ class Runs:
 
 @pytest.mark.req("SEC-22")
 class TestHostile:
+    def test_a_rank_beyond_all_counting(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.ones(1)}, tmp_path / "model.999999999999.pt")
+        [(name, _, _)] = PickledFormat(LoadConfig()).tensors(tmp_path)
+        assert name == "a"
+
     @pytest.mark.parametrize("zipped", [True, False])
     def test_code_is_not_run(self, llama: Checkpoint, zipped: bool, tmp_path: Path) -> None:
         ran = tmp_path / "ran"

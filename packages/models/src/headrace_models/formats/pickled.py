@@ -36,7 +36,7 @@ _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
 _NAMED_WRAPPER = "model_key"
 """Where fairseq2 says which key that is."""
-_RANK = re.compile(r"model\.(\d+)\.pt")
+_RANK = re.compile(r"model\.(\d{1,4})\.pt")
 
 
 class PickledFormat:
