@@ -606,7 +606,7 @@ def paged_attention(
             size,
             num_seqs,
             *numbers,
-            HAS_PREFIX=prefix_key is not None,
+            HAS_PREFIX=size > 0,
             BLOCK_Q=plan.block_q,
             **constants,
         )
