@@ -44,6 +44,7 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     layer = 2 * 64 + (64 + 32 + 32 + 64) * 64 + 3 * 112 * 64
     weights = F32 * (4 * layer + 2 * 320 * 64 + 64)
     assert found["weights"] == weights + TABLE
+    assert found["stored"] == weights
     assert found["dtype"] == "float32"
     # keys and values of 2 heads of 16 numbers, in 4 layers
     token = 2 * 2 * 16 * F32 * 4
@@ -68,6 +69,17 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     small = memory(path, capsys, "--max-memory-bytes", str(weights // 2))
     assert not small["fits"]
     assert small["longest"] == 0
+
+
+def test_a_folder_without_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "bare"
+    save_model("llama", path)
+    (path / "model.safetensors").unlink()
+    found = memory(path, capsys)
+    assert found["stored"] == 0
+    assert found["fits"]
+    run("inspect", [str(path), "--skip-tokenizer-init"])
+    assert "in float32; no weight files are there\n" in capsys.readouterr().out
 
 
 def test_rounded_weights(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

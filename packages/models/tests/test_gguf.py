@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from headrace_core.testing.model import Checkpoint, PagedDriver, build_context
 from headrace_models.formats.contents import stated_config
 from headrace_models.formats.gguf.blocks import KINDS, dequantize
 from headrace_models.formats.gguf.format import GGUFFormat
-from headrace_models.formats.gguf.header import BLOCK_TYPES, read_gguf
+from headrace_models.formats.gguf.header import BLOCK_TYPES, MAX_VALUES, read_gguf
 
 pytestmark = pytest.mark.spec("QUANT-GGUF")
 
@@ -213,6 +215,24 @@ class TestFiles:
         with pytest.raises(UnsupportedModel, match=r"head_count_kv differs from layer to layer"):
             LLAMA.resolve(file)
 
+    @pytest.mark.parametrize(
+        ("key", "value"), [("block_count", math.inf), ("context_length", math.nan)]
+    )
+    def test_numbers_that_are_none(self, key: str, value: float, tmp_path: Path) -> None:
+        checkpoint = LLAMA.make_checkpoint(tmp_path / "hf", num_hidden_layers=1)
+        extra = {f"llama.{key}": value}
+        file = write(checkpoint.path, tmp_path / "m.gguf", "llama", extra=extra)
+        with pytest.raises(UnsupportedModel, match=rf"llama\.{key} = .*: must be a finite number"):
+            LLAMA.resolve(file)
+
+    def test_more_heads_than_numbers(self, tmp_path: Path) -> None:
+        suite = families.TestPhi3()
+        checkpoint = suite.make_checkpoint(tmp_path / "hf")
+        extra = {"phi3.attention.head_count": 100_000}
+        file = write(checkpoint.path, tmp_path / "m.gguf", "phi3", extra=extra)
+        with pytest.raises(UnsupportedModel, match=r"head_count = 100000: must be at most"):
+            suite.resolve(file)
+
     def test_tensor_of_no_layer(self, tmp_path: Path) -> None:
         checkpoint = LLAMA.make_checkpoint(tmp_path / "hf", num_hidden_layers=1)
         file = write(checkpoint.path, tmp_path / "m.gguf", "llama")
@@ -306,3 +326,13 @@ def test_lying_headers(content: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=words) as caught:
         read_gguf(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.req("SEC-22")
+def test_an_array_as_long_as_a_large_file(tmp_path: Path) -> None:
+    """Each of its bytes would become a Python number."""
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"a", 9, 0, MAX_VALUES + 1))
+    os.truncate(file, MAX_VALUES + 100)
+    with pytest.raises(WeightsError, match=r"'a': \d+ values; at most"):
+        read_gguf(file)

@@ -181,6 +181,7 @@ def test_chat_templates(pieces: Any) -> None:
         ({"pre": "unheard-of"}, "'unheard-of': known are gpt-2"),
         ({"tokens": []}, "has 0 entries"),
         ({"tokens": [1, 2]}, "no list of texts"),
+        ({"tokens": ["a", "b" * 5000]}, "an entry of 5000 characters"),
         ({"token_type": [1]}, "no list of 400 numbers"),
         ({"merges": ["nospace"]}, "makes no piece"),
         ({"merges": ["zzq zzq"]}, "makes no piece"),

@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
 from headrace_models.formats.header import ITEM_BYTES, read_header
-from headrace_models.formats.index import INDEX, checkpoint_files, checkpoint_headers
+from headrace_models.formats.index import INDEX, SINGLE, checkpoint_files, checkpoint_headers
+from headrace_models.formats.safetensors import SafetensorsFormat
 
 pytestmark = pytest.mark.req("SEC-22")
 
@@ -38,6 +40,16 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
     assert sum(entry.num_bytes for entry in entries.values()) == 74
 
 
+def test_tensors_without_elements(tmp_path: Path) -> None:
+    """The format allows them; they lie where their neighbours begin and end."""
+    tensors = {"a": torch.ones(3), "b": torch.ones(0), "c": torch.ones(2, 0, 4), "d": torch.ones(1)}
+    save_file(tensors, tmp_path / SINGLE)
+    found = {name: each for name, each, _ in SafetensorsFormat(LoadConfig()).tensors(tmp_path)}
+    assert {name: tuple(each.shape) for name, each in found.items()} == {
+        "a": (3,), "b": (0,), "c": (2, 0, 4), "d": (1,),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("header", "data", "words"),
     [
@@ -51,10 +63,11 @@ def test_reads_what_safetensors_writes(tmp_path: Path) -> None:
         ({"a": {**tensor(), "dtype": ["F32"]}}, b"\0" * 8, "dtype"),
         ({"a": tensor(shape=[-2])}, b"\0" * 8, r"shape \[-2\]"),
         ({"a": tensor(shape=[True, 2])}, b"\0" * 8, "shape"),
-        ({"a": tensor(shape=[0], end=0)}, b"", "above 0"),
+        ({"a": tensor(shape=[0], end=8)}, b"\0" * 8, "takes 0 bytes"),
+        ({"a": tensor(shape=[0, 2**60], end=0)}, b"", "each below"),
         ({"a": tensor(shape=[2.0])}, b"\0" * 8, "shape"),
         ({"a": tensor(shape=[1] * 9, end=4)}, b"\0" * 4, "at most 8"),
-        ({"a": tensor(shape=[2**62, 2**62])}, b"\0" * 8, "span 8"),
+        ({"a": tensor(shape=[2**47, 2**47])}, b"\0" * 8, "span 8"),
         ({"a": tensor(start=8, end=0)}, b"\0" * 8, "data_offsets"),
         ({"a": tensor(start=-8, end=0)}, b"\0" * 8, "data_offsets"),
         ({"a": tensor(end=2**63)}, b"\0" * 8, "data_offsets span"),
@@ -163,6 +176,10 @@ class TestIndex:
     def test_missing_file(self, tmp_path: Path) -> None:
         with pytest.raises(WeightsError, match=r"'a'.*'three\.safetensors' is missing"):
             checkpoint_files(self.sharded(tmp_path, a="three.safetensors"))
+
+    def test_name_that_no_file_can_have(self, tmp_path: Path) -> None:
+        with pytest.raises(WeightsError, match=r"'a'.*'xxx.* is missing"):
+            checkpoint_files(self.sharded(tmp_path, a="x" * 300))
 
     def test_tensor_that_is_not_where_the_index_says(self, tmp_path: Path) -> None:
         self.sharded(tmp_path, a="two.safetensors", b="two.safetensors")

@@ -75,6 +75,7 @@ class TestStrictness:
     def test_harmless_left_overs(self, llama: Checkpoint, tmp_path: Path) -> None:
         def add(tensors: dict[str, Tensor]) -> None:
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(9)
+            tensors["model.layers.0.self_attn._extra_state"] = torch.ones(0)
 
         assert torch.equal(
             logits_of(LLAMA, copy(llama, tmp_path, add)), logits_of(LLAMA, llama.path)

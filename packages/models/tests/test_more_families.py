@@ -21,9 +21,11 @@ from test_moe_families import TINY_MOE, MoEConformance, apart
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
+from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
-from headrace_core.model import CausalLM
+from headrace_core.model import CausalLM, LoadProgress
 from headrace_core.testing.model import Checkpoint, PagedDriver
+from headrace_models.formats.safetensors import SafetensorsFormat
 
 pytestmark = pytest.mark.spec("MODEL-TEXTGEN-MOE")
 
@@ -327,6 +329,15 @@ class TestGrok2(TestGrok1):
         prompt = self.prompt(9)
         logits = PagedDriver(self.open(tmp_path)).step({"a": prompt})
         assert torch.equal(logits, PagedDriver(model).step({"a": prompt}))
+
+    def test_progress_over_the_parts_of_ranks(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        self.write_parts(checkpoint, tmp_path)
+        seen: list[LoadProgress] = []
+        for _ in SafetensorsFormat(LoadConfig()).tensors(tmp_path, seen.append):
+            pass
+        done = [each.done for each in seen]
+        assert done == sorted(done)
+        assert {each.total for each in seen} == {done[-1]}
 
     def write_parts(self, checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copy(checkpoint.path / "config.json", folder)

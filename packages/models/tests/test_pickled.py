@@ -132,6 +132,11 @@ class Runs:
 
 @pytest.mark.req("SEC-22")
 class TestHostile:
+    def test_a_rank_beyond_all_counting(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.ones(1)}, tmp_path / "model.999999999999.pt")
+        [(name, _, _)] = PickledFormat(LoadConfig()).tensors(tmp_path)
+        assert name == "a"
+
     @pytest.mark.parametrize("zipped", [True, False])
     def test_code_is_not_run(self, llama: Checkpoint, zipped: bool, tmp_path: Path) -> None:
         ran = tmp_path / "ran"
@@ -154,6 +159,14 @@ class TestHostile:
     ) -> None:
         with pytest.raises(WeightsError, match=words):
             logits_of(saved(llama, tmp_path, content))
+
+    def test_link_to_nowhere(self, llama: Checkpoint, tmp_path: Path) -> None:
+        shutil.copy(llama.path / "config.json", tmp_path)
+        (tmp_path / "part-1.bin").symlink_to(tmp_path / "gone")
+        with pytest.raises(WeightsError, match=r"part-1\.bin: cannot be read"):
+            LLAMA.resolve(tmp_path)
+        with pytest.raises(WeightsError, match=r"part-1\.bin: cannot be read"):
+            list(PickledFormat(LoadConfig()).tensors(tmp_path))
 
     @pytest.mark.req("REL-13")
     def test_cut_short(self, llama: Checkpoint, tmp_path: Path) -> None:

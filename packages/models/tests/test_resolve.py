@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
 from headrace_models.resolve import merged, resolve, text_part
 from headrace_models.settings import Settings
+from headrace_models.source import fetch
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 99,
@@ -225,6 +227,36 @@ class TestSource:
         assert "NetworkError" in last
         assert "'some-owner/some-model'" in last
         assert str(tmp_path) in last
+
+    @pytest.mark.parametrize(
+        ("file", "others"),
+        [
+            ("m.gguf", []),
+            ("q4/m.gguf", []),
+            ("q4/m-00001-of-00003.gguf", ["q4/m-00002-of-00003.gguf", "q4/m-00003-of-00003.gguf"]),
+        ],
+    )
+    def test_gguf_file_of_a_hub_repository(
+        self, file: str, others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        there = [file, *others, "q8/m.gguf", "config.json"]
+
+        def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+            assert name == "owner/name"
+            for each in there:
+                if any(fnmatch(each, pattern) for pattern in allow_patterns):
+                    (tmp_path / each).parent.mkdir(exist_ok=True)
+                    (tmp_path / each).touch()
+            return str(tmp_path)
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        assert fetch(f"owner/name/{file}") == tmp_path / file
+        found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gguf")}
+        assert found == {file, *others}
+
+    def test_gguf_of_the_hub_needs_a_file(self) -> None:
+        with pytest.raises(ConfigError, match=r"owner/name/FILE\.gguf"):
+            fetch("owner/name", load_format="gguf")
 
     def test_folder_without_config(self, tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=r"config\.json: not found"):

@@ -145,6 +145,13 @@ def _config(**changes: Any) -> dict[str, Any]:
         ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "rank 0: token_bytes is no base64"),
         ({"vocab": [{"rank": "0"}]}, "must have a 'rank' and 'token_bytes'"),
         ({"vocab": 3}, "no list of up to"),
+        (
+            {
+                "vocab": [{"rank": 0, "token_bytes": "YQ" * 4000}],
+                **_config(default_vocab_size=CONTROLS + 1),
+            },
+            "a token of 6000 bytes",
+        ),
         ({"special_tokens": [{"rank": i, "token_str": "a"} for i in (0, 1)]}, "of one spelling"),
         ({"special_tokens": [{"rank": 0, "token_str": i} for i in "ab"]}, "of one rank"),
     ],

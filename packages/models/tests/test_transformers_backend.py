@@ -16,9 +16,10 @@ import torch
 from checkpoint_code import Written
 from model_families_conformance import FamilyConformance
 from pooling_families_conformance import PoolingFamilyConformance
+from safetensors.torch import load_file, save_file
 
 from headrace_core.config import LoadConfig, ModelConfig
-from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel
+from headrace_core.errors import ConfigError, HeadraceError, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.model import PagedDriver, build_context, run_ranks
@@ -50,6 +51,15 @@ class TestQwen3ByTransformers(ByTransformers, families.TestQwen3):
 
 class TestMixtralByTransformers(ByTransformers, families.TestMixtral):
     """Experts are stored one by one and become one tensor."""
+
+    def test_an_expert_that_comes_twice(self, tmp_path: Path) -> None:
+        path = self.make_checkpoint(tmp_path).path
+        tensors = load_file(path / "model.safetensors")
+        name = next(name for name in tensors if ".experts." in name)
+        (path / "model.safetensors").rename(path / "one.safetensors")
+        save_file({name: tensors[name]}, path / "two.safetensors")
+        with pytest.raises(WeightsError, match=rf"two\.safetensors: tensor '{name}' comes twice"):
+            self.open(path)
 
 
 class TestPhi3LongByTransformers(ByTransformers, families.TestPhi3Long):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -32,15 +33,26 @@ def test_what_brings_its_json_is_not_encoded_again() -> None:
     assert b"".join(json_parts(value)) == b'{"a":[1,2],"b":3}'
 
 
-async def sent(answer: Any, made: list[int]) -> list[tuple[int, int]]:
-    """(parts made, bytes) at each piece that is sent."""
-    seen = []
+async def sent(
+    answer: Any, made: list[int], leaves_after: int | None = None
+) -> list[tuple[int, int]]:
+    """(parts made, bytes) at each piece that is sent to a client, who may leave after some."""
+    seen: list[tuple[int, int]] = []
+    left = asyncio.Event()
+
+    async def receive() -> Any:
+        await left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
             seen.append((len(made), len(message["body"])))
+            if len(seen) == leaves_after:
+                left.set()
+                for _ in range(3):  # until the connection's task has told
+                    await asyncio.sleep(0)
 
-    await answer({"type": "http"}, None, send)
+    await answer({"type": "http"}, receive, send)
     return seen
 
 
@@ -59,4 +71,19 @@ async def test_a_piece_is_made_when_the_one_before_it_has_been_sent() -> None:
     made.clear()
     small = answer_of(parts(), off_loop, off_loop.light)
     assert small.headers["content-length"] == str(10 * SIZE)
+    off_loop.close()
+
+
+async def test_nothing_is_made_for_a_client_that_has_left() -> None:
+    made: list[int] = []
+
+    def parts() -> Iterator[bytes]:
+        for number in range(100):
+            made.append(number)
+            yield bytes(SIZE)
+
+    off_loop = OffLoop()
+    large = answer_of(parts(), off_loop, off_loop.light + 1)
+    assert await sent(large, made, leaves_after=2) == [(4, PIECE), (8, PIECE)]
+    assert len(made) == 8
     off_loop.close()

@@ -298,7 +298,7 @@ class _Filling:
     def take(self, name: str, tensor: Tensor, file: Path) -> None:
         match = self.weights.find(name)
         if match is None:
-            if not self._is_harmless(name):
+            if tensor.numel() and not self._is_harmless(name):
                 self.left_over.append(f"tensor {name!r} {list(tensor.shape)} of {file.name}")
                 return
             logger.debug("%s: tensor %r passed over", file, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -25,7 +26,8 @@ WEIGHT_FILES: Mapping[str, tuple[str, ...]] = {
 _SAFETENSORS = ("*.safetensors",)
 UNWANTED_FILES = ("original/**/*", "consolidated*", "onnx/*", "openvino/*", "coreml/*")
 """The same weights in other layouts."""
-
+_MOST_PARTS = 4
+"""Of a hub name with a file: owner, repository, folder, file."""
 
 _NOT_THERE = ("RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError",
               "HFValidationError")  # fmt: skip
@@ -43,7 +45,8 @@ def fetch(
 ) -> Path:
     """The folder that holds the checkpoint ``name``, or a GGUF file; downloads what is not there yet.
 
-    Of a hub repository one file may be named: ``owner/name/file.gguf``.
+    Of a hub repository one GGUF file may be named, which may lie in a folder:
+    ``owner/name/file.gguf``. Of several parts it is the first, and the others come along.
 
     ``HF_HOME`` moves the cache, ``HF_HUB_OFFLINE=1`` forbids the network; both are the hub
     library's.
@@ -72,9 +75,15 @@ def fetch(
             "download the model with ModelScope's own tool and pass its folder"
         )
     repository, file = _file_of(name)
+    if load_format.lower() == "gguf" and file is None:
+        raise ConfigError(
+            f"model {name!r}: load_format gguf: of a hub repository, which may hold several, name the "
+            f"file: {name}/FILE.gguf",
+            field="model.model",
+        )
     preferred: list[tuple[str, ...]] = [(kind,) for kind in _weights_of(load_format)]
     others = (*WANTED_FILES, "*.py") if code else WANTED_FILES
-    for patterns in [(file,)] if file else preferred or [()]:
+    for patterns in [(_all_parts(file),)] if file else preferred or [()]:
         found = _download(repository, (*others, *patterns), revision, token, download_dir)
         if any(next(found.glob(pattern), None) for pattern in patterns):
             break
@@ -83,7 +92,7 @@ def fetch(
 
 def _looks_like_hub_name(name: str) -> bool:
     parts = name.split("/")
-    most = 3 if name.lower().endswith(".gguf") else 2
+    most = _MOST_PARTS if name.lower().endswith(".gguf") else 2
     return len(parts) <= most and all(part and part[0] not in ".~" for part in parts)
 
 
@@ -92,6 +101,11 @@ def _file_of(name: str) -> tuple[str, str | None]:
     owner, _, rest = name.partition("/")
     repository, _, file = rest.partition("/")
     return (f"{owner}/{repository}", file) if file else (name, None)
+
+
+def _all_parts(file: str) -> str:
+    """The pattern of a file and, if it is the first of several parts, of the others."""
+    return re.sub(r"-00001-of-(\d{5}\.gguf)$", r"-*-of-\1", file)
 
 
 def _weights_of(load_format: str) -> tuple[str, ...]:

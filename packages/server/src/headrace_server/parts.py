@@ -6,6 +6,7 @@ socket, the next has not been made.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_server.offload import PIECE, OffLoop
+from headrace_server.stream import wait_disconnect
 
 _encoder = msgspec.json.Encoder()
 
@@ -95,9 +97,15 @@ class _PartsAnswer(Response):
         piece = await self._off_loop(self._cost, self._piece)  # what fails here is still an error
         head = {"type": "http.response.start", "status": self.status_code}
         await send({**head, "headers": self.raw_headers})
-        while piece:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            piece = await self._off_loop(self._cost, self._piece)
+        gone = asyncio.create_task(wait_disconnect(receive))
+        try:
+            while piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if gone.done():  # what is sent goes nowhere, and nobody would say so
+                    return
+                piece = await self._off_loop(self._cost, self._piece)
+        finally:
+            gone.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _piece(self) -> bytes:

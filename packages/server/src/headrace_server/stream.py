@@ -305,7 +305,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = _Writer(send, direct_write(scope), self._form)
         sending = asyncio.create_task(self._send_events(writer, self.raw_headers))
-        gone = asyncio.create_task(_wait_disconnect(receive))
+        gone = asyncio.create_task(wait_disconnect(receive))
         beat = asyncio.create_task(writer.keep_alive())
         stopped = asyncio.Event()
         halt = asyncio.create_task(stopped.wait())
@@ -440,7 +440,7 @@ async def wait_watching(
     if failpoints.PLAN is not None:
         work = _failing(work, request_id)
     working = asyncio.create_task(work)
-    gone = asyncio.create_task(_wait_disconnect(request.receive))
+    gone = asyncio.create_task(wait_disconnect(request.receive))
     stopped = asyncio.Event()
     halt = asyncio.create_task(stopped.wait())
     try:
@@ -459,7 +459,8 @@ async def _failing(work: Coroutine[Any, Any, T], request_id: str) -> T:
     return result
 
 
-async def _wait_disconnect(receive: Receive) -> None:
+async def wait_disconnect(receive: Receive) -> None:
+    """Return when the client has left. The request's body must be read already."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

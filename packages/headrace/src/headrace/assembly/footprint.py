@@ -64,6 +64,8 @@ class Footprint:
     dtype: str
     weights: int
     """With tables; what kernels pad is not in it."""
+    stored: int
+    """Bytes of the weight files; 0: there are none to be loaded."""
     activations: int
     """At least; a start measures them."""
     cache: tuple[CachedKind, ...]
@@ -88,7 +90,8 @@ class Footprint:
     def __str__(self) -> str:
         from headrace_engine.execution.memory import readable
 
-        rows = [("weights", f"{readable(self.weights)} in {self.dtype}")]
+        absent = "" if self.stored else "; no weight files are there"
+        rows = [("weights", f"{readable(self.weights)} in {self.dtype}{absent}")]
         rows += [("cache", str(kind)) for kind in self.cache] or [("cache", "none")]
         rows.append(("activations", f"at least {readable(self.activations)}; measured at start"))
         rows.append(("longest context", f"{self.longest} of {self.max_model_len} tokens"))
@@ -197,6 +200,7 @@ def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) 
     return Footprint(
         dtype=info.dtype,
         weights=weights,
+        stored=info.weight_bytes,
         activations=profile.activations,
         cache=tuple(_kinds(specs)),
         available=available,

@@ -49,6 +49,8 @@ class Content:
         """
         if offset + num_bytes > len(self._bytes):
             raise WeightsError(f"{self.path}: tensor {name!r} ends after the file (it has changed)")
+        if not num_bytes:  # torch looks into no empty buffer
+            return torch.empty(0, dtype=dtype)
         count = num_bytes // dtype.itemsize
         return torch.frombuffer(self._bytes, dtype=dtype, count=count, offset=offset)
 

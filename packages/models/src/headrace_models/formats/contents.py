@@ -18,6 +18,7 @@ from headrace_models.formats.index import (
     SHARD,
     checkpoint_files,
     checkpoint_headers,
+    file_bytes,
 )
 from headrace_models.formats.mistral_config import has_params, mistral_config
 from headrace_models.json_object import read_object
@@ -81,7 +82,7 @@ def stored_tensors(path: Path, load: LoadConfig) -> tuple[TensorEntry, ...]:
         return tuple(entry for entries in headers.values() for entry in entries)
     if files and files[0].suffix == ".safetensors" and not files[0].name.startswith(SHARD):
         return tuple(entry for entries in checkpoint_headers(path).values() for entry in entries)
-    return tuple(TensorEntry("", "", (), 0, each.stat().st_size) for each in files)
+    return tuple(TensorEntry("", "", (), 0, file_bytes(each)) for each in files)
 
 
 def weight_files(path: Path, load: LoadConfig) -> tuple[Path, ...]:

@@ -18,6 +18,7 @@ from headrace_core.errors import MissingDependency, WeightsError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.index import checkpoint_files, checkpoint_headers
+from headrace_models.formats.safetensors import num_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +51,7 @@ class FastSafetensorsFormat:
                 install="pip install 'headrace-models[fastsafetensors]'",
             ) from error
         headers = checkpoint_headers(path)
-        total, done = sum(e.num_bytes for entries in headers.values() for e in entries), 0
+        total, done = num_bytes(headers), 0
         if self.device == "cpu":
             logger.info("fastsafetensors: no GPU, so files are read to memory by ordinary copies")
         for file, entries in headers.items():

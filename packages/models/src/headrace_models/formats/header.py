@@ -22,6 +22,7 @@ ITEM_BYTES = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
+MAX_EXTENT = 2**48
 MAX_TENSORS = 1_000_000
 
 
@@ -83,7 +84,7 @@ def _check(
     path: Path, header: dict[str, Any], data_start: int, data_size: int
 ) -> tuple[TensorEntry, ...]:
     entries = [_entry(path, name, value, data_start) for name, value in header.items()]
-    entries.sort(key=lambda entry: entry.offset)
+    entries.sort(key=lambda entry: (entry.offset, entry.num_bytes))  # empty ones take no place
     end = data_start
     for entry in entries:
         if entry.offset != end:
@@ -108,10 +109,11 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry
         raise _bad(
             path, f"tensor {name!r}: dtype {dtype!r}: must be one of {', '.join(ITEM_BYTES)}"
         )
-    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS or 0 in shape:
+    if not _naturals(shape) or len(shape) > MAX_DIMENSIONS or any(s >= MAX_EXTENT for s in shape):
         raise _bad(
             path,
-            f"tensor {name!r}: shape {shape!r}: must be at most {MAX_DIMENSIONS} sizes above 0",
+            f"tensor {name!r}: shape {shape!r:.200}: must be at most {MAX_DIMENSIONS} sizes from 0, "
+            f"each below {MAX_EXTENT}",
         )
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _bad(path, f"tensor {name!r}: data_offsets {offsets!r}: must be a start and an end")

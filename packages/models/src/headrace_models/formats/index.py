@@ -75,9 +75,16 @@ def read_index(folder: Path, naming: Naming = SAFETENSORS) -> dict[str, str]:
     for tensor, name in names.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise WeightsError(f"{path}: tensor {tensor!r}: {name!r} is no plain file name")
-        if not (folder / name).is_file():
+        if not _is_file(folder / name):
             raise WeightsError(f"{path}: tensor {tensor!r}: file {name!r} is missing")
     return names
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def has_index(folder: Path, naming: Naming) -> bool:
@@ -100,6 +107,18 @@ def checkpoint_headers(
             if tensor not in held[name]:
                 raise missing_from(folder / name, tensor, naming.index)
     return headers
+
+
+def file_bytes(path: Path) -> int:
+    """Size of a file.
+
+    Raises:
+        WeightsError: it is a link to nowhere, or cannot be looked at.
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read: {error}") from error
 
 
 def missing_from(file: Path, tensor: str, index: str) -> WeightsError:

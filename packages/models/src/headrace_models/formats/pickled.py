@@ -25,6 +25,7 @@ from headrace_models.formats.index import (
     PICKLES,
     PT_FILES,
     checkpoint_files,
+    file_bytes,
     has_index,
     missing_from,
     read_index,
@@ -35,7 +36,7 @@ _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
 _NAMED_WRAPPER = "model_key"
 """Where fairseq2 says which key that is."""
-_RANK = re.compile(r"model\.(\d+)\.pt")
+_RANK = re.compile(r"model\.(\d{1,4})\.pt")
 
 
 class PickledFormat:
@@ -64,8 +65,9 @@ class PickledFormat:
             yield from self._joined(ranks, progress)
             return
         indexed = read_index(path, PICKLES) if has_index(path, PICKLES) else {}
-        total, done = sum(file.stat().st_size for file in files), 0
-        for file in files:
+        sizes = {file: file_bytes(file) for file in files}
+        total, done = sum(sizes.values()), 0
+        for file, size in sizes.items():
             tensors = read_pickled(file, eager=self.eager)
             for name, place in indexed.items():
                 if place == file.name and name not in tensors:
@@ -74,10 +76,10 @@ class PickledFormat:
             for name in list(tensors):
                 tensor = tensors.pop(name)
                 yield name, tensor, file
-                done = min(done + tensor.nbytes, before + file.stat().st_size)
+                done = min(done + tensor.nbytes, before + size)
                 progress(LoadProgress("weights", done, total, "B", file.name))
                 mapping.let_go(tensor)
-            done = before + file.stat().st_size
+            done = before + size
             progress(LoadProgress("weights", done, total, "B", file.name))
 
     def _joined(

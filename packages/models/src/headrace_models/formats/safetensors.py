@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,15 +47,38 @@ class SafetensorsFormat:
         """Raises: WeightsError naming the file."""
         headers = checkpoint_headers(path)
         whole, parts = split_headers(headers)
-        yield from read_tensors(whole, progress, eager=self.eager)
+        together = _Together(progress, num_bytes(headers))
+        yield from read_tensors(whole, together.one(), eager=self.eager)
         for files in parts:
-            callbacks = [progress, *(ignore_progress for _ in files[1:])]
             yield from join_parts(
                 [
-                    read_tensors({file: in_order(headers[file])}, callback, eager=self.eager)
-                    for file, callback in zip(files, callbacks)
+                    read_tensors({file: in_order(headers[file])}, together.one(), eager=self.eager)
+                    for file in files
                 ]
             )
+
+
+class _Together:
+    """Tells the progress of several readers as that of one.
+
+    Args:
+        total: bytes of all of them.
+    """
+
+    def __init__(self, progress: ProgressCallback, total: int) -> None:
+        self._progress, self._total = progress, total
+        self._done: list[int] = []
+
+    def one(self) -> ProgressCallback:
+        """The callback of another reader."""
+        own = len(self._done)
+        self._done.append(0)
+
+        def show(progress: LoadProgress) -> None:
+            self._done[own] = progress.done
+            self._progress(replace(progress, done=sum(self._done), total=self._total))
+
+        return show
 
 
 def read_tensors(
@@ -68,8 +92,7 @@ def read_tensors(
     Raises:
         WeightsError: a file cannot be read any more.
     """
-    total = sum(entry.num_bytes for entries in headers.values() for entry in entries)
-    done = 0
+    total, done = num_bytes(headers), 0
     for file, entries in headers.items():
         content = Content(file, eager=eager)
         for entry in entries:
@@ -78,3 +101,8 @@ def read_tensors(
             done += entry.num_bytes
             progress(LoadProgress("weights", done, total, "B", file.name))
             content.let_go(entry.offset, entry.num_bytes)
+
+
+def num_bytes(headers: Mapping[Path, tuple[TensorEntry, ...]]) -> int:
+    """Of all tensors."""
+    return sum(entry.num_bytes for entries in headers.values() for entry in entries)

@@ -16,6 +16,7 @@ from headrace_core.errors import ConfigError, MissingDependency, WeightsError
 from headrace_core.model import LoadProgress, ProgressCallback, ignore_progress
 from headrace_models.formats.extra_config import extra_config
 from headrace_models.formats.index import checkpoint_files, checkpoint_headers
+from headrace_models.formats.safetensors import num_bytes
 from headrace_models.formats.sharded import PATTERN, Headers, ShardedStateFormat, checked_pattern
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _stream(headers: Headers, progress: ProgressCallback) -> Iterator[tuple[str,
             install="pip install 'headrace-models[runai]'",
         ) from error
     origin = {entry.name: path for path, entries in headers.items() for entry in entries}
-    total, done = sum(e.num_bytes for entries in headers.values() for e in entries), 0
+    total, done = num_bytes(headers), 0
     try:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files([str(path) for path in headers])

@@ -21,6 +21,8 @@ from headrace_core.errors import ModelError
 TEKKEN = "tekken.json"
 MAX_FILE_BYTES = 256 << 20
 MAX_TOKENS = 4_000_000
+MAX_TOKEN_BYTES = 4096
+"""Every way to cut a token in two is tried, so that time goes by the square."""
 
 _FIRST_CONTROLS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
@@ -99,7 +101,10 @@ def _config(path: Path, controls: list[str]) -> dict[str, Any]:
     config |= {"add_bos_token": "<s>" in controls, "add_eos_token": False}
     template = path.parent / "chat_template.jinja"
     if template.is_file():
-        config["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            config["chat_template"] = template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise _damaged(template, f"cannot be read: {error}") from error
     return config
 
 
@@ -152,6 +157,8 @@ def _ranks(path: Path, content: Mapping[str, Any], count: int) -> dict[bytes, in
                 raise _damaged(path, f"vocab: rank {rank}: token_bytes is no base64") from None
     if sorted(ranks.values()) != list(range(count)):
         raise _damaged(path, f"vocab: must have the ranks from 0 to {count - 1}, once each")
+    if (longest := max(map(len, ranks), default=0)) > MAX_TOKEN_BYTES:
+        raise _damaged(path, f"vocab: a token of {longest} bytes, more than {MAX_TOKEN_BYTES}")
     if missing := {bytes([byte]) for byte in range(256)} - ranks.keys():
         raise _damaged(path, f"vocab: {len(missing)} single bytes are no tokens")
     return ranks

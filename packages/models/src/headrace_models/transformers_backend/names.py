@@ -112,10 +112,16 @@ def _as_callable(tensor: Tensor) -> Any:
 
 
 def _check_alike(group: _Group) -> None:
-    """Tensors that are stacked have one shape and dtype, and each pattern has as many."""
+    """Tensors that are stacked come once, have one shape and dtype, and each pattern has as many."""
     for stored in group.tensors.values():
         usual = Counter((tuple(t.shape), t.dtype) for _, t, _ in stored).most_common(1)[0][0]
+        origin: dict[str, Path] = {}
         for name, tensor, file in stored:
+            if name in origin:
+                raise WeightsError(
+                    f"{file}: tensor {name!r} comes twice: {origin[name]} has it, too"
+                )
+            origin[name] = file
             if (tuple(tensor.shape), tensor.dtype) != usual:
                 raise WeightsError(
                     f"{file}: tensor {name!r} has shape {list(tensor.shape)} and dtype "
@@ -125,7 +131,7 @@ def _check_alike(group: _Group) -> None:
     most = max(group.tensors.values(), key=len)
     for pattern in group.converter.source_patterns:
         stored = group.tensors.get(pattern, [])
-        if 0 < len(stored) < len(most) or (not stored and len(group.tensors) > 0):
+        if len(stored) < len(most):
             raise _missing(pattern, stored, most)
 
 

@@ -76,8 +76,12 @@ class Metadata:
             value = value[0]
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnsupportedModel(f"{self.path}: {full} = {value!r}: must be a number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise UnsupportedModel(f"{self.path}: {full} = {value!r}: must be a finite number")
         return value
 
     def integer(self, key: str) -> int | None:
@@ -283,7 +287,13 @@ def _gemma_scale(said: Metadata, largest: int) -> int | None:
 
 
 def _phi3(said: Metadata) -> dict[str, Any]:
-    head = said.needed("embedding_length") // said.needed("attention.head_count")
+    hidden, heads = said.needed("embedding_length"), said.needed("attention.head_count")
+    if hidden < heads:
+        raise UnsupportedModel(
+            f"{said.path}: phi3.attention.head_count = {heads}: must be at most {hidden}, the "
+            "embedding_length"
+        )
+    head = hidden // heads
     turning = said.integer("rope.dimension_count")
     original = said.integer("rope.scaling.original_context_length")
     return {

@@ -24,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_TENSORS = 1_000_000
 MAX_KEYS = 65_536
+MAX_VALUES = 1 << 24
 MAX_DIMENSIONS = 4
 MAX_STRING_BYTES = 64 << 20
 MAX_ALIGNMENT = 1 << 20
@@ -196,6 +197,10 @@ class _Reader:
         least = 8 if kind == _STRING else struct.calcsize(f"<{_SCALARS.get(kind, 'B')}")
         if count > (self.size - self.place) // least:
             raise _bad(self.path, f"metadata {key!r}: {count} values do not fit into the file")
+        if count > MAX_VALUES:
+            raise _bad(
+                self.path, f"metadata {key!r}: {count} values; at most {MAX_VALUES} are read"
+            )
         if kind == _STRING:
             return [self._string(f"a value of {key!r}") for _ in range(count)]
         if kind != _BOOL and kind not in _SCALARS:

@@ -16,6 +16,8 @@ from headrace_core.errors import ModelError
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"
 MAX_PIECES = 4_000_000
+MAX_PIECE_LENGTH = 4096
+"""Characters. Every way to cut a piece in two is tried, so that time goes by the square."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -92,6 +94,10 @@ class _Vocabulary:
         self.pieces = self._texts("tokens")
         if not 0 < len(self.pieces) <= MAX_PIECES:
             raise _elsewhere(path, f"tokenizer.ggml.tokens has {len(self.pieces)} entries")
+        longest = max(map(len, self.pieces))
+        if longest > MAX_PIECE_LENGTH:
+            raise _elsewhere(path, f"tokenizer.ggml.tokens has an entry of {longest} characters, more "
+                             f"than {MAX_PIECE_LENGTH}")  # fmt: skip
         self.types = self._numbers("token_type", 1)
         self.scores = self._numbers("scores", 0.0)
 
