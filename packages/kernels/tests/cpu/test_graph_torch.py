@@ -174,6 +174,23 @@ def test_bits_are_torchs_on_other_machines(level: str, dtype: str) -> None:
     check(lambda x: torch.cat([f(x).float() for f in CHANGES.values()], -1), dtype, level)
 
 
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("add or mul", lambda x: x * 2 if x.shape[0] == 1 else x + 1),
+        ("mul or neg", lambda x: (x if x.shape[0] == 1 else -x) * 2),
+        ("calls", lambda x: x if x.shape[0] == 1 else x * 2),
+    ],
+)
+def test_a_single_row_that_is_computed_in_another_way_is_found_out(
+    words: str, change: Change
+) -> None:
+    kernels = library.load(library.isa())
+    model, graph = SmallModel(native_ops(kernels), "float32"), NativeStepGraph(kernels)
+    with torch.inference_mode(), pytest.raises(CaptureRefused, match=f"a single row is .*{words}"):
+        graph.capture(lambda batch: change(model(batch)), NEED)
+
+
 def test_rows_of_tables_and_lists() -> None:
     kernels = library.load(library.isa())
     model, graph = SmallModel(native_ops(kernels), "float32"), NativeStepGraph(kernels)

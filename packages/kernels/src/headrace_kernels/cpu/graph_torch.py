@@ -20,8 +20,11 @@ from headrace_core.errors import CaptureRefused
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import CODES
 
-COPY, ADD, SUB, MUL, DIV, NEG, ABS = range(7)
-"""Codes of native/src/strided.h."""
+OPERATIONS = ("copy", "add", "sub", "mul", "div", "neg", "abs")
+"""In the order of their codes, native/src/strided.h."""
+COPY, ADD, SUB, MUL, DIV, NEG, ABS = range(len(OPERATIONS))
+CODE_AT = 20
+"""The code's place among the kernel's arguments."""
 _KINDS: Mapping[torch.dtype, int] = {**CODES, torch.int64: 3, torch.int32: 4, torch.bool: 5}
 _MOST_LOOPS = 4
 _MOST_WHOLE = 1 << 53
