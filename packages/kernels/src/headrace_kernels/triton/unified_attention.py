@@ -540,6 +540,7 @@ def paged_attention(
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
+        alibi_sqrt=alibi_sqrt,
     )
     check_prefix(
         query,

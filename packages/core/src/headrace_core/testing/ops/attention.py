@@ -166,6 +166,7 @@ class AttentionConformance(OpSuite):
         [
             ({"attention_chunk": 8, "causal": False}, "attention_chunk"),
             ({"alibi": True, "causal": False}, "alibi_slopes"),
+            ({"alibi_sqrt": True}, "alibi_sqrt = True without alibi_slopes"),
             ({"prefix": 3, "soft_cap": 2.0}, "a prefix has no soft cap"),
             ({"prefix": 3, "alibi": True}, "a prefix has no soft cap"),
             ({"prefix": 3, "prefix_value": None}, "both None"),

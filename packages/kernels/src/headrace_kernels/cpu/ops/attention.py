@@ -82,6 +82,7 @@ class PagedAttention:
             sliding_window=window,
             attention_chunk=attention_chunk,
             alibi=alibi_slopes is not None,
+            alibi_sqrt=alibi_sqrt,
             temperatures=score_temperatures is not None,
         )
         check_prefix(
