@@ -97,8 +97,9 @@ def test_refusals(built, need, reason):
     assert any(text.startswith(reason) for text in PROVIDER.refuse(need))
 
 
-def test_without_the_library_the_provider_refuses_and_says_what_to_do(not_built):
+def test_without_the_library_the_provider_refuses_and_says_what_to_do(not_built, caplog):
     (reason,) = PROVIDER.refuse(NEED)
+    assert caplog.text == ""
     assert reason.startswith("native library not built: ")
     assert "install a C++ compiler and reinstall headrace-kernels" in reason
     assert "the torch reference is used meanwhile" in reason
@@ -120,12 +121,15 @@ def loaded_anew(built):
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("scale", [library._P]), ("of_tomorrow", [])])
-def test_a_library_of_other_sources_is_to_be_rebuilt(loaded_anew, monkeypatch, name, arguments):
+def test_a_library_of_other_sources_is_to_be_rebuilt(
+    loaded_anew, monkeypatch, caplog, name, arguments
+):
     """A kernel that takes other arguments, or is not there yet."""
     monkeypatch.setattr(library, "_SIGNATURES", {name: (None, arguments)})
     (reason,) = PROVIDER.refuse(NEED)
     assert reason.startswith("native library is stale: ")
     assert f"kernel '{name}' is not that of these sources). Run: cmake -S " in reason
+    assert reason in caplog.text
     with pytest.raises(MissingDependency, match=r"too old .* Run: "):
         library.load("portable")
 
