@@ -49,6 +49,8 @@ ALLOWED = {
     ("headrace/bench/sweep.py", "*: wait wait"): "of a server that was killed just before",
     ("server/stream.py", "wait_watching: wait result"): "the task is done",
     ("engine/pooling/bounded.py", "run_bounded: wait result"): "the tasks are done",
+    ("headrace/recordings.py", "read_ahead: wait result"):
+        "of a file that is read, and decoded in a process that has a limit",
     ("server/tools/demo_child.py", "serve: wait get"):
         "idle: a process of its own, ended by a signal when its input ends",
 }  # fmt: skip
