@@ -548,6 +548,11 @@ struct UnitRows {
     return {from, int(max_of(from, span(r + n - 1, base).to))};
   }
 
+  // Whether scores are more than products times a scale.
+  bool transforms() const {
+    return g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr || g.temperatures != nullptr;
+  }
+
   // Scores of row r -> weights in words at the same place, maximum and sum. `seen` is what any
   // row of the block sees: weights are written for all of that.
   void soften(int64_t r, int64_t base, float* line, Span seen, float* best, float* sum) {
@@ -561,7 +566,7 @@ struct UnitRows {
     }
     const int from = own.from / CHUNK * CHUNK, to = int(round_up(own.to, CHUNK));
     float factor = scale * LOG2E;
-    if (g.soft_cap > 0 || scale < 0 || g.bias.data != nullptr || g.slopes != nullptr || g.temperatures != nullptr) {
+    if (transforms()) {
       transform(line, from, to);
       if (g.temperatures != nullptr) warm(r, line, from, to);
       if (g.bias.data != nullptr) add_bias(r, base, line, own);
@@ -588,7 +593,7 @@ struct UnitRows {
   // soften for the rows [r, r + n). Rows that see the same keys go in fours, whose long chains of maxima,
   // powers and sums the machine then runs side by side.
   void soften_all(int64_t r, int64_t n, int64_t base, Span seen, const State& state) {
-    const bool plain = g.soft_cap <= 0 && scale >= 0 && g.bias.data == nullptr && g.slopes == nullptr;
+    const bool plain = !transforms();
     for (int64_t i = 0; i < n;) {
       float *line = s + i * PART, *best = state.best + r + i, *sum = state.sum + r + i;
       if (plain && i + 4 <= n && !seen.empty() && span(r + i, base) == seen && span(r + i + 3, base) == seen) {

@@ -27,9 +27,9 @@ enum Status : int32_t { OK = 0, BAD_INDEX = 1, BAD_LENGTHS = 2, BAD_VALUES = 3 }
 union Word { int64_t integer; const void* pointer; double real; };
 using PackedFunction = int32_t (*)(const Word*);
 
-// One kernel of one instruction set, plain (signatures are in library.py) and with its arguments
-// in words.
-struct Entry { const char* name; void* function; PackedFunction packed; };
+// One kernel of one instruction set, plain and with its arguments in words. The signature has a letter
+// for the result and one for each argument, as in library.py, which compares them.
+struct Entry { const char* name; void* function; PackedFunction packed; const char* signature; };
 
 // --- pool.cpp ---------------------------------------------------------------------------------
 

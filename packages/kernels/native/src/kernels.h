@@ -29,7 +29,7 @@
 
 namespace headrace::HR_ISA {
 
-#define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name), &Uniform<&name>::call}
+#define HR_ENTRY(name) {#name, reinterpret_cast<void*>(&name), &Uniform<&name>::call, Uniform<&name>::signature}
 extern const Entry entries[];
 const Entry entries[] = {
     HR_ENTRY(embedding),
@@ -84,7 +84,7 @@ const Entry entries[] = {
     HR_ENTRY(gated_rms_norm),
     HR_ENTRY(sample),
     HR_ENTRY(top_logprobs),
-    {nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr},
 };
 #undef HR_ENTRY
 

@@ -55,6 +55,17 @@ const Level LEVELS[] = {
     {"portable", always, portable::entries},
 };
 
+// A kernel of a level that this machine can run, nullptr if there is none.
+const Entry* entry_of(const char* level_name, const char* kernel) {
+  for (const Level& level : LEVELS) {
+    if (std::strcmp(level.name, level_name) != 0 || !level.runs_here()) continue;
+    for (const Entry* e = level.entries; e->name != nullptr; ++e) {
+      if (std::strcmp(e->name, kernel) == 0) return e;
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace
 }  // namespace headrace
 
@@ -71,13 +82,13 @@ HR_EXPORT const char* hr_level(int32_t i) {
 // Address of a kernel, nullptr if the level or the kernel is not there; with `packed` of its form
 // that takes words (packed.h).
 HR_EXPORT void* hr_kernel(const char* level_name, const char* kernel, int32_t packed) {
-  for (const headrace::Level& level : headrace::LEVELS) {
-    if (std::strcmp(level.name, level_name) != 0 || !level.runs_here()) continue;
-    for (const headrace::Entry* e = level.entries; e->name != nullptr; ++e) {
-      if (std::strcmp(e->name, kernel) == 0) {
-        return packed ? reinterpret_cast<void*>(e->packed) : e->function;
-      }
-    }
-  }
-  return nullptr;
+  const headrace::Entry* const e = headrace::entry_of(level_name, kernel);
+  if (e == nullptr) return nullptr;
+  return packed ? reinterpret_cast<void*>(e->packed) : e->function;
+}
+
+// Letters of a kernel's result and arguments; nullptr as above.
+HR_EXPORT const char* hr_signature(const char* level_name, const char* kernel) {
+  const headrace::Entry* const e = headrace::entry_of(level_name, kernel);
+  return e == nullptr ? nullptr : e->signature;
 }

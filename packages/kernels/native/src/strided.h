@@ -183,7 +183,7 @@ inline void whole_row(const Operands& o, int64_t out, int64_t a, int64_t b, cons
     if (o.operation == ADD) z = x + y;
     if (o.operation == SUB) z = x - y;
     if (o.operation == MUL) z = x * y;
-    if (o.operation == NEG) z = 0 - x;
+    if (o.operation == NEG || (o.operation == ABS && int64_t(x) < 0)) z = 0 - x;
     static_cast<int64_t*>(o.out)[out + j * inner.out] = int64_t(z);
   }
 }

@@ -128,6 +128,10 @@ CHANGES: dict[str, Change] = {
     "to float16 and back": lambda x: x.half().to(x.dtype),
     "to float32": lambda x: x.float() * 0.1,
     "whole numbers": lambda x: x.float() * torch.full((1, VOCAB), 1001, dtype=torch.int64),
+    "magnitude of whole numbers": lambda x: (
+        x.float() * (torch.full((1, VOCAB), 7, dtype=torch.int64) - 1001).abs()
+    ),
+    "zeros of both signs": lambda x: torch.cat((x * torch.tensor(0.0), x * torch.tensor(-0.0)), -1),
     "heads": lambda x: (heads(x) * heads(x)[:, :1]).transpose(1, 2).reshape(x.shape),
     "heads, copied": lambda x: (heads(x).contiguous() + 1).transpose(1, 2).reshape(x.shape),
     "halves": lambda x: torch.cat((-x[:, 20:], x[:, :20]), dim=-1),
@@ -170,6 +174,23 @@ def test_bits_are_torchs_on_other_machines(level: str, dtype: str) -> None:
     check(lambda x: torch.cat([f(x).float() for f in CHANGES.values()], -1), dtype, level)
 
 
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("add or mul", lambda x: x * 2 if x.shape[0] == 1 else x + 1),
+        ("mul or neg", lambda x: (x if x.shape[0] == 1 else -x) * 2),
+        ("calls", lambda x: x if x.shape[0] == 1 else x * 2),
+    ],
+)
+def test_a_single_row_that_is_computed_in_another_way_is_found_out(
+    words: str, change: Change
+) -> None:
+    kernels = library.load(library.isa())
+    model, graph = SmallModel(native_ops(kernels), "float32"), NativeStepGraph(kernels)
+    with torch.inference_mode(), pytest.raises(CaptureRefused, match=f"a single row is .*{words}"):
+        graph.capture(lambda batch: change(model(batch)), NEED)
+
+
 def test_rows_of_tables_and_lists() -> None:
     kernels = library.load(library.isa())
     model, graph = SmallModel(native_ops(kernels), "float32"), NativeStepGraph(kernels)
@@ -202,6 +223,15 @@ KEPT = torch.ones(VOCAB)
         ("pow", lambda x: x.pow(3)),
         ("rsqrt", lambda x: (x * x + 1).rsqrt()),
         ("outlives the step", lambda x: x + KEPT.mul_(2)),
+        ("neg.out", lambda x: torch.neg(x, out=torch.empty_like(x))),
+        ("pow", lambda x: x.pow(torch.tensor(2.0))),
+        ("9007199254740993", lambda x: x * torch.full((1, VOCAB), 9007199254740993)),
+        (
+            "embedding",
+            lambda x: torch.nn.functional.embedding(
+                torch.full((1, VOCAB), 1), x[:1, :1].expand(3, 5)
+            ),
+        ),
         ("int64 that gives", lambda x: x.half() * torch.full((1, VOCAB), 1001)),
         ("float32 that gives", lambda x: x.half() + torch.tensor(0.1)),
         ("gives torch.int32", lambda x: x + x.int() * 1.0),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,8 +97,9 @@ def test_refusals(built, need, reason):
     assert any(text.startswith(reason) for text in PROVIDER.refuse(need))
 
 
-def test_without_the_library_the_provider_refuses_and_says_what_to_do(not_built):
+def test_without_the_library_the_provider_refuses_and_says_what_to_do(not_built, caplog):
     (reason,) = PROVIDER.refuse(NEED)
+    assert caplog.text == ""
     assert reason.startswith("native library not built: ")
     assert "install a C++ compiler and reinstall headrace-kernels" in reason
     assert "the torch reference is used meanwhile" in reason
@@ -108,3 +111,32 @@ def test_a_library_that_does_not_load_is_a_reason_not_a_crash(not_built: Path):
     (not_built / "headrace_cpu.so").write_bytes(b"this is no library")
     (reason,) = PROVIDER.refuse(NEED)
     assert reason.startswith("native library cannot be loaded: ")
+
+
+@pytest.fixture
+def loaded_anew(built):
+    library._handle.cache_clear()
+    yield
+    library._handle.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("scale", [library._P]), ("of_tomorrow", [])])
+def test_a_library_of_other_sources_is_to_be_rebuilt(
+    loaded_anew, monkeypatch, caplog, name, arguments
+):
+    """A kernel that takes other arguments, or is not there yet."""
+    monkeypatch.setattr(library, "_SIGNATURES", {name: (None, arguments)})
+    (reason,) = PROVIDER.refuse(NEED)
+    assert reason.startswith("native library is stale: ")
+    assert f"kernel '{name}' is not that of these sources). Run: cmake -S " in reason
+    assert reason in caplog.text
+    with pytest.raises(MissingDependency, match=r"too old .* Run: "):
+        library.load("portable")
+
+
+def test_a_library_that_is_none_of_ours_is_to_be_rebuilt(not_built: Path):
+    shutil.copy(_ctypes.__file__, not_built / "headrace_cpu.so")
+    (reason,) = PROVIDER.refuse(NEED)
+    assert reason.startswith("native library is stale: ")
+    assert "hr_version" in reason
+    assert "Run: pip install" in reason

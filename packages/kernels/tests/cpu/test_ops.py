@@ -50,6 +50,31 @@ def test_slot_beyond_the_cache(ops):
         ops["cache_write"](x, x, caches[0], caches[1], torch.tensor([12]))
 
 
+@pytest.mark.parametrize("gates", [0, 3, 16])
+def test_gates_that_do_not_divide_a_row(ops, gates):
+    with pytest.raises(ConfigError, match=rf"gate is float32 \[2, {gates}\]"):
+        ops["gate"](rand(2, 8), rand(2, gates))
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 4, 5)])
+def test_rows_of_other_dimensions_are_not_copied(ops, shape):
+    with pytest.raises(ConfigError, match=r"copy_rows: x is float32"):
+        ops["copy_rows"](rand(*shape), rand(*shape))
+
+
+def test_scores_without_temperatures(ops):
+    case = paged_case([(1, 20)], dtype="float32", score_temperatures=torch.zeros(0))
+    with pytest.raises(ConfigError, match=r"score_temperatures is float32 \[0\]"):
+        case.run(ops["paged_attention"])
+
+
+def test_decays_without_a_bound_below(ops):
+    x, bounds = rand(2, 1, 4), torch.tensor([0, 2], dtype=torch.int32)
+    arguments = (x, x, x, rand(2, 1), rand(2, 1), rand(1), rand(1), None, None, None, bounds)
+    with pytest.raises(ConfigError, match=r"lower_bound = 0\.0: must be negative"):
+        ops["delta_rule"](*arguments, scale=1.0, lower_bound=0.0)
+
+
 @pytest.mark.parametrize("bad", [-1, 99])
 def test_block_that_does_not_exist(ops, bad):
     case = paged_case([(1, 20)], dtype="float32")

@@ -37,6 +37,13 @@ def test_a_gate_that_there_is_not(device: str, dtype: str) -> None:
         elementwise.gate(x, x, activation="tanh")
 
 
+@pytest.mark.parametrize("gates", [0, 3, 16])
+def test_gates_that_do_not_divide_a_row(device: str, dtype: str, gates: int) -> None:
+    x, gate = rand(2, 8, dtype=dtype, device=device), rand(2, gates, dtype=dtype, device=device)
+    with pytest.raises(ConfigError, match=rf"x is \[2, 8\], gate is \[2, {gates}\]"):
+        elementwise.gate(x, gate)
+
+
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_mix(device: str, dtype: str, has_residual: bool) -> None:
     x, weights = rand(2, 3, 1200, dtype=dtype, device=device), rand(2, 4, 3, device=device)

@@ -79,6 +79,7 @@ def test_offers_known_ops_only() -> None:
         "clamp",
         "copy_rows",
         "embedding",
+        "index_tokens",
         "linear",
         "mlstm",
         "quant_linear",

@@ -221,18 +221,21 @@ def check_mask(
     sliding_window: int | None,
     attention_chunk: int | None,
     alibi: bool,
+    alibi_sqrt: bool = False,
     temperatures: bool = False,
 ) -> None:
     """What :class:`PagedAttentionOp` says of options that exclude each other.
 
     Raises:
-        ConfigError: see there; or a chunk of less than one token.
+        ConfigError: see there; or a chunk of less than one token, or roots that no slope weighs.
     """
     windowed = sliding_window is not None and sliding_window > 0
     if not causal and windowed:
         raise ConfigError(f"paged_attention: sliding_window = {sliding_window} without causal")
     if not causal and (attention_chunk is not None or alibi):
         raise ConfigError("paged_attention: attention_chunk and alibi_slopes need causal")
+    if alibi_sqrt and not alibi:
+        raise ConfigError("paged_attention: alibi_sqrt = True without alibi_slopes")
     if temperatures and (alibi or not causal):
         raise ConfigError("paged_attention: score_temperatures need causal, and no alibi_slopes")
     if attention_chunk is not None and (windowed or attention_chunk < 1):

@@ -42,6 +42,7 @@ def paged_attention(
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
+        alibi_sqrt=alibi_sqrt,
         temperatures=score_temperatures is not None,
     )
     check_prefix(

@@ -40,10 +40,11 @@ from headrace_kernels.cpu.graph_program import (
     Program,
     assemble,
     calls_without,
+    check_single,
     generalise,
     place_blocks,
 )
-from headrace_kernels.cpu.graph_recording import record
+from headrace_kernels.cpu.graph_recording import Recording, record
 from headrace_kernels.cpu.graph_values import (
     LOGITS,
     LOGITS_ROWS,
@@ -123,16 +124,15 @@ class NativeStepGraph(StepGraph):
         constants: dict[Any, Tensor] = {}
         self._kept.append(constants)
         for size in range(NUM_PROBES):
-            batch = probe(size, need, least)
-            values = entries(batch, need, _num_rows(batch, None), batch.logits_rows)
-            inputs = [x for x in values if isinstance(x, Tensor)]
-            recording = record(self._library, inputs, functools.partial(step, batch), constants)
-            _check_result(recording.result_shape, batch)
+            values, recording = self._record(step, need, probe(size, need, least), constants)
             probed.append(values)
             recordings.append(recording)
             self._kept += recording.kept
             if recording.computes_by_torch:
                 least = 2  # of one row torch makes no copy, as it has any layout
+        if least > 1:
+            _, single = self._record(step, need, probe(NUM_PROBES - 1, need), constants)
+            check_single(single, recordings[0])
         self._program = generalise(
             recordings,
             [numbers(values) for values in probed],
@@ -146,6 +146,16 @@ class NativeStepGraph(StepGraph):
         self._all_rows = torch.arange(need.capture_sizes[-1])
         self._values = (ctypes.c_int64 * len(probed[0]))()
         self._place(self._program, need)
+
+    def _record(
+        self, step: Step, need: GraphNeed, batch: ForwardBatch, constants: dict[Any, Tensor]
+    ) -> tuple[list[int | Tensor], Recording]:
+        """A batch's values, and what the step does with it."""
+        values = entries(batch, need, _num_rows(batch, None), batch.logits_rows)
+        inputs = [x for x in values if isinstance(x, Tensor)]
+        recording = record(self._library, inputs, functools.partial(step, batch), constants)
+        _check_result(recording.result_shape, batch)
+        return values, recording
 
     def _place(self, program: Program, need: GraphNeed) -> None:
         """Memory for the largest bucket, and every bucket's program in it."""

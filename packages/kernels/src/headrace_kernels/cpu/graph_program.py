@@ -18,6 +18,7 @@ import torch
 
 from headrace_core.errors import CaptureRefused
 from headrace_kernels.cpu.graph_recording import MemoryEvent, RecordedCall, Recording, Word
+from headrace_kernels.cpu.graph_torch import CODE_AT, COPY, OPERATIONS
 from headrace_kernels.cpu.library import Kernel
 
 Ints = npt.NDArray[np.int64]
@@ -98,6 +99,24 @@ def generalise(
     result = _argument([r.result for r in recordings], known, addresses, "the result")
     width, dtype = first.result_shape[-1], first.result_dtype
     return Program(calls, tuple(terms), tuple(first.events), result, width, dtype)
+
+
+def check_single(single: Recording, whole: Recording) -> None:
+    """Compare a recording of single rows, in which torch leaves out copies, with one of many.
+
+    Raises:
+        CaptureRefused: it does something else.
+    """
+    names = [[what for what in map(_what, each.calls) if what != OPERATIONS[COPY]]
+             for each in (whole, single)]  # fmt: skip
+    if names[0] != names[1]:
+        raise CaptureRefused(f"a single row is computed in another way: {_difference(names)}")
+
+
+def _what(call: RecordedCall) -> str:
+    """The kernel, or the operation of torch for which it stands."""
+    name = call.kernel.name
+    return OPERATIONS[int(call.words[CODE_AT].value)] if name == "elementwise" else name
 
 
 class _Sizes:

@@ -20,10 +20,15 @@ from headrace_core.errors import CaptureRefused
 from headrace_kernels.cpu.library import Library
 from headrace_kernels.cpu.ops.arguments import CODES
 
-COPY, ADD, SUB, MUL, DIV, NEG, ABS = range(7)
-"""Codes of native/src/strided.h."""
+OPERATIONS = ("copy", "add", "sub", "mul", "div", "neg", "abs")
+"""In the order of their codes, native/src/strided.h."""
+COPY, ADD, SUB, MUL, DIV, NEG, ABS = range(len(OPERATIONS))
+CODE_AT = 20
+"""The code's place among the kernel's arguments."""
 _KINDS: Mapping[torch.dtype, int] = {**CODES, torch.int64: 3, torch.int32: 4, torch.bool: 5}
 _MOST_LOOPS = 4
+_MOST_WHOLE = 1 << 53
+"""Up to here every whole number is a float of 64 bits, as the kernel takes it."""
 
 Operand = Tensor | float
 
@@ -63,7 +68,9 @@ class TorchOperations:
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operation's result, its calls recorded; NotImplemented of one that is not known."""
         rule = _RULES.get(func._schema.name)
-        return NotImplemented if rule is None else rule(self, func, args, kwargs)
+        if rule is None or "out" in kwargs:
+            return NotImplemented
+        return rule(self, func, args, kwargs)
 
     # ---- what operations are made of
 
@@ -90,16 +97,20 @@ class TorchOperations:
         pointers = [x.data_ptr() if isinstance(x, Tensor) else None for x in (a, b)]
         kinds = [_KINDS[x.dtype] if isinstance(x, Tensor) else 0 for x in (out, a, b)]
         number = next((x for x in (a, b) if not isinstance(x, Tensor)), 0.0)
+        if out.dtype is torch.int64 and abs(number) > _MOST_WHOLE:
+            raise CaptureRefused(f"a torch operation with {number}, which no float is exactly")
         self._library.elementwise(out.data_ptr(), *pointers, *words, number, operation, *kinds)
         return out
 
     def rows(self, out: Tensor, table: Tensor, ids: Tensor, what: Any) -> Tensor:
         """Call the kernel: rows ``ids`` of a table [N, n]."""
         self._keep([table, ids])
-        plain = ids.dtype is torch.int64 and ids.is_contiguous() and out.is_contiguous()
-        if not plain or table.stride(1) not in (0, 1):
-            raise CaptureRefused(f"torch operation {what} of {ids.dtype} strides {ids.stride()}")
         (size, width), item = table.shape, table.element_size()
+        plain = ids.dtype is torch.int64 and ids.is_contiguous() and out.is_contiguous()
+        if not plain or (width > 1 and table.stride(1) != 1):
+            raise CaptureRefused(
+                f"torch operation {what} of {ids.dtype} strides {ids.stride()}, table {table.stride()}"
+            )
         self._library.embedding(
             out.data_ptr(), ids.data_ptr(), table.data_ptr(),
             width * item, table.stride(0) * item, ids.numel(), size, -1,
@@ -111,7 +122,8 @@ class TorchOperations:
 
     def constant(self, found: Tensor) -> Tensor:
         """A tensor made of Python's numbers: one object for each content."""
-        key = (found.dtype, found.shape, tuple(found.flatten().tolist()))
+        content = bytes(found.flatten().view(torch.uint8).tolist())  # -0 is no 0, NaN is NaN
+        key = (found.dtype, found.shape, content)
         return self._constants.setdefault(key, found)
 
 
@@ -234,7 +246,8 @@ def _power(
 ) -> Tensor:
     """A square is a product; torch rounds higher powers in ways of its own."""
     x, exponent = args
-    if not isinstance(x, Tensor) or not x.is_floating_point() or exponent != 2:
+    known = isinstance(x, Tensor) and x.is_floating_point() and not isinstance(exponent, Tensor)
+    if not known or exponent != 2:
         raise CaptureRefused(f"torch operation {func} of {exponent}")
     return to.elementwise(MUL, to.out(func, args, kwargs), x, x)
 

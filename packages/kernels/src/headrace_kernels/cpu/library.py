@@ -91,6 +91,8 @@ _SIGNATURES: Mapping[str, tuple[Any, list[Any]]] = {
     "sample": (None, [_P] * 8 + [_L] * 3 + [_F] + [_I] * 2),
     "top_logprobs": (_I, [_P] * 7 + [_L] * 4 + [_I] * 2),
 }
+_LETTERS: Mapping[Any, str] = {None: "V", _P: "P", _L: "L", _I: "I", _F: "F", _D: "D"}
+"""Of types in the library's own signatures (native/src/packed.h)."""
 
 
 class Kernel:
@@ -204,6 +206,8 @@ def why_absent() -> str | None:
         _handle()
     except OSError as error:
         return f"native library cannot be loaded: {error}; the torch reference is used meanwhile"
+    except MissingDependency as error:
+        return f"native library is stale: {error}; the torch reference is used meanwhile"
     return None
 
 
@@ -258,20 +262,43 @@ def _recorder(
 def _handle() -> ctypes.CDLL:
     found = path()
     if found is None:
-        raise MissingDependency(
-            "headrace_cpu",
-            needed_for="headrace_kernels.cpu",
-            install="pip install --force-reinstall --no-binary headrace-kernels headrace-kernels",
-        )
+        raise _missing(None)
     handle = ctypes.CDLL(str(found))
+    try:
+        _declare(handle)
+    except AttributeError as error:
+        raise _missing(f"{found}: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        wanted = "".join(_LETTERS[kind] for kind in (result, *arguments))
+        built = handle.hr_signature(b"portable", name.encode())
+        if built is None or built.decode() != wanted:
+            raise _missing(f"{found}: kernel {name!r} is not that of these sources")
+    return handle
+
+
+def _missing(found: str | None) -> MissingDependency:
+    """Of a library that is not there, or was built from other sources than these: kernels would read
+    arguments that nobody gave them."""
+    native = Path(__file__).parents[3] / "native"
+    install = "pip install --force-reinstall --no-binary headrace-kernels headrace-kernels"
+    if (native / "CMakeLists.txt").exists():
+        install = f"cmake -S {native} -B {native}/build && cmake --build {native}/build"
+    return MissingDependency(
+        "headrace_cpu", needed_for="headrace_kernels.cpu", install=install, found=found
+    )
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    """Types of the functions that are no kernels."""
     handle.hr_version.restype = ctypes.c_char_p
     handle.hr_level.restype, handle.hr_level.argtypes = ctypes.c_char_p, [_I]
     handle.hr_kernel.restype = ctypes.c_void_p
     handle.hr_kernel.argtypes = [ctypes.c_char_p, ctypes.c_char_p, _I]
+    handle.hr_signature.restype = ctypes.c_char_p
+    handle.hr_signature.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.hr_replay.restype = _L
     handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
     handle.hr_bind_threads.restype, handle.hr_bind_threads.argtypes = _I, [_P, _I]
     handle.hr_rendezvous.restype, handle.hr_rendezvous.argtypes = _I, [_I, _I]
-    return handle

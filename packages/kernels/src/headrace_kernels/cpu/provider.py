@@ -29,6 +29,8 @@ class CPUProvider:
         absent = library.why_absent()
         if absent is not None:
             reasons.append(absent)
+            if library.path() is not None:  # nobody expects the slow path of what was built
+                logger.warning("%s", absent)
         else:
             try:
                 library.isa()

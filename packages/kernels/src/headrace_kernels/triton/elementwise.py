@@ -64,10 +64,12 @@ def gate(x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
     """See :class:`headrace_core.ops.GateOp`.
 
     Raises:
-        ConfigError: activation is not one of :data:`headrace_core.ops.OPENINGS`.
+        ConfigError: activation is not one of :data:`headrace_core.ops.OPENINGS`, or gates are no part of x.
     """
     if activation is not None and activation not in OPENINGS:
         raise ConfigError(f"gate: activation = {activation!r}: must be one of {list(OPENINGS)}")
+    if x.shape[0] != gate.shape[0] or not gate.shape[1] or x.shape[1] % gate.shape[1]:
+        raise ConfigError(f"gate: x is {list(x.shape)}, gate is {list(gate.shape)}")
     x, gate = dense(x), dense(gate)
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)

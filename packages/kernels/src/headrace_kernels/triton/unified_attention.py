@@ -540,6 +540,7 @@ def paged_attention(
         sliding_window=sliding_window,
         attention_chunk=attention_chunk,
         alibi=alibi_slopes is not None,
+        alibi_sqrt=alibi_sqrt,
     )
     check_prefix(
         query,
@@ -606,7 +607,7 @@ def paged_attention(
             size,
             num_seqs,
             *numbers,
-            HAS_PREFIX=prefix_key is not None,
+            HAS_PREFIX=size > 0,
             BLOCK_Q=plan.block_q,
             **constants,
         )

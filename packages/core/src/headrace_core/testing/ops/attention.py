@@ -99,11 +99,15 @@ class AttentionConformance(OpSuite):
         case = self.paged(self.MIXED, dtype, alibi=True, alibi_sqrt=True)
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
-    @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+    @pytest.mark.parametrize(
+        "options", [{}, {"soft_cap": 2.0}, {"num_heads": 8, "num_kv_heads": 1}], ids=str
+    )
     def test_paged_attention_temperatures(
-        self, op: Callable[[str], Any], dtype: str, soft_cap: float
+        self, op: Callable[[str], Any], dtype: str, options: dict[str, Any]
     ) -> None:
-        case = self.paged([*self.MIXED, (40, 130)], dtype, temperatures=True, soft_cap=soft_cap)
+        """Also for rows that see the same keys: heads of a group, and tokens after a long context."""
+        lengths = [*self.MIXED, (40, 130), (9, 700)]
+        case = self.paged(lengths, dtype, temperatures=True, **options)
         self.check(case.run(op("paged_attention")), case.expected(), dtype)
 
     @pytest.mark.parametrize(
@@ -162,6 +166,7 @@ class AttentionConformance(OpSuite):
         [
             ({"attention_chunk": 8, "causal": False}, "attention_chunk"),
             ({"alibi": True, "causal": False}, "alibi_slopes"),
+            ({"alibi_sqrt": True}, "alibi_sqrt = True without alibi_slopes"),
             ({"prefix": 3, "soft_cap": 2.0}, "a prefix has no soft cap"),
             ({"prefix": 3, "alibi": True}, "a prefix has no soft cap"),
             ({"prefix": 3, "prefix_value": None}, "both None"),
@@ -265,6 +270,7 @@ class AttentionConformance(OpSuite):
         {"prefix": 5},
         {"soft_cap": 5.0},
         {"soft_cap": 5.0, "temperatures": True},
+        {"num_heads": 8, "num_kv_heads": 1, "temperatures": True},
         {"num_heads": 8, "num_kv_heads": 1},
         {"num_heads": 3, "num_kv_heads": 3, "head_dim": 40, "block_size": 8},
     ]

@@ -72,7 +72,7 @@ class PagedAttention:
             slope_pointer = alibi_slopes.data_ptr()
         temperature_pointer, num_temperatures = None, 0
         if score_temperatures is not None:
-            num_temperatures = score_temperatures.shape[0]
+            num_temperatures = max(1, score_temperatures.shape[0])
             name = "paged_attention: score_temperatures"
             score_temperatures = vector(score_temperatures, torch.float32, num_temperatures, name)
             temperature_pointer = score_temperatures.data_ptr()
@@ -82,6 +82,7 @@ class PagedAttention:
             sliding_window=window,
             attention_chunk=attention_chunk,
             alibi=alibi_slopes is not None,
+            alibi_sqrt=alibi_sqrt,
             temperatures=score_temperatures is not None,
         )
         check_prefix(

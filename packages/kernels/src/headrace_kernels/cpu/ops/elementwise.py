@@ -61,8 +61,11 @@ class Gate:
 
     def __call__(self, x: Tensor, gate: Tensor, *, activation: str | None = None) -> Tensor:
         width, gates = x.shape[1], gate.shape[1]
-        if x.shape[0] != gate.shape[0] or width % max(1, gates) or x.dtype is not gate.dtype:
-            raise ConfigError(f"gate: x is {describe(x)}, gate is {describe(gate)}")
+        if x.shape[0] != gate.shape[0] or not gates or width % gates or x.dtype is not gate.dtype:
+            raise ConfigError(
+                f"gate: x is {describe(x)}, gate is {describe(gate)}; there must be a gate for each of "
+                "x, or for each of some neighbours"
+            )
         if activation not in _OPENINGS:
             raise ConfigError(f"gate: activation {activation!r}: must be one of {list(_OPENINGS)}")
         x, rows, x_stride = matrix(x)
@@ -98,7 +101,8 @@ class CopyRows:
         self._kernel = library.copy_rows
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        if x.shape != out.shape or x.dtype is not out.dtype or out.stride(-1) != 1:
+        alike = x.shape == out.shape and x.dtype is out.dtype and x.dim() in (2, 3)
+        if not alike or (out.stride(-1) != 1 and out.shape[-1] > 1):
             raise ConfigError(
                 f"copy_rows: x is {describe(x)}, out is {describe(out)} of strides "
                 f"{list(out.stride())}"

@@ -269,6 +269,8 @@ class DeltaRule:
         (tokens, heads, size), (key_heads, length) = value.shape, key.shape[1:]
         if heads % key_heads:
             raise ConfigError(f"delta_rule: {heads} value heads of {key_heads} key heads")
+        if lower_bound is not None and lower_bound >= 0:
+            raise ConfigError(f"delta_rule: lower_bound = {lower_bound}: must be negative, or None")
         by_channel = gate.dim() == 3
         gates = (heads, length) if by_channel else (heads,)
         _expect("delta_rule", value, (tokens, key_heads, length), query=query, key=key)
