@@ -14,6 +14,7 @@ from headrace_engine.startup import StartupTimeline, collector_paused, process_a
 @pytest.fixture
 def collector() -> Iterator[None]:
     was_on = gc.isenabled()
+    gc.unfreeze()  # what tests of others may have frozen
     yield
     gc.unfreeze()
     (gc.enable if was_on else gc.disable)()
