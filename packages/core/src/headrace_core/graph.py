@@ -22,7 +22,7 @@ a GPU copies inputs into static buffers and pads to the bucket.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,9 @@ class GraphNeed:
     state_groups: tuple[int, ...] = ()
     """Those of the groups that are of recurrent layers: they have ``state_in`` and ``state_out``, and
     nothing else."""
+    parts: bool = False
+    """Steps may also be run in parts (:meth:`StepGraph.replay_parts`). Only of a model that caches
+    nothing, so that no request reads what another one writes. Costs memory for one more result."""
 
 
 class StepGraph(ABC):
@@ -115,6 +118,33 @@ class StepGraph(ABC):
                 run again eagerly, which raises the error with its details; not where layers are
                 recurrent, whose states may have moved on.
         """
+
+    @property
+    def lanes(self) -> int:
+        """Parts of a step that :meth:`replay_parts` computes at the same time; 1 = it has no use for
+        any."""
+        return 1
+
+    @property
+    def part_tokens(self) -> int:
+        """Most tokens of a part."""
+        return 0
+
+    def replay_parts(self, batch: ForwardBatch, cuts: Sequence[int]) -> Tensor:
+        """Run a step whose requests are divided into parts that are computed side by side.
+
+        Kernels that share their work wait for the slowest thread after each of them. Parts need not
+        wait for each other: with more parts than :attr:`lanes`, large ones first, a thread that is
+        done with one takes the next.
+
+        Args:
+            batch: fits; ``logits_rows``, if given, are one of each request, in order.
+            cuts: where parts begin and end, as indices of requests: 0, ..., B. None is longer than
+                :attr:`part_tokens`.
+
+        Returns, Raises: as :meth:`replay`, which does the same by another way.
+        """
+        return self.replay(batch)
 
     @abstractmethod
     def close(self) -> None:

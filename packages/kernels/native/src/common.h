@@ -38,7 +38,15 @@ using Task = void (*)(void* context, int64_t index);
 // Runs task(context, i) for all i < count, in any order, on all threads; returns when all are done.
 void run_parallel(int64_t count, Task task, void* context);
 
+// 1 for a thread that works alone.
 int pool_size();
+
+// While one lives, its thread runs what it would share with the others by itself.
+struct Alone {
+  Alone();
+  ~Alone();
+  Alone(const Alone&) = delete;
+};
 
 // While one lives, threads that wait for work stay awake: to wake one takes as long as a small kernel.
 struct Burst {

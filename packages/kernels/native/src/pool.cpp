@@ -225,12 +225,19 @@ struct Buffer {
 };
 
 thread_local Buffer buffers[SCRATCH_SLOTS];
+thread_local bool alone = false;
 
 }  // namespace
 
-void run_parallel(int64_t count, Task task, void* context) { pool().run(count, task, context); }
+void run_parallel(int64_t count, Task task, void* context) {
+  if (!alone) return pool().run(count, task, context);
+  for (int64_t i = 0; i < count; ++i) task(context, i);
+}
 
-int pool_size() { return pool().size(); }
+int pool_size() { return alone ? 1 : pool().size(); }
+
+Alone::Alone() { alone = true; }
+Alone::~Alone() { alone = false; }
 
 Burst::Burst() { pool().begin_burst(); }
 Burst::~Burst() { pool().end_burst(); }

@@ -3,6 +3,9 @@
 // A recording is an array of calls and the words that are their arguments. Words that depend on
 // the step (addresses of its inputs, row counts) are patched first, from the step's values.
 
+#include <atomic>
+#include <thread>
+
 #include "common.h"
 
 #define HR_EXPORT extern "C" __attribute__((visibility("default")))
@@ -20,21 +23,78 @@ struct Patch {
   int64_t word, value, factor, offset;
 };
 
+// A program for one thread: its words are in that thread's memory.
+struct Program {
+  const Call* calls;
+  int64_t count;
+  Word* words;
+  const Patch* patches;
+  int64_t num_patches;
+
+  // Returns how many calls succeeded: `count`, or the index of the one that failed, its status in
+  // *status. Later calls are then not made.
+  int64_t run(const int64_t* values, int32_t* status) const {
+    for (int64_t i = 0; i < num_patches; ++i) {
+      const Patch& p = patches[i];
+      words[p.word].integer = values[p.value] * p.factor + p.offset;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      *status = calls[i].run(words + calls[i].first_word);
+      if (*status != OK) return i;
+    }
+    return count;
+  }
+};
+
+// Which of the lanes nobody uses: bits of one word.
+class FreeLanes {
+ public:
+  explicit FreeLanes(int64_t count) : free_(count >= 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1) {}
+
+  int take() {
+    for (uint64_t free = free_.load();;) {
+      if (free == 0) {  // more threads than lanes: the pool has grown
+        std::this_thread::yield();
+        free = free_.load();
+      } else if (free_.compare_exchange_weak(free, free & (free - 1))) {
+        return __builtin_ctzll(free);
+      }
+    }
+  }
+
+  void give_back(int lane) { free_.fetch_or(uint64_t(1) << lane); }
+
+ private:
+  std::atomic<uint64_t> free_;
+};
+
 }  // namespace headrace
 
-// Returns how many calls succeeded: `count`, or the index of the one that failed, its status in
-// *status. Later calls are then not made.
+// Runs a program once. Returns as Program::run.
 HR_EXPORT int64_t hr_replay(const headrace::Call* calls, int64_t count, headrace::Word* words,
                             const headrace::Patch* patches, int64_t num_patches,
                             const int64_t* values, int32_t* status) {
   const headrace::Burst burst;
-  for (int64_t i = 0; i < num_patches; ++i) {
-    const headrace::Patch& p = patches[i];
-    words[p.word].integer = values[p.value] * p.factor + p.offset;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    *status = calls[i].run(words + calls[i].first_word);
-    if (*status != headrace::OK) return i;
-  }
-  return count;
+  return headrace::Program{calls, count, words, patches, num_patches}.run(values, status);
+}
+
+// Runs a program for each part of a step, parts side by side, each by one thread from the first call to
+// the last. words[lane], for lane < num_lanes <= 64, are instances of the program's words, each with
+// memory of its own. The parts' values stand in rows of num_values. What Program::run says of a part
+// goes to done[part] and status[part].
+HR_EXPORT void hr_replay_parts(const headrace::Call* calls, int64_t count,
+                               headrace::Word* const* words, int64_t num_lanes,
+                               const headrace::Patch* patches, int64_t num_patches,
+                               const int64_t* values, int64_t num_values, int64_t num_parts,
+                               int64_t* done, int32_t* status) {
+  headrace::FreeLanes lanes(num_lanes);
+  auto run = [&](int64_t part) {
+    const headrace::Alone alone;
+    const int lane = lanes.take();
+    const headrace::Program program{calls, count, words[lane], patches, num_patches};
+    done[part] = program.run(values + part * num_values, status + part);
+    lanes.give_back(lane);
+  };
+  headrace::run_parallel(
+      num_parts, [](void* context, int64_t i) { (*static_cast<decltype(run)*>(context))(i); }, &run);
 }

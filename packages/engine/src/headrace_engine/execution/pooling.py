@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ from torch import Tensor
 from headrace_core import failpoints
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import ReplayFailed
+from headrace_core.graph import StepGraph
 from headrace_core.model import PoolingBatch, Rows, SupportsPooling
 from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingInfo, PoolingParams
 from headrace_core.step import NewRequest, RequestStepResult, ScheduledStep, StepResult
 from headrace_engine.execution.inputs import StepInputs
+from headrace_engine.execution.parts import divide, longest_first
 from headrace_engine.execution.requests import Ints
 from headrace_engine.execution.runner import ModelRunner, pass_failpoint
 
@@ -79,7 +81,7 @@ class PoolingRunner(ModelRunner):
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
         self._embed_media(step)
-        inputs = self.inputs.build(step.num_scheduled_tokens)
+        inputs = self.inputs.build(self._in_order(step.num_scheduled_tokens))
         results = {i: RequestStepResult(error=reason) for i, reason in inputs.errors.items()}
         seconds = 0.0
         if inputs.batch is not None:
@@ -153,7 +155,7 @@ class PoolingRunner(ModelRunner):
         captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
         if self.graph is not None and self.graph.fits(captured):
             try:
-                hidden = self.graph.replay(captured)
+                hidden = self._replay(self.graph, captured)
             except ReplayFailed as error:
                 self.run_again(error)
             else:
@@ -161,6 +163,22 @@ class PoolingRunner(ModelRunner):
                     hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden
                 )
         return self.whole_step(wanted)
+
+    def _in_order(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
+        """What is scheduled, in the order in which it is best computed."""
+        divides = self.graph is not None and self.graph.lanes > 1
+        return longest_first(scheduled) if divides else scheduled
+
+    @staticmethod
+    def _replay(graph: StepGraph, batch: ForwardBatch) -> Tensor:
+        """The captured step, in parts where that keeps all threads busy."""
+        if batch.logits_rows is not None and len(batch.logits_rows) != batch.num_seqs:
+            return graph.replay(batch)
+        if graph.lanes < 2:
+            return graph.replay(batch)
+        counts = np.diff(batch.cu_seqlens_q.numpy()).tolist()
+        cuts = divide(counts, graph.lanes, graph.part_tokens)
+        return graph.replay(batch) if len(cuts) == 2 else graph.replay_parts(batch, cuts)
 
     def _pool(
         self,
@@ -176,12 +194,12 @@ class PoolingRunner(ModelRunner):
         if not complete:
             return
         asked = [self._asked[request_id] for request_id in complete]
-        lengths = torch.tensor([0, *(one.num_rows for one in asked)], dtype=torch.int64)
+        cu_rows = np.cumsum([0, *(one.num_rows for one in asked)])
         with _one_torch_thread(self.device):
             pooled = self.model.pooler(
                 PoolingBatch(
                     hidden=hidden,
-                    cu_rows=torch.cumsum(lengths, 0),
+                    cu_rows=torch.from_numpy(cu_rows),
                     params=[one.params for one in asked],
                     token_ids=[one.token_ids for one in asked],
                 )

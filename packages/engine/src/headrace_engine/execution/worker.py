@@ -343,6 +343,7 @@ class ModelWorker:
                 num_groups=len(runner.backends),
                 device=self._device.type,
                 all_rows=all_rows,
+                parts=not runner.backends,
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),

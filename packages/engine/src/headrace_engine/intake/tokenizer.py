@@ -73,8 +73,12 @@ class HFTokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self._encoding(text, add_special_tokens).ids  # type: ignore[no-any-return]
+
+    def _encoding(self, text: str | tuple[str, str], add_special_tokens: bool) -> Any:
+        """Of a batch of one: only those are encoded without the interpreter's lock, so that whoever
+        waits for it (the event loop, the thread that runs the model) goes on meanwhile."""
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_pair(
         self,
@@ -86,9 +90,10 @@ class HFTokenizer:
     ) -> EncodedPair:
         texts = [first] if second is None else [first, second]
         if max_length is None:
-            encoding = self._backend.encode(first, second, add_special_tokens=add_special_tokens)
+            pair = first if second is None else (first, second)
+            encoding = self._encoding(pair, add_special_tokens)
             return EncodedPair(encoding.ids, encoding.type_ids)
-        parts = [self._backend.encode(text, add_special_tokens=False) for text in texts]
+        parts = [self._encoding(text, False) for text in texts]
         special = 0
         if add_special_tokens:
             special = self._backend.num_special_tokens_to_add(len(parts) > 1)

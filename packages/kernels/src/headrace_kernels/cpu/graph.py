@@ -34,6 +34,7 @@ from torch import Tensor
 from headrace_core.batch import ForwardBatch
 from headrace_core.errors import CaptureRefused, ReplayFailed
 from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_kernels.cpu.graph_parts import MOST_LANES, PartsProgram
 from headrace_kernels.cpu.graph_program import (
     ALIGNMENT,
     NativeProgram,
@@ -43,6 +44,7 @@ from headrace_kernels.cpu.graph_program import (
     check_single,
     generalise,
     place_blocks,
+    result_is_apart,
 )
 from headrace_kernels.cpu.graph_recording import Recording, record
 from headrace_kernels.cpu.graph_values import (
@@ -54,6 +56,7 @@ from headrace_kernels.cpu.graph_values import (
     entries,
     is_as_needed,
     numbers,
+    parts_values,
     probe,
 )
 from headrace_kernels.cpu.library import Library
@@ -92,6 +95,7 @@ class NativeStepGraph(StepGraph):
         self._calls_without_logits: int | None = None
         self._values: Any = None
         self._need = GraphNeed((), 0, 0)
+        self._parts: PartsProgram | None = None
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -99,7 +103,8 @@ class NativeStepGraph(StepGraph):
 
     @property
     def num_bytes(self) -> int:
-        return self._memory.nbytes
+        result = 0 if self._parts is None else self._parts.result.nbytes
+        return self._memory.nbytes + result
 
     @property
     def num_calls(self) -> int:
@@ -167,13 +172,37 @@ class NativeStepGraph(StepGraph):
                 limits[LOGITS] = seqs
             num_rows = num_tokens if need.all_rows else seqs
             plans.append((num_tokens, num_rows, *place_blocks(program, limits)))
+        self._parts = self._in_parts(program, need)
         size = max(total for *_, total in plans)
+        if self._parts is not None:
+            size = max(size, self._parts.num_bytes)
         # Zeroed by the system as it is touched: a bucket costs what its steps use of it.
         self._memory = np.zeros(size + ALIGNMENT, np.uint8)
         skip = -self._memory.ctypes.data % ALIGNMENT
+        if self._parts is not None:  # in the buckets' memory: a step is run in one way or the other
+            self._parts.place(self._memory.ctypes.data + skip)
         self._buckets = tuple(
             self._bucket(program, num_tokens, num_rows, skip, offsets)
             for num_tokens, num_rows, offsets, _ in plans
+        )
+
+    def _in_parts(self, program: Program, need: GraphNeed) -> PartsProgram | None:
+        """The program for parts of steps, None if there are to be none or their results would mingle."""
+        lanes = min(self._library.num_threads(), MOST_LANES)
+        rows = TOKENS if need.all_rows else LOGITS
+        if not need.parts or lanes < 2 or not result_is_apart(program, rows):
+            return None
+        num_tokens = need.capture_sizes[-1]
+        seqs = min(num_tokens, need.max_num_seqs)
+        limits = {TOKENS: -(-num_tokens // lanes), SEQS: seqs}
+        if not need.all_rows:
+            limits[LOGITS] = seqs
+        return PartsProgram(
+            program,
+            limits,
+            num_values=len(self._values),
+            num_rows=num_tokens if need.all_rows else seqs,
+            num_lanes=lanes,
         )
 
     def _bucket(
@@ -239,6 +268,21 @@ class NativeStepGraph(StepGraph):
             name = self._program.calls[done].kernel.name
             raise ReplayFailed(f"call {done}, {name}, reported status {status.value}")
         return bucket.result[:num_logits]
+
+    @property
+    def lanes(self) -> int:
+        return 1 if self._parts is None else self._parts.num_lanes
+
+    @property
+    def part_tokens(self) -> int:
+        return 0 if self._parts is None else -(-self.buckets[-1] // self._parts.num_lanes)
+
+    def replay_parts(self, batch: ForwardBatch, cuts: Sequence[int]) -> Tensor:
+        """See :meth:`headrace_core.graph.StepGraph.replay_parts`."""
+        if self._parts is None:
+            return self.replay(batch)
+        rows = self._all_rows if batch.logits_rows is None else batch.logits_rows
+        return self._parts.run(self._library, parts_values(batch, self._need, cuts, rows))
 
 
 def _num_rows(batch: ForwardBatch, wanted: int | None) -> int:

@@ -175,16 +175,23 @@ def _block_sizes(events: Sequence[MemoryEvent]) -> list[int]:
     return [event.num_bytes for event in events if event.num_bytes >= 0]
 
 
-def place_blocks(program: Program, values: Mapping[int, int]) -> tuple[list[int], int]:
+def place_blocks(
+    program: Program, values: Mapping[int, int], *, without: int | None = None
+) -> tuple[list[int], int]:
     """Offsets of the program's blocks for sizes up to ``values``, and the bytes of all together.
 
     First fit in the order of allocation, over the gaps that released blocks leave.
+
+    Args:
+        without: a block that lies elsewhere.
     """
     sizes = [_capacity(term, values) for term in program.sizes]
     offsets = [0] * len(sizes)
     living: list[tuple[int, int]] = []  # (start, end), sorted
     total = 0
     for block, num_bytes in program.events:
+        if block == without:
+            continue
         span = (offsets[block], offsets[block] + sizes[block])
         if num_bytes < 0:
             living.remove(span)
@@ -218,8 +225,14 @@ class NativeProgram(NamedTuple):
     """[patches, 4]: word, value, factor, offset."""
 
 
-def assemble(program: Program, memory: int, offsets: Sequence[int]) -> NativeProgram:
-    """The program with its blocks at ``memory + offsets``."""
+def assemble(
+    program: Program, memory: int, offsets: Sequence[int], *, result_value: int | None = None
+) -> NativeProgram:
+    """The program with its blocks at ``memory + offsets``.
+
+    Args:
+        result_value: the value that says where the result's block is; None: it lies with the others.
+    """
     calls: list[tuple[int, int]] = []
     words: list[int] = []
     patches: list[tuple[int, int, int, int]] = []
@@ -229,12 +242,31 @@ def assemble(program: Program, memory: int, offsets: Sequence[int]) -> NativePro
             term = argument.term
             if term is not None and term.value is not None:
                 patches.append((len(words), term.value, term.factor, term.offset))
+            elif term is not None and result_value is not None and _is_of_result(argument, program):
+                patches.append((len(words), result_value, 1, term.offset))
             words.append(_constant(argument, memory, offsets))
     return NativeProgram(
         np.array(calls, np.int64).reshape(-1, 2),
         np.array(words, np.int64),
         np.array(patches, np.int64).reshape(-1, 4),
     )
+
+
+def _is_of_result(argument: Argument, program: Program) -> bool:
+    return argument.block is not None and argument.block == program.result.block
+
+
+def result_is_apart(program: Program, rows: int) -> bool:
+    """Whether the result is a block of its own, with nothing but one row after the other.
+
+    Args:
+        rows: the value that counts them.
+    """
+    block, term = program.result.block, program.result.term
+    if block is None or term is None or term.offset:
+        return False
+    row_bytes = program.result_width * program.result_dtype.itemsize
+    return program.sizes[block] == Term(rows, row_bytes, 0)
 
 
 def _constant(argument: Argument, memory: int, offsets: Sequence[int]) -> int:

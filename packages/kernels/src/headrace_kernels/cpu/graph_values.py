@@ -7,14 +7,20 @@ rows with logits, token types and two to five of each cache group, as far as the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.graph import GraphNeed
 
+Ints = npt.NDArray[np.int64]
+
 TOKENS, SEQS = 0, 1
+INPUT_IDS, POSITIONS, CU_SEQLENS_Q, SEQ_LENS = 4, 5, 6, 7
 LOGITS, LOGITS_ROWS = 8, 9
 """Of steps with rows of logits."""
 
@@ -66,6 +72,47 @@ def entries(
 def numbers(values: Sequence[int | Tensor]) -> list[int]:
     """Tensors replaced by their addresses."""
     return [x if isinstance(x, int) else x.data_ptr() for x in values]
+
+
+class PartsValues(NamedTuple):
+    """Values of a batch's parts."""
+
+    values: Ints
+    """[parts, values]."""
+    num_rows: Ints
+    """[parts]; of each one's result."""
+    kept: tuple[Ints | npt.NDArray[np.int32], ...]
+    """Arrays whose addresses are among the values."""
+
+
+def parts_values(
+    batch: ForwardBatch, need: GraphNeed, cuts: Sequence[int], rows: Tensor
+) -> PartsValues:
+    """The values of each part of a batch without cache groups: addresses within the batch's tensors,
+    but where numbers count from a part's first token.
+
+    Args:
+        cuts: see :meth:`headrace_core.graph.StepGraph.replay_parts`.
+        rows: with logits, one of each request; not looked at in steps of all rows.
+    """
+    bounds, cu_seqlens = np.array(cuts), batch.cu_seqlens_q.numpy()
+    seqs, starts = np.diff(bounds), cu_seqlens[bounds[:-1]].astype(np.int64)
+    whole = numbers(entries(batch, need, 0, None if need.all_rows else rows))
+    values = np.tile(np.array(whole, np.int64), (len(seqs), 1))
+    values[:, TOKENS], values[:, SEQS] = np.diff(cu_seqlens[bounds]), seqs
+    for entry in (INPUT_IDS, POSITIONS, *((len(whole) - 1,) if need.token_types else ())):
+        values[:, entry] += starts * 8
+    values[:, SEQ_LENS] += bounds[:-1] * 4
+    # Each part's running sums have one entry more than requests: 0 1 2, 2 3, 3 4 5 for cuts 0 2 3 5.
+    entry_of = np.arange(bounds[-1] + len(seqs)) - np.repeat(np.arange(len(seqs)), seqs + 1)
+    sums = (cu_seqlens[entry_of] - np.repeat(starts, seqs + 1)).astype(np.int32)
+    values[:, CU_SEQLENS_Q] = sums.ctypes.data + 4 * (bounds[:-1] + np.arange(len(seqs)))
+    if need.all_rows:
+        return PartsValues(values, values[:, TOKENS], (sums,))
+    own_rows = rows.numpy() - np.repeat(starts, seqs)
+    values[:, LOGITS] = seqs
+    values[:, LOGITS_ROWS] = own_rows.ctypes.data + 8 * bounds[:-1]
+    return PartsValues(values, seqs, (sums, own_rows))
 
 
 def is_as_needed(batch: ForwardBatch, need: GraphNeed) -> bool:

@@ -153,6 +153,10 @@ class Library:
         """``hr_replay`` of native/src/replay.cpp: addresses and counts in its order."""
         return int(self._handle.hr_replay(*arguments))
 
+    def replay_parts(self, *arguments: int) -> None:
+        """``hr_replay_parts`` of native/src/replay.cpp: addresses and counts in its order."""
+        self._handle.hr_replay_parts(*arguments)
+
     def set_num_threads(self, count: int) -> None:
         """Size of the one pool that all kernels of this process share; results do not depend on it."""
         self._handle.hr_set_num_threads(count)
@@ -298,6 +302,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.hr_signature.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.hr_replay.restype = _L
     handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
+    handle.hr_replay_parts.restype = None
+    handle.hr_replay_parts.argtypes = [_P, _L, _P, _L, _P, _L, _P, _L, _L, _P, _P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
     handle.hr_bind_threads.restype, handle.hr_bind_threads.argtypes = _I, [_P, _I]

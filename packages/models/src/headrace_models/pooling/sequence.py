@@ -32,7 +32,7 @@ def mean(hidden: Tensor, bounds: Tensor) -> Tensor:
     sums = torch.nn.functional.embedding_bag(
         everything, hidden.float(), bounds.to(hidden.device), mode="sum", include_last_offset=True
     )
-    return sums / bounds.diff().to(hidden.device)[:, None]
+    return sums / (bounds[1:] - bounds[:-1]).to(hidden.device)[:, None]
 
 
 class SequencePooling(NamedTuple):
