@@ -130,7 +130,9 @@ class StepGraph(ABC):
         """Most tokens of a part."""
         return 0
 
-    def replay_parts(self, batch: ForwardBatch, cuts: Sequence[int]) -> Tensor:
+    def replay_parts(
+        self, batch: ForwardBatch, cuts: Sequence[int], meanwhile: Callable[[], None]
+    ) -> Tensor:
         """Run a step whose requests are divided into parts that are computed side by side.
 
         Kernels that share their work wait for the slowest thread after each of them. Parts need not
@@ -141,10 +143,16 @@ class StepGraph(ABC):
             batch: fits; ``logits_rows``, if given, are one of each request, in order.
             cuts: where parts begin and end, as indices of requests: 0, ..., B. None is longer than
                 :attr:`part_tokens`.
+            meanwhile: called once, in this thread, while others compute already.
 
-        Returns, Raises: as :meth:`replay`, which does the same by another way.
+        Returns:
+            The same as :meth:`replay`; overwritten by the next call but one.
+
+        Raises:
+            ReplayFailed: as :meth:`replay`.
         """
-        return self.replay(batch)
+        meanwhile()
+        return self.replay(batch).clone()
 
     @abstractmethod
     def close(self) -> None:

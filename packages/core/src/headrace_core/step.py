@@ -8,6 +8,7 @@ that a step can be scheduled before the previous step's tokens are known here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -108,3 +109,7 @@ class StepResult:
     """The model's pass, its logits included; what the CPU did beside it counts too."""
     execute_seconds: float = 0.0
     """The worker's whole step, from its inputs to its tokens; 0 = nobody asked."""
+    finish: Callable[[], None] | None = None
+    """Fills in what is missing; None: nothing is. Whoever runs the worker calls it before passing the
+    result on, in the worker's thread, at the latest when the next step is launching: work that need not
+    keep the next step waiting. What it raises fails the step."""

@@ -162,8 +162,18 @@ class UniExecutor(Executor):
     def _pass_on(self) -> None:
         """Give out the result that is held, if there is one."""
         held, self._held = self._held, None
-        if held is not None:
-            future, result = held
+        if held is None:
+            return
+        future, result = held
+        try:
+            if isinstance(result, StepResult) and result.finish is not None:
+                result.finish()
+                result.finish = None
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise  # this worker is finished
+        else:
             future.set_result(result)
 
 

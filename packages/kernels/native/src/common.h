@@ -38,14 +38,24 @@ using Task = void (*)(void* context, int64_t index);
 // Runs task(context, i) for all i < count, in any order, on all threads; returns when all are done.
 void run_parallel(int64_t count, Task task, void* context);
 
+// The same in two halves: the others begin at once; the caller is free until end_parallel, works alone
+// meanwhile, and takes part from then on. False: nobody begins, as they are at work for somebody else, or
+// there is nobody; then nothing is to be ended.
+bool begin_parallel(int64_t count, Task task, void* context);
+void end_parallel();
+
 // 1 for a thread that works alone.
 int pool_size();
 
 // While one lives, its thread runs what it would share with the others by itself.
-struct Alone {
+class Alone {
+ public:
   Alone();
   ~Alone();
   Alone(const Alone&) = delete;
+
+ private:
+  const bool before_;
 };
 
 // While one lives, threads that wait for work stay awake: to wake one takes as long as a small kernel.

@@ -73,13 +73,10 @@ class Pool {
 
   int size() const { return size_; }
 
-  void run(int64_t count, Task task, void* context) {
-    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-    if (!turn.owns_lock() || size_ <= 1 || count <= 1 || count >= CLOSED) {
-      // Another Python thread is computing: two callers already use two cores.
-      for (int64_t i = 0; i < count; ++i) task(context, i);
-      return;
-    }
+  // Gives the other threads a job, unless they have one (another Python thread is computing: two
+  // callers already use two cores) or sharing is of no use. Then the caller owns the turn until end().
+  bool begin(int64_t count, Task task, void* context) {
+    if (size_ <= 1 || count <= 1 || count >= CLOSED || !turn_.try_lock()) return false;
     start();
     const uint64_t epoch = (head_.load(std::memory_order_relaxed) >> 32) + 1;
     head_.store(epoch << 32 | CLOSED);
@@ -92,10 +89,17 @@ class Pool {
       std::lock_guard<std::mutex> lock(mutex_);
       wake_.notify_all();
     }
+    return true;
+  }
+
+  // Takes part in the job until all of it is done.
+  void end() {
     while (take()) {}
+    const int64_t count = count_.load(std::memory_order_relaxed);
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
       if (spins < SPINS) relax(); else std::this_thread::yield();
     }
+    turn_.unlock();
   }
 
   void resize(int size) {
@@ -230,14 +234,24 @@ thread_local bool alone = false;
 }  // namespace
 
 void run_parallel(int64_t count, Task task, void* context) {
-  if (!alone) return pool().run(count, task, context);
+  if (!alone && pool().begin(count, task, context)) return pool().end();
   for (int64_t i = 0; i < count; ++i) task(context, i);
+}
+
+bool begin_parallel(int64_t count, Task task, void* context) {
+  if (alone || !pool().begin(count, task, context)) return false;
+  return alone = true;
+}
+
+void end_parallel() {
+  alone = false;
+  pool().end();
 }
 
 int pool_size() { return alone ? 1 : pool().size(); }
 
-Alone::Alone() { alone = true; }
-Alone::~Alone() { alone = false; }
+Alone::Alone() : before_(std::exchange(alone, true)) {}
+Alone::~Alone() { alone = before_; }
 
 Burst::Burst() { pool().begin_burst(); }
 Burst::~Burst() { pool().end_burst(); }

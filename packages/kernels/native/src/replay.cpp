@@ -68,6 +68,31 @@ class FreeLanes {
   std::atomic<uint64_t> free_;
 };
 
+// A program's runs for the parts of a step.
+struct Parts {
+  const Call* calls;
+  int64_t count;
+  Word* const* words;
+  const Patch* patches;
+  int64_t num_patches;
+  const int64_t* values;
+  int64_t num_values, num_parts;
+  int64_t* done;
+  int32_t* status;
+  FreeLanes lanes;
+  bool begun = false;
+
+  void run(int64_t part) {
+    const Alone alone;
+    const int lane = lanes.take();
+    const Program program{calls, count, words[lane], patches, num_patches};
+    done[part] = program.run(values + part * num_values, status + part);
+    lanes.give_back(lane);
+  }
+
+  static void task(void* context, int64_t part) { static_cast<Parts*>(context)->run(part); }
+};
+
 }  // namespace headrace
 
 // Runs a program once. Returns as Program::run.
@@ -79,22 +104,29 @@ HR_EXPORT int64_t hr_replay(const headrace::Call* calls, int64_t count, headrace
 }
 
 // Runs a program for each part of a step, parts side by side, each by one thread from the first call to
-// the last. words[lane], for lane < num_lanes <= 64, are instances of the program's words, each with
-// memory of its own. The parts' values stand in rows of num_values. What Program::run says of a part
-// goes to done[part] and status[part].
-HR_EXPORT void hr_replay_parts(const headrace::Call* calls, int64_t count,
-                               headrace::Word* const* words, int64_t num_lanes,
-                               const headrace::Patch* patches, int64_t num_patches,
-                               const int64_t* values, int64_t num_values, int64_t num_parts,
-                               int64_t* done, int32_t* status) {
-  headrace::FreeLanes lanes(num_lanes);
-  auto run = [&](int64_t part) {
-    const headrace::Alone alone;
-    const int lane = lanes.take();
-    const headrace::Program program{calls, count, words[lane], patches, num_patches};
-    done[part] = program.run(values + part * num_values, status + part);
-    lanes.give_back(lane);
-  };
-  headrace::run_parallel(
-      num_parts, [](void* context, int64_t i) { (*static_cast<decltype(run)*>(context))(i); }, &run);
+// the last. The other threads begin at once; the caller may do something else, and takes part in
+// hr_end_parts, which every job must be given to, by the thread that began it.
+//
+// words[lane], for lane < num_lanes <= 64, are instances of the program's words, each with memory of its
+// own. The parts' values stand in rows of num_values. What Program::run says of a part goes to done[part]
+// and status[part]. All arrays must stay until the end.
+HR_EXPORT headrace::Parts* hr_begin_parts(const headrace::Call* calls, int64_t count,
+                                          headrace::Word* const* words, int64_t num_lanes,
+                                          const headrace::Patch* patches, int64_t num_patches,
+                                          const int64_t* values, int64_t num_values,
+                                          int64_t num_parts, int64_t* done, int32_t* status) {
+  using headrace::Parts;
+  Parts* const parts = new Parts{calls, count, words, patches, num_patches, values, num_values,
+                                 num_parts, done, status, headrace::FreeLanes(num_lanes)};
+  parts->begun = headrace::begin_parallel(num_parts, Parts::task, parts);
+  return parts;
+}
+
+HR_EXPORT void hr_end_parts(headrace::Parts* parts) {
+  if (parts->begun) {
+    headrace::end_parallel();
+  } else {
+    for (int64_t part = 0; part < parts->num_parts; ++part) parts->run(part);
+  }
+  delete parts;
 }

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,22 @@ class _Span(NamedTuple):
     end: int
 
 
+class _States(NamedTuple):
+    """Hidden states of a step."""
+
+    hidden: Tensor
+    """[R, H]."""
+    lasting: bool
+    """Whether they outlast the next step's pass, so that pooling may wait for it to begin."""
+
+
+class _Due(NamedTuple):
+    """Prompts of a step that are complete."""
+
+    request_ids: list[str]
+    batch: PoolingBatch
+
+
 class PoolingRunner(ModelRunner):
     """Runs steps of a :class:`~headrace_core.model.SupportsPooling` model; see
     :class:`ModelRunner` for its arguments."""
@@ -82,20 +99,26 @@ class PoolingRunner(ModelRunner):
         self.apply_changes(step)
         self._embed_media(step)
         inputs = self.inputs.build(self._in_order(step.num_scheduled_tokens))
-        results = {i: RequestStepResult(error=reason) for i, reason in inputs.errors.items()}
-        seconds = 0.0
-        if inputs.batch is not None:
-            self.launching()
-            if failpoints.PLAN is not None:
-                pass_failpoint("engine.step.forward", step)
-            spans = self._spans(inputs, [step.num_scheduled_tokens[i] for i in inputs.request_ids])
-            start = time.perf_counter()
-            hidden = self._states(inputs.batch, spans)
-            seconds = time.perf_counter() - start
-            self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
-            self._pool(inputs, hidden, spans, results)
-        every = {i: results.get(i) or RequestStepResult() for i in step.num_scheduled_tokens}
-        return StepResult(step.step_id, every, forward_seconds=seconds)
+        result = StepResult(
+            step.step_id,
+            {i: RequestStepResult(error=inputs.errors.get(i)) for i in step.num_scheduled_tokens},
+        )
+        if inputs.batch is None:
+            return result
+        if failpoints.PLAN is not None:
+            pass_failpoint("engine.step.forward", step)
+        spans = self._spans(inputs, [step.num_scheduled_tokens[i] for i in inputs.request_ids])
+        start = time.perf_counter()
+        states = self._states(inputs.batch, spans)
+        result.forward_seconds = time.perf_counter() - start
+        self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
+        due = self._due(inputs, states.hidden, spans)
+        if due is not None:
+            result.finish = partial(self._pool, due, result.requests)
+            if not states.lasting:
+                result.finish()
+                result.finish = None
+        return result
 
     def apply_changes(self, step: ScheduledStep) -> None:
         """As of any step; and what new requests ask for, while those that are gone keep nothing."""
@@ -148,63 +171,70 @@ class PoolingRunner(ModelRunner):
                 spans.append(_Span(b, start, start + 1))
         return spans
 
-    def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> Tensor:
+    def _states(self, batch: ForwardBatch, spans: Sequence[_Span]) -> _States:
         """[R, H]: the spans' rows, one span after the other; one row of no use without any."""
         rows = _row_index(spans, batch.num_tokens, self.device)
         wanted = dataclasses.replace(batch, logits_rows=rows)
         captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
         if self.graph is not None and self.graph.fits(captured):
             try:
-                hidden = self._replay(self.graph, captured)
+                states = self._replay(self.graph, captured)
             except ReplayFailed as error:
                 self.run_again(error)
             else:
-                return (
-                    hidden.index_select(0, rows) if rows is not None and self.all_rows else hidden
-                )
-        return self.whole_step(wanted)
+                if rows is None or not self.all_rows:
+                    return states
+                return _States(states.hidden.index_select(0, rows), states.lasting)
+        else:
+            self.launching()
+        return _States(self.whole_step(wanted), lasting=False)
 
     def _in_order(self, scheduled: Mapping[str, int]) -> Mapping[str, int]:
         """What is scheduled, in the order in which it is best computed."""
         divides = self.graph is not None and self.graph.lanes > 1
         return longest_first(scheduled) if divides else scheduled
 
-    @staticmethod
-    def _replay(graph: StepGraph, batch: ForwardBatch) -> Tensor:
+    def _replay(self, graph: StepGraph, batch: ForwardBatch) -> _States:
         """The captured step, in parts where that keeps all threads busy."""
-        if batch.logits_rows is not None and len(batch.logits_rows) != batch.num_seqs:
-            return graph.replay(batch)
-        if graph.lanes < 2:
-            return graph.replay(batch)
+        cuts = self._cuts(graph, batch)
+        if cuts:
+            return _States(graph.replay_parts(batch, cuts, self.launching), lasting=True)
+        self.launching()
+        return _States(graph.replay(batch), lasting=False)
+
+    @staticmethod
+    def _cuts(graph: StepGraph, batch: ForwardBatch) -> list[int]:
+        """Where the parts of a step begin and end; [] if it is better not divided."""
+        rows = batch.logits_rows
+        if graph.lanes < 2 or (rows is not None and len(rows) != batch.num_seqs):
+            return []
         counts = np.diff(batch.cu_seqlens_q.numpy()).tolist()
         cuts = divide(counts, graph.lanes, graph.part_tokens)
-        return graph.replay(batch) if len(cuts) == 2 else graph.replay_parts(batch, cuts)
+        return cuts if len(cuts) > 2 else []
 
-    def _pool(
-        self,
-        inputs: StepInputs,
-        hidden: Tensor,
-        spans: Sequence[_Span],
-        results: dict[str, RequestStepResult],
-    ) -> None:
-        """Results of the prompts that are complete; rows of the others are kept."""
+    def _due(self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_Span]) -> _Due | None:
+        """The prompts that are complete, None if there are none; rows of the others are kept."""
         complete = [inputs.request_ids[b] for b in inputs.sampled.tolist()]
         if self._kept or len(spans) != len(complete) or len(complete) < len(inputs.request_ids):
             hidden = self._with_kept(inputs, hidden, spans, complete)
         if not complete:
-            return
+            return None
         asked = [self._asked[request_id] for request_id in complete]
         cu_rows = np.cumsum([0, *(one.num_rows for one in asked)])
+        batch = PoolingBatch(
+            hidden=hidden,
+            cu_rows=torch.from_numpy(cu_rows),
+            params=[one.params for one in asked],
+            token_ids=[one.token_ids for one in asked],
+        )
+        return _Due(complete, batch)
+
+    @torch.inference_mode()
+    def _pool(self, due: _Due, results: dict[str, RequestStepResult]) -> None:
+        """Fill in the results of prompts that are complete."""
         with _one_torch_thread(self.device):
-            pooled = self.model.pooler(
-                PoolingBatch(
-                    hidden=hidden,
-                    cu_rows=torch.from_numpy(cu_rows),
-                    params=[one.params for one in asked],
-                    token_ids=[one.token_ids for one in asked],
-                )
-            )
-        for request_id, tensor in zip(complete, pooled, strict=True):
+            pooled = self.model.pooler(due.batch)
+        for request_id, tensor in zip(due.request_ids, pooled, strict=True):
             results[request_id] = self._result(request_id, tensor)
 
     def _with_kept(

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,8 +103,8 @@ class NativeStepGraph(StepGraph):
 
     @property
     def num_bytes(self) -> int:
-        result = 0 if self._parts is None else self._parts.result.nbytes
-        return self._memory.nbytes + result
+        results = 0 if self._parts is None else self._parts.results.nbytes
+        return self._memory.nbytes + results
 
     @property
     def num_calls(self) -> int:
@@ -277,12 +277,15 @@ class NativeStepGraph(StepGraph):
     def part_tokens(self) -> int:
         return 0 if self._parts is None else -(-self.buckets[-1] // self._parts.num_lanes)
 
-    def replay_parts(self, batch: ForwardBatch, cuts: Sequence[int]) -> Tensor:
+    def replay_parts(
+        self, batch: ForwardBatch, cuts: Sequence[int], meanwhile: Callable[[], None]
+    ) -> Tensor:
         """See :meth:`headrace_core.graph.StepGraph.replay_parts`."""
         if self._parts is None:
-            return self.replay(batch)
+            return super().replay_parts(batch, cuts, meanwhile)
         rows = self._all_rows if batch.logits_rows is None else batch.logits_rows
-        return self._parts.run(self._library, parts_values(batch, self._need, cuts, rows))
+        values = parts_values(batch, self._need, cuts, rows)
+        return self._parts.run(self._library, values, meanwhile)
 
 
 def _num_rows(batch: ForwardBatch, wanted: int | None) -> int:

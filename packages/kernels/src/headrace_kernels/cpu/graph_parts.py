@@ -8,7 +8,7 @@ free lane for it. Only the result's block lies elsewhere: each part writes its r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,13 +55,16 @@ class PartsProgram:
         self._num_values = num_values
         self._offsets, size = place_blocks(program, limits, without=program.result.block)
         self._lane_bytes = -(-size // ALIGNMENT) * ALIGNMENT
-        self.result = torch.empty((num_rows, program.result_width), dtype=program.result_dtype)
+        shape = (2, num_rows, program.result_width)
+        self.results = torch.empty(shape, dtype=program.result_dtype)
+        """[2, rows, width]; taken in turn: one is still read while the next is written."""
+        self._turn = 0
         self._lanes: list[NativeProgram] = []
         self._words = np.zeros(0, np.int64)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the lanes need, not counting the result."""
+        """Memory that the lanes need, not counting :attr:`results`."""
         return self._lane_bytes * self.num_lanes
 
     def place(self, memory: int) -> None:
@@ -77,20 +80,25 @@ class PartsProgram:
         ]
         self._words = np.array([lane.words.ctypes.data for lane in self._lanes], np.int64)
 
-    def run(self, library: Library, parts: PartsValues) -> Tensor:
+    def run(self, library: Library, parts: PartsValues, meanwhile: Callable[[], None]) -> Tensor:
         """The parts' results, one after the other.
+
+        Args:
+            meanwhile: called while other threads compute already.
 
         Raises:
             ReplayFailed: a kernel met bad input.
         """
         ends = np.cumsum(parts.num_rows)
-        row_bytes = self.result.stride(0) * self.result.element_size()
-        results = self.result.data_ptr() + row_bytes * (ends - parts.num_rows)
-        values = np.column_stack((parts.values, results))
+        self._turn = 1 - self._turn
+        result = self.results[self._turn]
+        row_bytes = result.stride(0) * result.element_size()
+        addresses = result.data_ptr() + row_bytes * (ends - parts.num_rows)
+        values = np.column_stack((parts.values, addresses))
         done, status = np.zeros(len(values), np.int64), np.zeros(len(values), np.int32)
         calls, patches = self._lanes[0].calls, self._lanes[0].patches
         library.replay_parts(
-            _address(calls), len(calls), _address(self._words), self.num_lanes,
+            meanwhile, _address(calls), len(calls), _address(self._words), self.num_lanes,
             _address(patches), len(patches), _address(values), values.shape[1], len(values),
             _address(done), _address(status),
         )  # fmt: skip
@@ -99,7 +107,7 @@ class PartsProgram:
             raise ReplayFailed(
                 f"part {part}, call {done[part]}, {name}, reported status {status[part]}"
             )
-        return self.result[: ends[-1]]
+        return result[: ends[-1]]
 
 
 def _address(array: Any) -> int:

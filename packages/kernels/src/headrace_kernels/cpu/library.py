@@ -153,9 +153,18 @@ class Library:
         """``hr_replay`` of native/src/replay.cpp: addresses and counts in its order."""
         return int(self._handle.hr_replay(*arguments))
 
-    def replay_parts(self, *arguments: int) -> None:
-        """``hr_replay_parts`` of native/src/replay.cpp: addresses and counts in its order."""
-        self._handle.hr_replay_parts(*arguments)
+    def replay_parts(self, meanwhile: Callable[[], None], *arguments: int) -> None:
+        """``hr_begin_parts`` and ``hr_end_parts`` of native/src/replay.cpp.
+
+        Args:
+            meanwhile: called between the two.
+            arguments: addresses and counts in the former's order.
+        """
+        job = self._handle.hr_begin_parts(*arguments)
+        try:
+            meanwhile()
+        finally:
+            self._handle.hr_end_parts(job)
 
     def set_num_threads(self, count: int) -> None:
         """Size of the one pool that all kernels of this process share; results do not depend on it."""
@@ -302,8 +311,9 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.hr_signature.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.hr_replay.restype = _L
     handle.hr_replay.argtypes = [_P, _L, _P, _P, _L, _P, _P]
-    handle.hr_replay_parts.restype = None
-    handle.hr_replay_parts.argtypes = [_P, _L, _P, _L, _P, _L, _P, _L, _L, _P, _P]
+    handle.hr_begin_parts.restype = _P
+    handle.hr_begin_parts.argtypes = [_P, _L, _P, _L, _P, _L, _P, _L, _L, _P, _P]
+    handle.hr_end_parts.restype, handle.hr_end_parts.argtypes = None, [_P]
     handle.hr_set_num_threads.restype, handle.hr_set_num_threads.argtypes = None, [_I]
     handle.hr_num_threads.restype = _I
     handle.hr_bind_threads.restype, handle.hr_bind_threads.argtypes = _I, [_P, _I]
