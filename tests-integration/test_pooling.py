@@ -103,6 +103,42 @@ def test_rows_fed_are_the_prompts_tokens(encoder: Any, monkeypatch: pytest.Monke
     assert sum(fed) == sum(len(output.prompt_token_ids) for output in outputs)
 
 
+@pytest.mark.spec("POOL-GRAPH")
+@pytest.mark.parametrize(
+    ("labels", "pooling"),
+    [(None, {"pooling_type": "MEAN"}), (None, {"pooling_type": "CLS"}), (3, None)],
+    ids=["mean", "cls", "labels"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_in_parts_give_the_same_bits(
+    labels: int | None,
+    pooling: dict[str, str] | None,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two threads divide full steps; one thread computes them whole."""
+    graph = pytest.importorskip("headrace_kernels.cpu.graph").NativeStepGraph
+    bert(tmp_path) if labels is None else bert(tmp_path, labels=labels)
+    texts = [text(3 + 29 * i % 71, i) for i in range(70)]
+    whole, divided = graph.replay, graph.replay_parts
+    ways: list[int] = []
+    monkeypatch.setattr(graph, "replay", lambda *args: ways.append(1) or whole(*args))
+    monkeypatch.setattr(
+        graph, "replay_parts", lambda *args: ways.append(len(args[2]) - 1) or divided(*args)
+    )
+    found = []
+    for threads in (1, 2):
+        settings = {"dtype": dtype, "num_threads": threads, "pooler_config": pooling}
+        with make(tmp_path, **settings) as llm:
+            run = llm.embed if labels is None else llm.classify
+            ways.clear()
+            outputs: Any = run(texts, use_tqdm=False)
+            assert (max(ways) == 1) == (threads == 1)
+            found.append([output.outputs for output in outputs])
+    assert found[0] == found[1]
+
+
 MODES: dict[str, dict[str, Any]] = {
     "captured": {},
     "eager": {"enforce_eager": True},

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from headrace_core.config import ModelConfig
 from headrace_core.errors import ConfigError, RequestError
 from headrace_core.pooling import (
     POOLING_TASKS,
@@ -160,6 +161,23 @@ class TestPoolerConfig:
         with pytest.raises(ConfigError, match=message) as error:
             PoolerConfig.from_mapping(values)
         assert error.value.field == f"pooler_config.{next(iter(values))}"
+
+    @pytest.mark.parametrize(
+        ("given", "fields"),
+        [
+            (None, {}),
+            ({"normalize": False}, {"normalize": False}),
+            (PoolerConfig(pooling_type="mean"), {"pooling_type": "MEAN"}),
+        ],
+    )
+    def test_python_may_give_it_in_three_ways(self, given: Any, fields: dict[str, Any]) -> None:
+        config = ModelConfig(model="x", pooler_config=given)
+        assert config.pooler_config == fields
+        assert config.pooler == PoolerConfig(**fields)
+
+    def test_anything_else_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="pooler_config = 'MEAN': must be a JSON object"):
+            ModelConfig(model="x", pooler_config="MEAN")  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("POOL-PREFIXCACHE")

@@ -20,7 +20,7 @@ from headrace_core.errors import ConfigError
 from headrace_core.grammar import BACKEND_ALIASES, BACKENDS
 from headrace_core.kv import CACHE_DTYPES
 from headrace_core.modality import MEDIA_LIMIT, MODALITIES
-from headrace_core.pooling import PoolerConfig
+from headrace_core.pooling import PoolerConfig, as_pooler_fields
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,8 @@ class ModelConfig:
     pooler_config: Mapping[str, Any] = option(
         {}, "JSON: how hidden states are pooled; pooling_type (LAST, MEAN, CLS, ALL, STEP), "
         "normalize, dimensions, enable_chunked_processing, max_embed_len, use_activation, "
-        "logit_bias, step_tag_id, returned_token_ids. Default: the checkpoint's own.",
+        "logit_bias, step_tag_id, returned_token_ids; from Python a PoolerConfig too. Default: the "
+        "checkpoint's own.",
     )  # fmt: skip
     io_processor_plugin: str | None = option(
         None, "Plug-in that makes prompts of requests' data and answers of pooled results. "
@@ -201,6 +202,7 @@ class ModelConfig:
         if self.convert == "reward":
             logger.warning("model.convert: reward is an old name of embed")
             object.__setattr__(self, "convert", "embed")
+        object.__setattr__(self, "pooler_config", as_pooler_fields(self.pooler_config))
         _ = self.pooler  # checked before anything is loaded
         for modality, limit in self.limit_mm_per_prompt.items():
             _check_media_limit(modality, limit)

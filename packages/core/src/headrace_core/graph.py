@@ -150,6 +150,7 @@ class StepGraph(ABC):
 
         Raises:
             ReplayFailed: as :meth:`replay`.
+            ValueError: a part is too long.
         """
         meanwhile()
         return self.replay(batch).clone()

@@ -128,6 +128,28 @@ class PoolerConfig:
         return cls(**values)
 
 
+def as_pooler_fields(given: object) -> Mapping[str, Any]:
+    """What a user gave as ``pooler_config``, as a mapping.
+
+    Args:
+        given: a mapping, a :class:`PoolerConfig`, or None for nothing.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, PoolerConfig):
+        fields = dataclasses.asdict(given)
+        return {name: value for name, value in fields.items() if value is not None}
+    if isinstance(given, Mapping):
+        return given
+    raise ConfigError(
+        f"pooler_config = {given!r}: must be a JSON object, or from Python a PoolerConfig",
+        field="pooler_config",
+    )
+
+
 def _refuse(name: str, value: object, accepted: str) -> None:
     raise ConfigError(
         f"pooler_config.{name} = {value!r}: must be {accepted}", field=f"pooler_config.{name}"

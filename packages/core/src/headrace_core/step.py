@@ -109,7 +109,16 @@ class StepResult:
     """The model's pass, its logits included; what the CPU did beside it counts too."""
     execute_seconds: float = 0.0
     """The worker's whole step, from its inputs to its tokens; 0 = nobody asked."""
-    finish: Callable[[], None] | None = None
-    """Fills in what is missing; None: nothing is. Whoever runs the worker calls it before passing the
-    result on, in the worker's thread, at the latest when the next step is launching: work that need not
-    keep the next step waiting. What it raises fails the step."""
+    remaining: Callable[[], None] | None = None
+    """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
+
+    def finish(self) -> None:
+        """Complete the results. Nothing happens the second time.
+
+        Whoever runs the worker calls this before it passes the result on, in the worker's thread, at
+        the latest when the next step is launching: it is work that need not keep that step waiting.
+        What it raises fails the step.
+        """
+        remaining, self.remaining = self.remaining, None
+        if remaining is not None:
+            remaining()

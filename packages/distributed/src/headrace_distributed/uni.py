@@ -166,9 +166,8 @@ class UniExecutor(Executor):
             return
         future, result = held
         try:
-            if isinstance(result, StepResult) and result.finish is not None:
+            if isinstance(result, StepResult):
                 result.finish()
-                result.finish = None
         except BaseException as error:
             future.set_exception(error)
             if not isinstance(error, Exception):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,28 @@ class TestGemma(TokenizerConformance):
     @pytest.fixture
     def tokenizer(self) -> Tokenizer:
         return cached("gemma")
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_others_run_while_a_long_text_is_tokenized(pair: bool) -> None:
+    """The event loop, or the thread that runs the model, is not kept waiting for the interpreter."""
+    tokenizer, begun, done = cached("byte-level"), threading.Event(), threading.Event()
+    text = "plain words and 12 numbers, " * 40_000
+
+    def tokenize() -> None:
+        begun.set()
+        tokenizer.encode_pair(text, "b") if pair else tokenizer.encode(text)
+        done.set()
+
+    thread = threading.Thread(target=tokenize)
+    turns = 0
+    thread.start()
+    begun.wait()
+    while not done.is_set():
+        time.sleep(0.001)
+        turns += 1
+    thread.join()
+    assert turns > 20
 
 
 class TestMetaspace(TokenizerConformance):

@@ -228,7 +228,12 @@ class InlineExecutor(Executor):
         return [self._pool.submit(getattr(self.worker, method), *args).result(30)]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
-        return self._pool.submit(self.worker.execute, step)
+        return self._pool.submit(self._execute, step)
+
+    def _execute(self, step: ScheduledStep) -> StepResult:
+        result: StepResult = self.worker.execute(step)
+        result.finish()
+        return result
 
     @property
     def failure(self) -> BaseException | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from pooling_stub import Tokens, make
+from pooling_stub import HIDDEN, Tokens, make
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
@@ -77,3 +77,62 @@ def test_what_needs_one_row_gets_one() -> None:
 
 def test_a_replay_that_fails_is_run_eagerly() -> None:
     assert embedded(Replaying(fails=True)) == [None, None]
+
+
+class InParts(Replaying):
+    """Has lanes, and notes how steps were divided."""
+
+    lanes, part_tokens = 2, 512  # type: ignore[assignment]
+    buckets = (1024,)
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__(fails=fails)
+        self.parts: list[list[int]] = []
+        """Tokens of each part of each step."""
+        self.results = torch.zeros(2, 1024, HIDDEN)
+
+    def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
+        return True
+
+    def replay_parts(
+        self, batch: ForwardBatch, cuts: Sequence[int], meanwhile: Callable[[], None]
+    ) -> Tensor:
+        bounds = batch.cu_seqlens_q[list(cuts)]
+        self.parts.append(bounds.diff().tolist())
+        meanwhile()
+        if self._fails:
+            raise ReplayFailed("a slot beyond the cache")
+        self.results = self.results.flip(0)  # written in turn, as the contract says
+        hidden = self.step(batch)
+        self.results[0, : len(hidden)] = hidden
+        return self.results[0, : len(hidden)]
+
+
+@pytest.mark.spec("POOL-GRAPH")
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("task", ["embed", "token_embed"])
+def test_full_steps_are_run_in_parts(task: str, fails: bool) -> None:
+    graph = InParts(fails=fails)
+    made = make(
+        capture=Capture(lambda: lambda: graph, (1024,)),
+        max_num_batched_tokens=1024,
+        max_num_seqs=64,
+        max_model_len=128,
+    )
+    texts = [chr(97 + i % 26) * (3 + 37 * i % 101) for i in range(60)]
+    with made.offline() as llm:
+        outputs = llm.encode(texts, PoolingParams(), task=task)
+        assert graph.need.parts
+    for text, output in zip(texts, outputs, strict=True):
+        found = torch.from_numpy(as_array(output.outputs.data).copy())
+        torch.testing.assert_close(found, made.model.dense(Tokens().encode(text), task=task))
+    assert len(graph.parts) > 1
+    assert all(len(parts) > 2 and max(parts) <= 512 for parts in graph.parts)
+    assert all(parts[0] == max(parts) for parts in graph.parts), "large ones come first"
+
+
+@pytest.mark.spec("POOL-GRAPH")
+def test_small_steps_are_not_divided() -> None:
+    graph = InParts()
+    assert embedded(graph) == [None, None, None]
+    assert graph.parts == []

@@ -20,6 +20,7 @@ _HOMES = {
     "AsyncEngineArgs": "headrace.engine_args",
     "ModelRegistry": "headrace_core.registry",
     "SamplingParams": "headrace_core.sampling",
+    "PoolerConfig": "headrace_core.pooling",
     "PoolingParams": "headrace_core.pooling",
     "ClassificationOutput": "headrace_core.output",
     "ClassificationRequestOutput": "headrace_core.output",
@@ -49,6 +50,7 @@ __all__ = [
     "EngineArgs",
     "LLMEngine",
     "ModelRegistry",
+    "PoolerConfig",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -81,7 +83,7 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from headrace_core.pooling import PoolingParams
+    from headrace_core.pooling import PoolerConfig, PoolingParams
     from headrace_core.registry import ModelRegistry
     from headrace_core.request import TextPrompt, TokensPrompt
     from headrace_core.sampling import SamplingParams

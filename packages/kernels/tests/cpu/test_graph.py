@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,11 +22,12 @@ from headrace_core.testing.graph import (
     make_batch,
 )
 from headrace_core.testing.graph_encoders import EncoderStepConformance
+from headrace_core.testing.graph_parts import PartsConformance, SmallEncoder
 from headrace_core.testing.graph_states import StateStepConformance
 from headrace_core.testing.ops import bits_equal
 from headrace_kernels.cpu import library
 from headrace_kernels.cpu.graph import NativeStepGraph
-from headrace_kernels.cpu.graph_program import place_blocks
+from headrace_kernels.cpu.graph_program import Argument, Term, place_blocks, result_is_apart
 from headrace_kernels.cpu.graph_values import LOGITS, SEQS, TOKENS
 from headrace_kernels.cpu.ops import native_ops
 from headrace_kernels.cpu.provider import CPUProvider
@@ -70,6 +72,77 @@ class TestNativeStates(StateStepConformance):
         if request.param not in library.levels():
             pytest.skip(f"this machine has no {request.param}")
         return AtLevel(request.param)
+
+
+class TestNativeParts(PartsConformance):
+    @pytest.fixture(params=library.ISA_LEVELS)
+    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
+        if request.param not in library.levels():
+            pytest.skip(f"this machine has no {request.param}")
+        return AtLevel(request.param)
+
+
+@pytest.fixture
+def kernels():
+    kernels = library.load(library.isa())
+    before = kernels.num_threads()
+    yield kernels
+    kernels.set_num_threads(before)
+
+
+def encoder_graph(kernels, threads, **need):
+    kernels.set_num_threads(threads)
+    model = SmallEncoder(native_ops(kernels), "bfloat16", all_rows=True)
+    graph = NativeStepGraph(kernels)
+    graph.capture(model, dataclasses.replace(model.need(), **need))
+    return model, graph
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    lengths=st.lists(st.integers(1, 13), min_size=2, max_size=12),
+    threads=st.integers(2, 5),
+    data=st.data(),
+)
+def test_any_division_gives_the_same_bits(kernels, lengths, threads, data):
+    model, graph = encoder_graph(kernels, threads, capture_sizes=(160,))
+    inner = data.draw(st.sets(st.integers(1, len(lengths) - 1)))
+    cuts = [0, *sorted(inner), len(lengths)]
+    ends = [0]
+    for length in lengths:
+        ends.append(ends[-1] + length)
+    if any(ends[b] - ends[a] > graph.part_tokens for a, b in pairwise(cuts)):
+        return
+    batch = model.batch(lengths)
+    kernels.set_num_threads(data.draw(st.integers(1, 7)))  # more threads than lanes do no harm
+    assert bits_equal(graph.replay_parts(batch, cuts, lambda: None), model(batch))
+
+
+def test_no_lanes_for_one_thread_nor_if_nobody_asked(kernels):
+    assert encoder_graph(kernels, 1)[1].lanes == 1
+    model, graph = encoder_graph(kernels, 2, parts=False)
+    assert (graph.lanes, graph.part_tokens) == (1, 0)
+    batch, called = model.batch(), []
+    result = graph.replay_parts(batch, [0, 2, 10], lambda: called.append(1))
+    assert bits_equal(result, model(batch))
+    assert called == [1]
+
+
+def test_a_result_within_another_block_is_not_apart(captured):
+    program = captured[1]._program
+    assert result_is_apart(program, LOGITS)
+    assert not result_is_apart(program, TOKENS)
+    inner = Argument(Term(None, 0, 64), block=program.result.block)
+    assert not result_is_apart(dataclasses.replace(program, result=inner), LOGITS)
+    wider = dataclasses.replace(program, result_width=program.result_width // 2)
+    assert not result_is_apart(wider, LOGITS)
+
+
+def test_lanes_lie_in_the_buckets_memory(kernels):
+    whole = encoder_graph(kernels, 1)[1]
+    model, graph = encoder_graph(kernels, 2)
+    results = 2 * 80 * model.embed.shape[1] * 2
+    assert graph.num_bytes <= 1.3 * whole.num_bytes + results
 
 
 def make() -> tuple[SmallModel, NativeStepGraph, library.Library]:

@@ -23,7 +23,8 @@ class EchoWorker:
     """A worker without a model: each request of a step gets its number of tokens back.
 
     Requests steer it by their ids: ``raise`` fails the step, ``unlaunched`` before its model would
-    run; ``wait`` blocks it, the model running, until :attr:`release` is set.
+    run; ``wait`` blocks it, the model running, until :attr:`release` is set. The result of ``later`` is
+    filled in by ``finish``, which fails the step if it has ``spoilt``.
     """
 
     def __init__(self) -> None:
@@ -67,7 +68,16 @@ class EchoWorker:
             request_id: RequestStepResult(token_ids=[count])
             for request_id, count in step.num_scheduled_tokens.items()
         }
-        return StepResult(step.step_id, results)
+        result = StepResult(step.step_id, results)
+        if "later" in results:
+            result.remaining = functools.partial(self._finish, result)
+        return result
+
+    def _finish(self, result: StepResult) -> None:
+        self._note(f"finish {result.step_id}")
+        if "spoilt" in result.requests:
+            raise ArithmeticError(f"finishing step {result.step_id}")
+        result.requests["later"].token_ids = [99]
 
     def when_launching(self, call: Callable[[], None]) -> None:
         self.launching = call
@@ -167,6 +177,34 @@ class ExecutorConformance:
         for index, future in enumerate(futures):
             assert (future.exception(PATIENCE) is not None) == (index % 3 == 1)
         assert done == sorted(done)
+
+    def test_a_result_is_finished_before_it_is_passed_on(
+        self, executor: Executor, workers: list[EchoWorker]
+    ) -> None:
+        steps = [make_step(1, "later"), make_step(2, "later", "spoilt"), make_step(3, "later")]
+        first, second, third = [executor.submit(step) for step in steps]
+        for future in (first, third):
+            assert future.result(PATIENCE).requests["later"].token_ids == [99]
+        with pytest.raises(ArithmeticError, match="finishing step 2"):
+            second.result(PATIENCE)
+        assert executor.failure is None
+        assert [c for c in workers[0].calls if c.startswith("finish")] == [
+            "finish 1", "finish 2", "finish 3"
+        ]  # fmt: skip
+        assert len(workers[0].threads - {threading.get_ident()}) <= 1
+
+    def test_finishing_does_not_keep_the_next_step_waiting(
+        self, executor: Executor, workers: list[EchoWorker]
+    ) -> None:
+        """The result is there while the next step runs, finished when that was launched."""
+        first, second = (
+            executor.submit(make_step(1, "later")),
+            executor.submit(make_step(2, "wait")),
+        )
+        assert first.result(PATIENCE).requests["later"].token_ids == [99]
+        assert not second.done()
+        workers[0].release.set()
+        assert second.result(PATIENCE).step_id == 2
 
     def test_steps_run_in_the_order_of_submission(
         self, executor: Executor, workers: list[EchoWorker]

@@ -114,10 +114,9 @@ class PoolingRunner(ModelRunner):
         self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
         due = self._due(inputs, states.hidden, spans)
         if due is not None:
-            result.finish = partial(self._pool, due, result.requests)
+            result.remaining = partial(self._pool, due, result.requests)
             if not states.lasting:
                 result.finish()
-                result.finish = None
         return result
 
     def apply_changes(self, step: ScheduledStep) -> None:
@@ -178,7 +177,7 @@ class PoolingRunner(ModelRunner):
         captured = dataclasses.replace(batch, logits_rows=None) if self.all_rows else wanted
         if self.graph is not None and self.graph.fits(captured):
             try:
-                states = self._replay(self.graph, captured)
+                states = self._run_captured(self.graph, captured)
             except ReplayFailed as error:
                 self.run_again(error)
             else:
@@ -194,7 +193,7 @@ class PoolingRunner(ModelRunner):
         divides = self.graph is not None and self.graph.lanes > 1
         return longest_first(scheduled) if divides else scheduled
 
-    def _replay(self, graph: StepGraph, batch: ForwardBatch) -> _States:
+    def _run_captured(self, graph: StepGraph, batch: ForwardBatch) -> _States:
         """The captured step, in parts where that keeps all threads busy."""
         cuts = self._cuts(graph, batch)
         if cuts:

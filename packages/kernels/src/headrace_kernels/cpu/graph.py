@@ -285,6 +285,9 @@ class NativeStepGraph(StepGraph):
             return super().replay_parts(batch, cuts, meanwhile)
         rows = self._all_rows if batch.logits_rows is None else batch.logits_rows
         values = parts_values(batch, self._need, cuts, rows)
+        longest = int(values.values[:, TOKENS].max())
+        if longest > self.part_tokens:
+            raise ValueError(f"a part of {longest} tokens: at most {self.part_tokens} fit its lane")
         return self._parts.run(self._library, values, meanwhile)
 
 
