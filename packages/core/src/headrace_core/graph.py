@@ -140,7 +140,8 @@ class StepGraph(ABC):
         done with one takes the next.
 
         Args:
-            batch: fits; ``logits_rows``, if given, are one of each request, in order.
+            batch: fits; without :attr:`GraphNeed.all_rows`, ``logits_rows`` are one of each request,
+                in order.
             cuts: where parts begin and end, as indices of requests: 0, ..., B. None is longer than
                 :attr:`part_tokens`.
             meanwhile: called once, in this thread, while others compute already.

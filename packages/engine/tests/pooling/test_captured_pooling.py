@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pooling_stub import HIDDEN, Tokens, make
+from pooling_stub import HIDDEN, Made, Tokens, make
 from torch import Tensor
 
 from headrace_core.batch import ForwardBatch
-from headrace_core.errors import ReplayFailed
+from headrace_core.errors import GenerateError, ReplayFailed
 from headrace_core.graph import GraphNeed, Step, StepGraph
+from headrace_core.model import Rows
 from headrace_core.pooling import PoolingParams
 from headrace_engine.execution.capture import Capture
 from headrace_engine.pooling.vectors import as_array
@@ -89,6 +90,8 @@ class InParts(Replaying):
         super().__init__(fails=fails)
         self.parts: list[list[int]] = []
         """Tokens of each part of each step."""
+        self.owners: list[list[int]] = []
+        """Whose rows were wanted, as indices of requests, of each step that ends with chosen ones."""
         self.results = torch.zeros(2, 1024, HIDDEN)
 
     def fits(self, batch: ForwardBatch, num_logits: int | None = None) -> bool:
@@ -99,6 +102,12 @@ class InParts(Replaying):
     ) -> Tensor:
         bounds = batch.cu_seqlens_q[list(cuts)]
         self.parts.append(bounds.diff().tolist())
+        if not self.need.all_rows:
+            rows = (
+                torch.arange(batch.num_tokens) if batch.logits_rows is None else batch.logits_rows
+            )
+            ends = batch.cu_seqlens_q[1:].long()
+            self.owners.append(torch.bucketize(rows, ends, right=True).tolist())
         meanwhile()
         if self._fails:
             raise ReplayFailed("a slot beyond the cache")
@@ -136,3 +145,53 @@ def test_small_steps_are_not_divided() -> None:
     graph = InParts()
     assert embedded(graph) == [None, None, None]
     assert graph.parts == []
+
+
+def last_rows(graph: InParts) -> Made:
+    """An engine whose model's first task is made of each prompt's last row."""
+    return make(
+        capture=Capture(lambda: lambda: graph, (1024,)),
+        info={"pooling_type": "LAST"},
+        max_num_batched_tokens=1024,
+        max_num_seqs=1024,
+        max_model_len=128,
+    )
+
+
+@pytest.mark.spec("POOL-GRAPH")
+@pytest.mark.parametrize(("task", "divided"), [("embed", True), ("token_embed", False)])
+def test_all_rows_of_a_graph_for_chosen_ones_are_not_computed_in_parts(
+    task: str, divided: bool
+) -> None:
+    graph = InParts()
+    made = last_rows(graph)
+    texts = [chr(97 + i % 26) * (20 + i % 30) for i in range(25)]
+    with made.offline() as llm:
+        outputs = llm.encode(texts, PoolingParams(), task=task)
+    for text, output in zip(texts, outputs, strict=True):
+        found = torch.from_numpy(as_array(output.outputs.data).copy())
+        torch.testing.assert_close(found, made.model.dense(Tokens().encode(text), task=task))
+    assert not graph.need.all_rows
+    assert bool(graph.parts) == divided
+    assert all(owners == list(range(len(owners))) for owners in graph.owners)
+
+
+@pytest.mark.spec("POOL-GRAPH")
+def test_two_rows_of_one_request_do_not_stand_for_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = InParts()
+    made = last_rows(graph)
+
+    def rows(params: PoolingParams) -> Rows:
+        if params.num_left_out == 2:
+            raise ValueError("cannot be pooled")
+        return "all" if params.num_left_out == 1 else "last"
+
+    monkeypatch.setattr(made.model.pooler, "rows", rows)
+    texts = ["a" * 60, *["b" * 40] * 15, ""]
+    params = [PoolingParams(num_left_out=2), *[PoolingParams() for _ in texts[2:]]]
+    params.append(PoolingParams(num_left_out=1))  # of an empty text's two tokens
+    with made.offline() as llm, pytest.raises(GenerateError, match="cannot be pooled"):
+        llm.encode(texts, params, task="embed")
+    assert graph.owners == []

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -201,14 +202,14 @@ class PoolingRunner(ModelRunner):
         self.launching()
         return _States(graph.replay(batch), lasting=False)
 
-    @staticmethod
-    def _cuts(graph: StepGraph, batch: ForwardBatch) -> list[int]:
-        """Where the parts of a step begin and end; [] if it is better not divided."""
-        rows = batch.logits_rows
-        if graph.lanes < 2 or (rows is not None and len(rows) != batch.num_seqs):
+    def _cuts(self, graph: StepGraph, batch: ForwardBatch) -> list[int]:
+        """Where the parts of a step begin and end; [] if it is better not divided, or cannot be."""
+        if graph.lanes < 2:
             return []
-        counts = np.diff(batch.cu_seqlens_q.numpy()).tolist()
-        cuts = divide(counts, graph.lanes, graph.part_tokens)
+        bounds = batch.cu_seqlens_q.numpy()
+        if not self.all_rows and not _one_of_each(batch.logits_rows, bounds):
+            return []
+        cuts = divide(np.diff(bounds).tolist(), graph.lanes, graph.part_tokens)
         return cuts if len(cuts) > 2 else []
 
     def _due(self, inputs: StepInputs, hidden: Tensor, spans: Sequence[_Span]) -> _Due | None:
@@ -284,6 +285,15 @@ def _row_index(spans: Sequence[_Span], num_tokens: int, device: torch.device) ->
         return torch.tensor([num_tokens - 1], device=device)
     rows: Ints = np.concatenate([np.arange(span.start, span.end) for span in spans])
     return torch.from_numpy(rows).to(device)
+
+
+def _one_of_each(rows: Tensor | None, bounds: npt.NDArray[np.int32]) -> bool:
+    """Whether one row of each request is wanted, in order, where requests begin and end at ``bounds``
+    [B + 1]. There may be as many rows as requests and two of one: where another one has failed."""
+    if rows is None or len(rows) != len(bounds) - 1:
+        return False
+    wanted = rows.numpy()
+    return bool(np.all((bounds[:-1] <= wanted) & (wanted < bounds[1:])))
 
 
 def needs_all_rows(model: SupportsPooling, info: PoolingInfo) -> bool:
