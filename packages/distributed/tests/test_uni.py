@@ -8,6 +8,7 @@ import pytest
 from headrace_core import plugins
 from headrace_core.errors import EngineDead
 from headrace_core.executor import Executor, WorkerFactory
+from headrace_core.step import StepResult
 from headrace_core.testing.executor import (
     PATIENCE,
     EchoWorker,
@@ -58,6 +59,31 @@ class TestUniExecutor(ExecutorConformance):
             executor.submit(make_step(2))
         assert caught.value.__cause__ is executor.failure
         executor.shutdown()
+
+    @pytest.mark.parametrize("behind", [(), ("wait",)], ids=["alone", "while-the-next-one-runs"])
+    def test_so_is_one_that_exits_when_a_result_is_finished(
+        self, behind: tuple[str, ...], no_new_threads: None
+    ) -> None:
+        class Exiting(EchoWorker):
+            def _finish(self, result: StepResult) -> None:
+                raise SystemExit("the worker gives up")
+
+        worker = Exiting()
+        executor = UniExecutor(lambda: worker)
+        executor.start()
+        executor.submit(make_step(1, "wait"))
+        assert worker.waiting.wait(PATIENCE)
+        exiting = executor.submit(make_step(2, "later"))
+        next_ones = [executor.submit(make_step(3, name)) for name in behind]
+        worker.release.set()
+        with pytest.raises(SystemExit, match="the worker gives up"):
+            exiting.result(PATIENCE)
+        assert isinstance(executor.failure, SystemExit)
+        assert [future.result(PATIENCE).step_id for future in next_ones] == [3] * len(behind)
+        with pytest.raises(EngineDead):
+            executor.submit(make_step(4))
+        executor.shutdown()
+        assert worker.closed == 1
 
     def test_starting_twice_is_refused(self, executor: Executor) -> None:
         with pytest.raises(RuntimeError, match="already started"):

@@ -145,12 +145,8 @@ class UniExecutor(Executor):
         except Exception as error:
             self._pass_on()
             task.future.set_exception(error)
-        except BaseException as error:  # SystemExit and the like: this worker is finished
-            self._failure = error
-            with self._lock:
-                self._closed = True
-                self._cancel_pending()
-                self._tasks.put(None)
+        except BaseException as error:  # SystemExit and the like
+            self._end(error)
             self._pass_on()
             task.future.set_exception(error)
         else:
@@ -169,11 +165,19 @@ class UniExecutor(Executor):
             if isinstance(result, StepResult):
                 result.finish()
         except BaseException as error:
-            future.set_exception(error)
             if not isinstance(error, Exception):
-                raise  # this worker is finished
+                self._end(error)
+            future.set_exception(error)
         else:
             future.set_result(result)
+
+    def _end(self, error: BaseException) -> None:
+        """This worker is finished: it runs nothing more, and is closed."""
+        self._failure = error
+        with self._lock:
+            self._closed = True
+            self._cancel_pending()
+            self._tasks.put(None)
 
 
 def _close(worker: Worker) -> None:
