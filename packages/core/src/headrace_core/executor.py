@@ -50,11 +50,12 @@ class Worker(Protocol):
         ...
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        """Run one step."""
+        """Run one step. Whoever calls this finishes the result (:meth:`StepResult.finish`)."""
         ...
 
     def when_launching(self, call: Callable[[], None]) -> None:
-        """From now on call this in every step just before the model runs, in the worker's thread.
+        """From now on call this in every step just before the model runs, or when other threads have
+        begun to run it; in the worker's thread.
 
         That is when results of the step before are best passed on: whoever takes them runs beside
         the model then, and does not take the interpreter from a worker that prepares a step.

@@ -66,7 +66,7 @@ class GraphNeed:
     nothing else."""
     parts: bool = False
     """Steps may also be run in parts (:meth:`StepGraph.replay_parts`). Only of a model that caches
-    nothing, so that no request reads what another one writes. Costs memory for one more result."""
+    nothing, so that no request reads what another one writes. Costs memory for two more results."""
 
 
 class StepGraph(ABC):

@@ -108,7 +108,8 @@ class StepResult:
     forward_seconds: float = 0.0
     """The model's pass, its logits included; what the CPU did beside it counts too."""
     execute_seconds: float = 0.0
-    """The worker's whole step, from its inputs to its tokens; 0 = nobody asked."""
+    """The worker's whole step, from its inputs to its tokens, but for what is left to :meth:`finish`
+    (and with what it finished of the step before); 0 = nobody asked."""
     remaining: Callable[[], None] | None = None
     """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
 

@@ -358,7 +358,7 @@ class ModelWorker:
             return self._ready().execute(step)
 
     def when_launching(self, call: Callable[[], None]) -> None:
-        """Call this in every step just before the model runs."""
+        """See :meth:`headrace_core.executor.Worker.when_launching`."""
         self._launching = call
         if self._runner is not None:
             self._runner.launching = call
