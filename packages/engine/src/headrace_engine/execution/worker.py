@@ -331,10 +331,11 @@ class ModelWorker:
         self._run_dummy(min(many, tokens), many)
         self._run_dummy(min(prompt, tokens), 1)
         if self._capture is not None:
-            runner, cache, all_rows = self._ready(), self._cache, False
+            runner, cache, all_rows, parts = self._ready(), self._cache, False, False
             assert cache is not None
             if isinstance(runner, PoolingRunner):
                 assert self._pooling is not None
+                parts = not runner.backends
                 all_rows = runner.all_rows = needs_all_rows(runner.model, self._pooling)
             runner.graph = capture_steps(
                 self._capture,
@@ -343,7 +344,7 @@ class ModelWorker:
                 num_groups=len(runner.backends),
                 device=self._device.type,
                 all_rows=all_rows,
-                parts=not runner.backends,
+                parts=parts,
                 token_types=self._takes_token_types,
                 cross_groups=tuple(cross_groups(cache)),
                 state_groups=tuple(state_groups(cache)),
