@@ -94,6 +94,7 @@ def test_what_is_filled_in(
         ("token_classify", info(pooling_type="STEP"), {"returned_token_ids": [4]}, r"in 0\.\.3"),
         ("embed", info(), {"prompt_name": "query"}, "the checkpoint names no prompts"),
         ("embed", info(prompts={"b": "", "a": ""}), {"prompt_name": "c"}, r"one of \['a', 'b'\]"),
+        ("embed", info(prompts={"b": ""}), {"prompt_name": ["b"]}, r"= \['b'\]: must be one of"),
         ("classify", info(prompts={"b": ""}), {"prompt_name": "b"}, "must be left out for task"),
     ],
 )

@@ -334,7 +334,7 @@ class PoolingInfo:
         """
         if name is None:
             return self.prompts[self.default_prompt_name] if self.default_prompt_name else ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             _fail("prompt_name", name, f"one of {sorted(self.prompts)}" if self.prompts else
                   "left out: the checkpoint names no prompts")  # fmt: skip
         return self.prompts[name]
