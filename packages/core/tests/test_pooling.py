@@ -152,6 +152,8 @@ class TestPoolerConfig:
             ({"max_embed_len": "9"}, "a whole number"),
             ({"step_tag_id": -1}, "at least 0"),
             ({"logit_bias": True}, "a number"),
+            ({"logit_bias": float("nan")}, "= nan: must be a number"),
+            ({"logit_bias": 10**400}, "a number that float32 holds"),
             ({"returned_token_ids": []}, "a list of token ids"),
             ({"returned_token_ids": [1, -1]}, "at least 0"),
         ],

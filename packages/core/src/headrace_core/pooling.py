@@ -95,8 +95,8 @@ class PoolerConfig:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("step_tag_id", self.step_tag_id, 0)
         bias = self.logit_bias
-        if bias is not None and (isinstance(bias, bool) or not isinstance(bias, int | float)):
-            _refuse("logit_bias", bias, "a number")
+        if bias is not None and (type(bias) not in (int, float) or not -1e30 < bias < 1e30):
+            _refuse("logit_bias", bias, "a number that float32 holds")
         self._check_columns()
         for old in ("softmax", "activation"):
             if getattr(self, old) is not None:
