@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace import PoolingParams
@@ -47,6 +49,22 @@ def test_truncation_and_prompts_are_arguments_of_their_own() -> None:
     assert (given.truncate_prompt_tokens, given.prompt_name) == (None, None)
     with pytest.raises(RequestError, match="truncate_prompt_tokens = 0"):
         completed(given, truncate_prompt_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"normalize": False}, r"pooling_params = \{'normalize': False\}: must be a PoolingParams"),
+        ("embed", "pooling_params = 'embed': must be"),
+        (False, "pooling_params = False: must be"),
+        ([PoolingParams(), None], r"pooling_params\[1\] = None: must be a PoolingParams"),
+        ([{}], r"pooling_params\[0\] = \{\}: must be"),
+    ],
+)
+def test_what_are_no_parameters(given: Any, said: str) -> None:
+    for more in ({}, {"truncate_prompt_tokens": 3}):
+        with pytest.raises(RequestError, match=said):
+            completed(given, **more)
 
 
 def test_one_side_of_pairs() -> None:

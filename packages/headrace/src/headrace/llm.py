@@ -336,8 +336,9 @@ class LLM:
             One output per prompt, in order; ``outputs.probs`` is a list of numbers.
         """
         _refuse_adapters(lora_request)
+        params = completed(pooling_params)
         pooling = self._pooling("LLM.classify", "classify")
-        return pooling.classify(as_prompts(prompts), pooling_params, use_tqdm)
+        return pooling.classify(as_prompts(prompts), params, use_tqdm)
 
     def reward(
         self,
@@ -435,8 +436,8 @@ class LLM:
                 param="tokenization_kwargs",
             )
         self._pooling("LLM.encode", None)
-        task = chosen_task(pooling_params, pooling_task)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
+        task = chosen_task(params, pooling_task)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
             return pooling.plugin(prompts, for_all(params), use_tqdm)

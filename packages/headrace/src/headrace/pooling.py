@@ -150,7 +150,12 @@ def as_tensor(data: PackedArray) -> Tensor:
 def completed(
     params: Params, *, truncate_prompt_tokens: int | None = None, prompt_name: str | None = None
 ) -> Params:
-    """The parameters with those of the call's arguments that are given."""
+    """The parameters with those of the call's arguments that are given.
+
+    Raises:
+        RequestError: they are no :class:`PoolingParams`, nor a list of them, nor None.
+    """
+    _check_params(params)
     named = {"truncate_prompt_tokens": truncate_prompt_tokens, "prompt_name": prompt_name}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not given:
@@ -158,6 +163,23 @@ def completed(
     if params is None or isinstance(params, PoolingParams):
         return replace(params.clone() if params else PoolingParams(), **given)
     return [replace(one.clone(), **given) for one in params]
+
+
+def _check_params(params: object) -> None:
+    if params is None or isinstance(params, PoolingParams):
+        return
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(
+            f"pooling_params = {params!r:.100}: must be a PoolingParams, a list with one for each "
+            "prompt, or None",
+            param="pooling_params",
+        )
+    for index, one in enumerate(params):
+        if not isinstance(one, PoolingParams):
+            raise RequestError(
+                f"pooling_params[{index}] = {one!r:.100}: must be a PoolingParams",
+                param="pooling_params",
+            )
 
 
 def for_all(params: Params) -> PoolingParams | None:
