@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace import PoolingParams
+from headrace.llm import as_prompts
 from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
@@ -71,6 +73,14 @@ def test_one_side_of_pairs() -> None:
     assert score_inputs("a") == ["a"]
     assert score_inputs({"prompt": "a"}) == [{"prompt": "a"}]
     assert score_inputs(("a", "b")) == ["a", "b"]
+    with pytest.raises(RequestError, match="data = None: must be text, token ids, a dictionary"):
+        score_inputs(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 5, b"text", bytearray(b"text"), Path("texts")])
+def test_what_are_no_prompts(given: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompts = .*: must be text, token ids, a dictionary"):
+        as_prompts(given)
 
 
 def test_tensors_are_copies() -> None:

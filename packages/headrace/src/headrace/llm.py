@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
-from headrace.pooling import OfflinePooling, chosen_task, completed, for_all, score_inputs
+from headrace.pooling import (
+    OfflinePooling,
+    chosen_task,
+    completed,
+    for_all,
+    listed,
+    score_inputs,
+)
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import (
@@ -610,10 +617,14 @@ class LLM:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of integers is one prompt."""
+    """One prompt or many, as a list: a list of integers is one prompt.
+
+    Raises:
+        RequestError: it is neither.
+    """
     if isinstance(prompts, (str, Mapping, ChatPrompt)):
         return [cast("Prompt", prompts)]
-    several = list(prompts)
+    several = listed("prompts", prompts)
     if several and isinstance(several[0], int):
         return [cast("Prompt", several)]
     return cast("list[Prompt]", several)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -224,10 +224,29 @@ def chosen_task(params: Params, pooling_task: str | None) -> str:
 
 
 def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
-    """One side of pairs as a list."""
+    """One side of pairs as a list.
+
+    Raises:
+        RequestError: it is neither one nor several.
+    """
     if isinstance(data, (str, Mapping)):
         return [data]
-    return list(data)
+    return listed("data", data)
+
+
+def listed(name: str, given: Any) -> list[Any]:
+    """Several prompts as a list; bytes are none, though they are a sequence of integers.
+
+    Raises:
+        RequestError: there are not several.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"{name} = {given!r:.100}: must be text, token ids, a dictionary with 'prompt' or "
+            "'prompt_token_ids', or a list of such",
+            param=name,
+        )
+    return list(given)
 
 
 def _numbers(output: PoolingRequestOutput[PoolingOutput]) -> list[float]:
