@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,16 @@ class Decoder:
 
 
 @pytest.mark.parametrize(
-    "one", ["a.wav", Path("a.wav"), b"RIFF", (SAMPLES, 8000), AudioClip(SAMPLES, 1)]
+    "one",
+    [
+        "a.wav",
+        Path("a.wav"),
+        b"RIFF",
+        bytearray(b"RIFF"),
+        (SAMPLES, 8000),
+        (SAMPLES, np.int64(8000)),
+        AudioClip(SAMPLES, 1),
+    ],
 )
 def test_one_is_a_list_of_one(one: Any) -> None:
     assert as_recordings(one) == [one]
@@ -44,7 +54,16 @@ def test_one_is_a_list_of_one(one: Any) -> None:
 
 @pytest.mark.parametrize(
     ("audio", "said"),
-    [(SAMPLES, "must come with their rate"), ([SAMPLES], "ndarray: must be a path"), ([3], "int")],
+    [
+        (SAMPLES, "must come with their rate"),
+        ([SAMPLES], "ndarray: must be a path"),
+        ([3], "int"),
+        (None, "NoneType: must be a path, a file's bytes or"),
+        (5, "int: must be a path"),
+        ({"array": SAMPLES, "sampling_rate": 8000}, "dict: must be a path"),
+        (io.BytesIO(b"RIFF"), r"BytesIO: must be .*; read\(\) gives a file's bytes"),
+        ((SAMPLES, "8000"), "ndarray: must be a path, a file's bytes or \\(samples, rate\\)"),
+    ],
 )
 def test_what_is_no_recording(audio: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
@@ -73,6 +92,12 @@ def test_a_recording_that_cannot_be_read(tmp_path: Path) -> None:
         list(read_ahead([tmp_path / "none.wav"], decoder, 16_000))
     with pytest.raises(RequestError, match="samples of shape"):
         list(read_ahead([(np.zeros(3, np.int16), 8000)], decoder, 16_000))
+    with pytest.raises(RequestError, match="samples of list that are no array"):
+        list(read_ahead([([[0.0], [0.0, 1.0]], 8000)], decoder, 16_000))
+    [clip] = read_ahead([(SAMPLES, np.int64(16_000))], decoder, 16_000)
+    assert len(clip.samples) == len(SAMPLES)
+    [clip] = read_ahead([bytearray(b"123")], decoder, 16_000)
+    assert len(clip.samples) == 3
     clips = read_ahead([b"1", b""], decoder, 16_000)
     assert len(next(clips).samples) == 1
     with pytest.raises(RequestError, match=r"^audio\[1\]: file '': no audio"):
