@@ -127,6 +127,7 @@ def test_what_is_wanted() -> None:
     assert list(Wanted(task="transcribe").temperatures) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert list(Wanted(task="transcribe", temperature=0.3).temperatures) == [0.3]
     assert list(Wanted(task="transcribe", temperature=[0, 1]).temperatures) == [0, 1]
+    assert list(Wanted(task="transcribe", temperature=np.float32(0.5)).temperatures) == [0.5]
     timed, plain = FakeSpeech(word_timestamps=True), FakeSpeech(segment_timestamps=False)
     assert Wanted(task="transcribe").segments(timed)
     assert not Wanted(task="transcribe").segments(plain)
@@ -147,6 +148,13 @@ def test_what_is_wanted() -> None:
         ({"timestamps": ["line"]}, RequestError, "timestamp_granularities = "),
         ({"temperature": 1.5}, RequestError, "temperature = 1.5: must be 0 to 1"),
         ({"temperature": []}, RequestError, "one or several"),
+        ({"temperature": "0.5"}, RequestError, "temperature = '0.5': must be 0 to 1"),
+        ({"temperature": None}, RequestError, "temperature = None: must be 0 to 1"),
+        ({"temperature": True}, RequestError, "temperature = True: must be 0 to 1"),
+        ({"temperature": [0.0, None]}, RequestError, r"temperature = \[0.0, None\]: must be"),
+        ({"timestamps": 5}, RequestError, "timestamp_granularities = 5: must be of"),
+        ({"timestamps": [["word"]]}, RequestError, r"= \[\['word'\]\]: must be of"),
+        ({"prompt": None}, RequestError, "prompt = None: must be text"),
         ({"sampling": {"stop": "x"}}, TypeError, r"\['stop'\]: must be of top_p"),
     ],
 )
