@@ -293,6 +293,12 @@ def default_of(option: dataclasses.Field[Any]) -> Any:
     return option.default
 
 
+def kind_of(hint: Any) -> Any:
+    """The type of an option's values besides None; ``Mapping`` of all mappings."""
+    kind = _plain(hint)
+    return Mapping if _is_mapping(kind) else kind
+
+
 def _plain(hint: Any) -> Any:
     """``X | None`` -> X."""
     if typing.get_origin(hint) in (Union, types.UnionType):
