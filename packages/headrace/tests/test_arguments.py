@@ -164,6 +164,15 @@ def test_settings_of_another_kind(given, message):
         EngineArgs(**given).create_engine_config()
 
 
+@pytest.mark.spec("POOL-CONFIG")
+@pytest.mark.parametrize("flag", ["--pooler-config", "--override-pooler-config"])
+def test_the_old_name_of_a_flag(flag):
+    parser = EngineArgs.add_cli_args(Parser(prog="test"))
+    for words in ([flag, '{"pooling_type": "CLS"}'], [f"{flag}.pooling_type", "CLS"]):
+        made = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config()
+        assert made.model.pooler.pooling_type == "CLS"
+
+
 @pytest.mark.spec("ARGS-ENGINE")
 def test_none_for_a_mapping_is_an_empty_one():
     names = ("hf_overrides", "limit_mm_per_prompt", "pooler_config", "override_generation_config",

@@ -179,7 +179,8 @@ class Parser(argparse.ArgumentParser):
             kwargs["choices"] = typing.get_args(kind)
         elif _is_mapping(kind):
             kwargs |= {"type": json_object, "metavar": "JSON"}
-            self._json_flags["--" + name.replace("_", "-")] = name
+            for flag in filter(None, ("--" + name.replace("_", "-"), option.metadata["short"])):
+                self._json_flags[flag] = name
         elif typing.get_origin(kind) in (tuple, list):
             item = typing.get_args(kind)[0]
             kwargs |= {"nargs": "+", "type": str if item is Any else item, "action": _Collect}
