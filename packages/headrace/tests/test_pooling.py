@@ -9,7 +9,14 @@ import pytest
 
 from headrace import PoolingParams
 from headrace.llm import as_prompts
-from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
+from headrace.pooling import (
+    as_tensor,
+    chosen_task,
+    completed,
+    for_all,
+    score_inputs,
+    tokenizing,
+)
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
 
@@ -67,6 +74,18 @@ def test_what_are_no_parameters(given: Any, said: str) -> None:
     for more in ({}, {"truncate_prompt_tokens": 3}):
         with pytest.raises(RequestError, match=said):
             completed(given, **more)
+
+
+def test_how_texts_are_tokenized() -> None:
+    assert tokenizing(None, 3) == (3, None)
+    assert tokenizing({"truncate_prompt_tokens": 2, "add_special_tokens": False}, 3) == (2, False)
+    for given, said in (
+        (["a"], r"tokenization_kwargs = \['a'\]: must be a mapping"),
+        ({"add_special_tokens": "no"}, "add_special_tokens = 'no': must be True, False or None"),
+        ({"max_length": 5, 3: 4}, r"\['3', 'max_length'\] cannot be served; must be of add_"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            tokenizing(given, None)  # type: ignore[arg-type]
 
 
 def test_one_side_of_pairs() -> None:

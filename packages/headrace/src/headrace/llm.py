@@ -15,6 +15,7 @@ from headrace.pooling import (
     for_all,
     listed,
     score_inputs,
+    tokenizing,
 )
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -433,15 +434,7 @@ class LLM:
         Raises: as :meth:`embed`.
         """
         _refuse_adapters(lora_request)
-        options = dict(tokenization_kwargs or {})
-        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
-        special = options.pop("add_special_tokens", None)
-        if options:
-            raise RequestError(
-                f"tokenization_kwargs: {sorted(options)} cannot be served; must be of "
-                "add_special_tokens, truncate_prompt_tokens",
-                param="tokenization_kwargs",
-            )
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         self._pooling("LLM.encode", None)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         task = chosen_task(params, pooling_task)

@@ -223,6 +223,41 @@ def chosen_task(params: Params, pooling_task: str | None) -> str:
     return task
 
 
+def tokenizing(
+    options: Mapping[str, Any] | None, truncate_prompt_tokens: int | None
+) -> tuple[int | None, bool | None]:
+    """How texts are tokenized: the tokens that are kept, and whether special ones are added.
+
+    Args:
+        options: ``tokenization_kwargs`` of a call, which win.
+        truncate_prompt_tokens: its argument of that name.
+
+    Raises:
+        RequestError: an option is unknown, or its value wrong.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise _refused_tokenizing("", options, "a mapping of names to values")
+    given = {"truncate_prompt_tokens": truncate_prompt_tokens, "add_special_tokens": None}
+    given |= options or {}
+    keep, special = given.pop("truncate_prompt_tokens"), given.pop("add_special_tokens")
+    if given:
+        raise RequestError(
+            f"tokenization_kwargs: {sorted(map(str, given))} cannot be served; must be of "
+            "add_special_tokens, truncate_prompt_tokens",
+            param="tokenization_kwargs",
+        )
+    if special is not None and not isinstance(special, bool):
+        raise _refused_tokenizing(".add_special_tokens", special, "True, False or None")
+    return keep, special
+
+
+def _refused_tokenizing(name: str, value: object, accepted: str) -> RequestError:
+    return RequestError(
+        f"tokenization_kwargs{name} = {value!r:.100}: must be {accepted}",
+        param="tokenization_kwargs",
+    )
+
+
 def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
     """One side of pairs as a list.
 
