@@ -386,7 +386,7 @@ class LLM:
             data_1, data_2: one text each, one and many, or equally many.
             chat_template: makes the prompt of a pair, for models that read both texts in one; gets
                 two ``messages``, of the roles ``query`` and ``document``. Models that embed each text
-                by itself have no use for it.
+                by itself refuse it.
             pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
 
         Returns:
