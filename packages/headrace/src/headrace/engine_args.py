@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
@@ -137,6 +138,7 @@ class EngineArgs:
             raise ConfigError(f"engine arguments: {error}") from error
 
 
+@functools.cache
 def _hint(section: str | None, name: str) -> Any:
     config: Any = EngineConfig if section is None else dict(_section_classes())[section]
     return typing.get_type_hints(config)[name]

@@ -94,7 +94,7 @@ def _read(recording: Recording, decoder: AudioDecoder, sample_rate: int) -> Audi
     return decoder.decode_now(data, name=os.fspath(recording), sample_rate=sample_rate)
 
 
-def _resampled(samples: Any, rate: float, sample_rate: int) -> AudioClip:
+def _resampled(samples: Any, rate: Any, sample_rate: int) -> AudioClip:
     from headrace_multimodal.audio.waveform import SAMPLE_RATE, samples_of
 
     if not isinstance(rate, int | float):

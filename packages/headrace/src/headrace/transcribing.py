@@ -104,8 +104,8 @@ class Wanted:
         return wanted
 
 
-def _is_temperature(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and 0 <= given <= 1
+def _is_temperature(given: Any) -> bool:
+    return not isinstance(given, bool) and isinstance(given, Real) and 0 <= float(given) <= 1
 
 
 @dataclass
