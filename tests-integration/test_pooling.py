@@ -16,6 +16,7 @@ import torch
 from pooling_checkpoints import bert, qwen3, states, text
 
 from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, PoolingParams, SamplingParams
+from headrace_core.errors import RequestError
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "block_size": 8, "kv_cache_memory_bytes": 16 << 20,
@@ -293,6 +294,34 @@ def test_calls_of_the_other_runner_name_it(encoder: Any, embedder: LLM, decoder:
                 getattr(llm, name)(*arguments)
         (output,) = llm.generate("a quick", SamplingParams(max_tokens=2, temperature=0))
         assert output.finished
+
+
+def test_parameters_of_single_requests(encoder: Any) -> None:
+    args = EngineArgs(model=str(encoder[0]), **SETTINGS)
+    wrong: Any = {"task": "embed"}
+    with LLMEngine(args) as engine:
+        for params, said in (
+            (wrong, r"params = \{'task': 'embed'\}: must be SamplingParams, or PoolingParams"),
+            (None, "params = None: must be"),
+            (PoolingParams(), "task = None: must be one of .*: embed, token_embed"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                engine.add_request("a", "the sea", params)
+
+    async def refused() -> None:
+        llm = AsyncLLM.from_engine_args(args)
+        try:
+            said = r"pooling_params = \{'task': 'embed'\}: must be a PoolingParams"
+            with pytest.raises(RequestError, match=said):
+                await llm.encode("the sea", wrong, "a")
+            with pytest.raises(RequestError, match=said):
+                await llm.score("the sea", "the sea", "b", pooling_params=wrong)
+            with pytest.raises(RequestError, match="2 given; must be one PoolingParams"):
+                await llm.encode("the sea", [PoolingParams()] * 2, "c")  # type: ignore[arg-type]
+        finally:
+            await llm.shutdown()
+
+    asyncio.run(refused())
 
 
 def test_step_by_step(encoder: Any) -> None:

@@ -306,6 +306,9 @@ def test_refusals(embedder, reranker):
         ("/pooling", {"data": 1}, "data"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         ("/rerank", {"query": "x", "documents": ["a"], "top_n": -1}, "top_n"),
+        ("/score", {"text_1": "a", "text_2": "b", "prompt_name": ["q"]}, "prompt_name"),
+        ("/rerank", {"query": "x", "documents": ["a"], "prompt_name": {}}, "prompt_name"),
+        ("/rerank", {"query": "x", "documents": ["a"], "dimensions": 8.5}, "dimensions"),
     ):  # fmt: skip
         assert embedder.refused(path, **body)["param"] == param, (path, body)
     for path in ("/v1/embeddings", "/classify"):

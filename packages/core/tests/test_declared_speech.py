@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -140,6 +141,15 @@ def test_a_plain_value_error_is_the_clients_fault(info):
     with pytest.raises(RequestError, match="only en") as caught:
         DeclaredSpeech(Old, info).validate_language("xx")
     assert caught.value.param == "language"
+
+
+def test_a_language_of_another_type_is_none_that_is_spoken():
+    class Speaks(SupportsTranscription):
+        supported_languages: ClassVar = {"en": "English"}
+
+    assert Speaks.validate_language("en") == "en"
+    with pytest.raises(RequestError, match=r"language = \['en'\]: must be one of en"):
+        Speaks.validate_language(["en"])
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def test_what_is_filled_in(
         ("token_classify", info(pooling_type="STEP"), {"returned_token_ids": [4]}, r"in 0\.\.3"),
         ("embed", info(), {"prompt_name": "query"}, "the checkpoint names no prompts"),
         ("embed", info(prompts={"b": "", "a": ""}), {"prompt_name": "c"}, r"one of \['a', 'b'\]"),
+        ("embed", info(prompts={"b": ""}), {"prompt_name": ["b"]}, r"= \['b'\]: must be one of"),
         ("classify", info(prompts={"b": ""}), {"prompt_name": "b"}, "must be left out for task"),
     ],
 )
@@ -151,6 +152,8 @@ class TestPoolerConfig:
             ({"max_embed_len": "9"}, "a whole number"),
             ({"step_tag_id": -1}, "at least 0"),
             ({"logit_bias": True}, "a number"),
+            ({"logit_bias": float("nan")}, "= nan: must be a number"),
+            ({"logit_bias": 10**400}, "a number that float32 holds"),
             ({"returned_token_ids": []}, "a list of token ids"),
             ({"returned_token_ids": [1, -1]}, "at least 0"),
         ],

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from headrace.arguments import Parser, default_of, human_int
@@ -140,6 +142,44 @@ def test_round_trip():
 def test_unknown_keywords_are_a_type_error_with_a_hint():
     with pytest.raises(TypeError, match="max_num_seqs"):
         EngineArgs(max_num_seq=3)
+
+
+@pytest.mark.spec("ARGS-ENGINE")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_model_len": "1k"}, "model.max_model_len = '1k': must be a whole number"),
+        ({"max_model_len": 64.0}, "model.max_model_len = 64.0: must be a whole number"),
+        ({"max_num_seqs": True}, "scheduler.max_num_seqs = True: must be a whole number"),
+        ({"max_audio_seconds": "9"}, "speech.max_audio_seconds = '9': must be a number"),
+        ({"gpu_memory_utilization": [0.5]}, r"= \[0.5\]: must be a number"),
+        ({"trust_remote_code": "no"}, "model.trust_remote_code = 'no': must be True or False"),
+        ({"io_processor_plugin": 5}, "model.io_processor_plugin = 5: must be text"),
+        ({"hf_overrides": dict.copy}, "model.hf_overrides = <method .*: must be a mapping"),
+        ({"limit_mm_per_prompt": "audio"}, "limit_mm_per_prompt = 'audio': must be a mapping"),
+    ],
+)
+def test_settings_of_another_kind(given, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**given).create_engine_config()
+
+
+@pytest.mark.spec("POOL-CONFIG")
+@pytest.mark.parametrize("flag", ["--pooler-config", "--override-pooler-config"])
+def test_the_old_name_of_a_flag(flag):
+    parser = EngineArgs.add_cli_args(Parser(prog="test"))
+    for words in ([flag, '{"pooling_type": "CLS"}'], [f"{flag}.pooling_type", "CLS"]):
+        made = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config()
+        assert made.model.pooler.pooling_type == "CLS"
+
+
+@pytest.mark.spec("ARGS-ENGINE")
+def test_none_for_a_mapping_is_an_empty_one():
+    names = ("hf_overrides", "limit_mm_per_prompt", "pooler_config", "override_generation_config",
+             "fair_weights", "kernels", "model_loader_extra_config", "profiler_config")  # fmt: skip
+    settings = EngineArgs(**dict.fromkeys(names)).create_engine_config()
+    assert settings == EngineArgs().create_engine_config()
+    assert EngineArgs(model=Path("x"), max_num_seqs=np.int64(3)).create_engine_config()
 
 
 def test_flags_cover_every_config_field():

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from headrace import PoolingParams
-from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
+from headrace.llm import as_prompts
+from headrace.pooling import (
+    as_tensor,
+    chosen_task,
+    completed,
+    for_all,
+    score_inputs,
+    tokenizing,
+)
 from headrace_core.errors import RequestError
 from headrace_core.packed import PackedArray
 
@@ -49,10 +60,46 @@ def test_truncation_and_prompts_are_arguments_of_their_own() -> None:
         completed(given, truncate_prompt_tokens=0)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"normalize": False}, r"pooling_params = \{'normalize': False\}: must be a PoolingParams"),
+        ("embed", "pooling_params = 'embed': must be"),
+        (False, "pooling_params = False: must be"),
+        ([PoolingParams(), None], r"pooling_params\[1\] = None: must be a PoolingParams"),
+        ([{}], r"pooling_params\[0\] = \{\}: must be"),
+    ],
+)
+def test_what_are_no_parameters(given: Any, said: str) -> None:
+    for more in ({}, {"truncate_prompt_tokens": 3}):
+        with pytest.raises(RequestError, match=said):
+            completed(given, **more)
+
+
+def test_how_texts_are_tokenized() -> None:
+    assert tokenizing(None, 3) == (3, None)
+    assert tokenizing({"truncate_prompt_tokens": 2, "add_special_tokens": False}, 3) == (2, False)
+    for given, said in (
+        (["a"], r"tokenization_kwargs = \['a'\]: must be a mapping"),
+        ({"add_special_tokens": "no"}, "add_special_tokens = 'no': must be True, False or None"),
+        ({"max_length": 5, 3: 4}, r"\['3', 'max_length'\] cannot be served; must be of add_"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            tokenizing(given, None)  # type: ignore[arg-type]
+
+
 def test_one_side_of_pairs() -> None:
     assert score_inputs("a") == ["a"]
     assert score_inputs({"prompt": "a"}) == [{"prompt": "a"}]
     assert score_inputs(("a", "b")) == ["a", "b"]
+    with pytest.raises(RequestError, match="data = None: must be text, token ids, a dictionary"):
+        score_inputs(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 5, b"text", bytearray(b"text"), Path("texts")])
+def test_what_are_no_prompts(given: Any) -> None:
+    with pytest.raises(RequestError, match=r"prompts = .*: must be text, token ids, a dictionary"):
+        as_prompts(given)
 
 
 def test_tensors_are_copies() -> None:

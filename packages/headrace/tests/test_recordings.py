@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,16 @@ class Decoder:
 
 
 @pytest.mark.parametrize(
-    "one", ["a.wav", Path("a.wav"), b"RIFF", (SAMPLES, 8000), AudioClip(SAMPLES, 1)]
+    "one",
+    [
+        "a.wav",
+        Path("a.wav"),
+        b"RIFF",
+        bytearray(b"RIFF"),
+        (SAMPLES, 8000),
+        (SAMPLES, np.int64(8000)),
+        AudioClip(SAMPLES, 1),
+    ],
 )
 def test_one_is_a_list_of_one(one: Any) -> None:
     assert as_recordings(one) == [one]
@@ -44,7 +54,16 @@ def test_one_is_a_list_of_one(one: Any) -> None:
 
 @pytest.mark.parametrize(
     ("audio", "said"),
-    [(SAMPLES, "must come with their rate"), ([SAMPLES], "ndarray: must be a path"), ([3], "int")],
+    [
+        (SAMPLES, "must come with their rate"),
+        ([SAMPLES], "ndarray: must be a path"),
+        ([3], "int"),
+        (None, "NoneType: must be a path, a file's bytes or"),
+        (5, "int: must be a path"),
+        ({"array": SAMPLES, "sampling_rate": 8000}, "dict: must be a path"),
+        (io.BytesIO(b"RIFF"), r"BytesIO: must be .*; read\(\) gives a file's bytes"),
+        ((SAMPLES, "8000"), "ndarray: must be a path, a file's bytes or \\(samples, rate\\)"),
+    ],
 )
 def test_what_is_no_recording(audio: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
@@ -73,6 +92,12 @@ def test_a_recording_that_cannot_be_read(tmp_path: Path) -> None:
         list(read_ahead([tmp_path / "none.wav"], decoder, 16_000))
     with pytest.raises(RequestError, match="samples of shape"):
         list(read_ahead([(np.zeros(3, np.int16), 8000)], decoder, 16_000))
+    with pytest.raises(RequestError, match="samples of list that are no array"):
+        list(read_ahead([([[0.0], [0.0, 1.0]], 8000)], decoder, 16_000))
+    [clip] = read_ahead([(SAMPLES, np.int64(16_000))], decoder, 16_000)
+    assert len(clip.samples) == len(SAMPLES)
+    [clip] = read_ahead([bytearray(b"123")], decoder, 16_000)
+    assert len(clip.samples) == 3
     clips = read_ahead([b"1", b""], decoder, 16_000)
     assert len(next(clips).samples) == 1
     with pytest.raises(RequestError, match=r"^audio\[1\]: file '': no audio"):
@@ -102,6 +127,7 @@ def test_what_is_wanted() -> None:
     assert list(Wanted(task="transcribe").temperatures) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert list(Wanted(task="transcribe", temperature=0.3).temperatures) == [0.3]
     assert list(Wanted(task="transcribe", temperature=[0, 1]).temperatures) == [0, 1]
+    assert list(Wanted(task="transcribe", temperature=np.float32(0.5)).temperatures) == [0.5]
     timed, plain = FakeSpeech(word_timestamps=True), FakeSpeech(segment_timestamps=False)
     assert Wanted(task="transcribe").segments(timed)
     assert not Wanted(task="transcribe").segments(plain)
@@ -122,6 +148,13 @@ def test_what_is_wanted() -> None:
         ({"timestamps": ["line"]}, RequestError, "timestamp_granularities = "),
         ({"temperature": 1.5}, RequestError, "temperature = 1.5: must be 0 to 1"),
         ({"temperature": []}, RequestError, "one or several"),
+        ({"temperature": "0.5"}, RequestError, "temperature = '0.5': must be 0 to 1"),
+        ({"temperature": None}, RequestError, "temperature = None: must be 0 to 1"),
+        ({"temperature": True}, RequestError, "temperature = True: must be 0 to 1"),
+        ({"temperature": [0.0, None]}, RequestError, r"temperature = \[0.0, None\]: must be"),
+        ({"timestamps": 5}, RequestError, "timestamp_granularities = 5: must be of"),
+        ({"timestamps": [["word"]]}, RequestError, r"= \[\['word'\]\]: must be of"),
+        ({"prompt": None}, RequestError, "prompt = None: must be text"),
         ({"sampling": {"stop": "x"}}, TypeError, r"\['stop'\]: must be of top_p"),
     ],
 )

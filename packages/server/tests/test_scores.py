@@ -131,6 +131,7 @@ async def test_pairs(connect: Any, body: Any, scores: list[float]) -> None:
         ({"text_1": "a", "text_2": {"content": []}}, "text_2.content"),
         ({"text_1": "a" * 5000, "text_2": "a"}, "text_2"),
         ({"text_1": "a", "text_2": "b", "priority": 1}, "priority"),
+        ({"text_1": "a", "text_2": "b", "prompt_name": ["q"]}, "prompt_name"),
     ],
 )
 async def test_wrong_pairs(connect: Any, body: Any, param: str) -> None:

@@ -341,6 +341,8 @@ async def test_words_of_long_audio_are_aligned_some_clips_at_a_time(
         ({}, {"stream_include_usage": "true"}, "stream_include_usage", "only with stream"),
         ({}, {"response_format": "diarized_json"}, "response_format", "verbose_json"),
         ({}, {"temperature": "1.5"}, "temperature", "less than or equal to 1"),
+        ({}, {"temperature[]": ["0", "x"]}, "temperature[]", "temperature[]: Input should be a valid"),
+        ({}, {"timestamp_granularities[]": "words"}, "timestamp_granularities[]", "[]: Input should be"),
         ({}, {"model": ["ears", "ears"]}, "model", "sent twice"),
         ({}, {"include[]": "logprobs"}, "include[]", "not served"),
         ({}, {"headrace_xargs": "{"}, "headrace_xargs", "must be JSON"),
@@ -355,9 +357,14 @@ async def test_refusals(connect: Any, speech: Any, form: Any, param: str, messag
 
 
 async def test_sampling_fields_of_translations_are_refused(connect: Any) -> None:
-    answer = await post(connect(engine()), TRANSLATE, top_p="0.5")
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "top_p"
+    for name, value in (
+        ("top_p", "0.5"),
+        ("timestamp_granularities[]", "word"),
+        ("timestamp_granularities", "word"),
+    ):
+        answer = await post(connect(engine()), TRANSLATE, **{name: value})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name
 
 
 async def test_another_model_is_not_served(connect: Any) -> None:

@@ -51,7 +51,7 @@ def option(
         flag: command-line name if it differs from the field's (without dashes).
         human_int: the flag takes sizes such as ``1k`` (1000) and ``1K`` (1024).
         json_list: the flag of a list of texts takes words, or one JSON list.
-        short: a further, shorter flag, with its dash.
+        short: a further flag with its dashes: a shorter one, or an old name.
     """
     metadata: dict[str, Any] = {
         "help": help, "cost": cost, "flag": flag, "human_int": human_int, "json_list": json_list,
@@ -168,7 +168,7 @@ class ModelConfig:
         {}, "JSON: how hidden states are pooled; pooling_type (LAST, MEAN, CLS, ALL, STEP), "
         "normalize, dimensions, enable_chunked_processing, max_embed_len, use_activation, "
         "logit_bias, step_tag_id, returned_token_ids; from Python a PoolerConfig too. Default: the "
-        "checkpoint's own.",
+        "checkpoint's own. The second flag is its old name.", short="--override-pooler-config",
     )  # fmt: skip
     io_processor_plugin: str | None = option(
         None, "Plug-in that makes prompts of requests' data and answers of pooled results. "

@@ -95,8 +95,8 @@ class PoolerConfig:
             _check_whole(name, getattr(self, name), 1)
         _check_whole("step_tag_id", self.step_tag_id, 0)
         bias = self.logit_bias
-        if bias is not None and (isinstance(bias, bool) or not isinstance(bias, int | float)):
-            _refuse("logit_bias", bias, "a number")
+        if bias is not None and (type(bias) not in (int, float) or not -1e30 < bias < 1e30):
+            _refuse("logit_bias", bias, "a number that float32 holds")
         self._check_columns()
         for old in ("softmax", "activation"):
             if getattr(self, old) is not None:
@@ -334,7 +334,7 @@ class PoolingInfo:
         """
         if name is None:
             return self.prompts[self.default_prompt_name] if self.default_prompt_name else ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             _fail("prompt_name", name, f"one of {sorted(self.prompts)}" if self.prompts else
                   "left out: the checkpoint names no prompts")  # fmt: skip
         return self.prompts[name]

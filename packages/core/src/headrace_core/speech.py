@@ -129,7 +129,8 @@ class SupportsTranscription:
     @classmethod
     def validate_language(cls, language: str | None) -> str | None:
         """The language to use. Raises: RequestError listing the supported ones."""
-        if language is None or language in cls.supported_languages:
+        known = isinstance(language, str) and language in cls.supported_languages
+        if language is None or known:
             return language
         raise RequestError(
             f"language = {language!r}: must be one of {', '.join(sorted(cls.supported_languages))}",

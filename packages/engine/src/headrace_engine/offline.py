@@ -160,7 +160,12 @@ class OfflineEngine:
             EngineDead: the engine stopped.
         """
         if isinstance(params, PoolingParams):
-            job = Job(prompt, params, params.task or "", request_id, priority, add_special_tokens)
+            if params.task is None:
+                tasks = ", ".join(self.model.tasks)
+                raise RequestError(
+                    f"task = None: must be one of those that the model has: {tasks}", param="task"
+                )
+            job = Job(prompt, params, params.task, request_id, priority, add_special_tokens)
             self._add(self._pooling_request(job))
             return
         self._add(

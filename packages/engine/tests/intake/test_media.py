@@ -189,6 +189,11 @@ def test_the_prompt_of_an_output_is_the_decoders() -> None:
                 "decoder_prompt": heard("x", ONE)}, "decoder_prompt.multi_modal_data: no such"),
         (True, {"encoder_prompt": heard("", ONE), "zzz": 1}, "prompt.zzz: no such field"),
         (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": 3}, "must be text or a list"),
+        (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": np.array([97, 98])},
+         r"array\(\[97, 98\]\): must be text or a list of token ids; tolist\(\) makes one"),
+        (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": bytearray(b"ab")},
+         r"b'ab'\): must be text or a list of token ids$"),
+        (False, heard("~", (ONE, 16000, 1)), r"audio: tuple of what is no array .*; must be"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(encodes: bool, prompt: Any, message: str) -> None:

@@ -401,6 +401,14 @@ def test_pairs_in_one_prompt() -> None:
 
 
 @pytest.mark.spec("POOL-SCORE-TEMPLATE")
+def test_a_template_is_refused_where_texts_are_read_one_by_one() -> None:
+    with engine(make()) as llm:
+        with pytest.raises(UnsupportedFeature, match="chat_template: must be left out") as error:
+            llm.score(["ab"], ["xy"], PoolingParams(), chat_template="{{ messages[0].content }}")
+        assert error.value.param == "chat_template"
+
+
+@pytest.mark.spec("POOL-SCORE-TEMPLATE")
 def test_pairs_by_a_template() -> None:
     template = "Q:{{ messages[0].content }} D:{{ messages[1]['content'] }}{{ messages[1].role }}"
     made = make(causal=True, info={"scoring": "cross", "score_template": template})

@@ -179,7 +179,8 @@ class Parser(argparse.ArgumentParser):
             kwargs["choices"] = typing.get_args(kind)
         elif _is_mapping(kind):
             kwargs |= {"type": json_object, "metavar": "JSON"}
-            self._json_flags["--" + name.replace("_", "-")] = name
+            for flag in filter(None, ("--" + name.replace("_", "-"), option.metadata["short"])):
+                self._json_flags[flag] = name
         elif typing.get_origin(kind) in (tuple, list):
             item = typing.get_args(kind)[0]
             kwargs |= {"nargs": "+", "type": str if item is Any else item, "action": _Collect}
@@ -291,6 +292,12 @@ def default_of(option: dataclasses.Field[Any]) -> Any:
     if option.default_factory is not dataclasses.MISSING:
         return option.default_factory()
     return option.default
+
+
+def kind_of(hint: Any) -> Any:
+    """The type of an option's values besides None; ``Mapping`` of all mappings."""
+    kind = _plain(hint)
+    return Mapping if _is_mapping(kind) else kind
 
 
 def _plain(hint: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
-from headrace.pooling import as_tensor, chosen_task, score_inputs
+from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
 from headrace_core.beam import BeamSearchOutput, beam_search
 from headrace_core.engine import EngineStats, ServedModel
 from headrace_core.io_processor import answer
@@ -87,6 +87,7 @@ class AsyncLLM:
             UnsupportedFeature: the model does not have the task.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
+        pooling_params = for_all(completed(pooling_params))
         task = chosen_task(pooling_params, pooling_task)
         if task == "plugin":
             processor = self.engine.io_processor
@@ -113,7 +114,7 @@ class AsyncLLM:
         return await self.engine.score(
             score_inputs(data_1),
             score_inputs(data_2),
-            pooling_params or PoolingParams(),
+            for_all(completed(pooling_params)) or PoolingParams(),
             request_id,
             priority=priority,
             chat_template=chat_template,

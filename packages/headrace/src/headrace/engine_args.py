@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+import functools
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
-from headrace.arguments import Parser, default_of, flag_name, options_of
+from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
+from headrace_core.pooling import PoolerConfig
 
 SECTIONS: Mapping[str, str] = {
     "model": "ModelConfig",
@@ -120,6 +124,10 @@ class EngineArgs:
                 root[field] = _from_json(name, config, value)
                 continue
             section, option = ENGINE_OPTIONS[name]
+            kind = kind_of(_hint(section, option.name))
+            if value is None and kind is Mapping:
+                continue
+            _check_kind(name if section is None else f"{section}.{name}", kind, value)
             if isinstance(value, list):
                 value = tuple(value)
             (root if section is None else parts[section])[option.name] = value
@@ -128,6 +136,35 @@ class EngineArgs:
             return EngineConfig(**{s: classes[s](**kw) for s, kw in parts.items()}, **root)
         except TypeError as error:
             raise ConfigError(f"engine arguments: {error}") from error
+
+
+@functools.cache
+def _hint(section: str | None, name: str) -> Any:
+    config: Any = EngineConfig if section is None else dict(_section_classes())[section]
+    return typing.get_type_hints(config)[name]
+
+
+_ACCEPTED: Mapping[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("True or False", lambda value: isinstance(value, int) and value in (0, 1)),
+    int: ("a whole number", lambda value: isinstance(value, Integral) and _is_number(value)),
+    float: ("a number", lambda value: isinstance(value, Real) and _is_number(value)),
+    str: ("text", lambda value: not isinstance(value, Real | Mapping | list | tuple)),
+    Mapping: ("a mapping", lambda value: isinstance(value, Mapping | PoolerConfig)),
+}
+"""Kind of an option -> what it may be, in words and as a test. Text has further forms: paths, classes."""
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool)
+
+
+def _check_kind(name: str, kind: Any, value: Any) -> None:
+    accepted = _ACCEPTED.get(kind)
+    if accepted is None or value is None:  # the configuration's own affair
+        return
+    words, fits = accepted
+    if not fits(value):
+        raise ConfigError(f"{name} = {value!r:.200}: must be {words}", field=name)
 
 
 def _from_json(flag: str, config: type, value: Any) -> Any:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from headrace.assembly import default_sampling_params, front_end, starting
 from headrace.engine_args import EngineArgs
-from headrace.pooling import OfflinePooling, chosen_task, completed, for_all, score_inputs
+from headrace.pooling import (
+    OfflinePooling,
+    chosen_task,
+    completed,
+    for_all,
+    listed,
+    score_inputs,
+    tokenizing,
+)
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import (
@@ -336,8 +344,9 @@ class LLM:
             One output per prompt, in order; ``outputs.probs`` is a list of numbers.
         """
         _refuse_adapters(lora_request)
+        params = completed(pooling_params)
         pooling = self._pooling("LLM.classify", "classify")
-        return pooling.classify(as_prompts(prompts), pooling_params, use_tqdm)
+        return pooling.classify(as_prompts(prompts), params, use_tqdm)
 
     def reward(
         self,
@@ -377,7 +386,7 @@ class LLM:
             data_1, data_2: one text each, one and many, or equally many.
             chat_template: makes the prompt of a pair, for models that read both texts in one; gets
                 two ``messages``, of the roles ``query`` and ``document``. Models that embed each text
-                by itself have no use for it.
+                by itself refuse it.
             pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
 
         Returns:
@@ -425,18 +434,10 @@ class LLM:
         Raises: as :meth:`embed`.
         """
         _refuse_adapters(lora_request)
-        options = dict(tokenization_kwargs or {})
-        keep = options.pop("truncate_prompt_tokens", truncate_prompt_tokens)
-        special = options.pop("add_special_tokens", None)
-        if options:
-            raise RequestError(
-                f"tokenization_kwargs: {sorted(options)} cannot be served; must be of "
-                "add_special_tokens, truncate_prompt_tokens",
-                param="tokenization_kwargs",
-            )
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         self._pooling("LLM.encode", None)
-        task = chosen_task(pooling_params, pooling_task)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
+        task = chosen_task(params, pooling_task)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
             return pooling.plugin(prompts, for_all(params), use_tqdm)
@@ -609,10 +610,14 @@ class LLM:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of integers is one prompt."""
+    """One prompt or many, as a list: a list of integers is one prompt.
+
+    Raises:
+        RequestError: it is neither.
+    """
     if isinstance(prompts, (str, Mapping, ChatPrompt)):
         return [cast("Prompt", prompts)]
-    several = list(prompts)
+    several = listed("prompts", prompts)
     if several and isinstance(several[0], int):
         return [cast("Prompt", several)]
     return cast("list[Prompt]", several)

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.assembly import front_end, starting
 from headrace.engine_args import EngineArgs
 from headrace.pooling import as_tensor
+from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
@@ -46,6 +47,12 @@ class LLMEngine:
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.
         """
+        if not isinstance(params, SamplingParams | PoolingParams):
+            raise RequestError(
+                f"params = {params!r:.100}: must be SamplingParams, or PoolingParams for a model that "
+                "pools",
+                param="params",
+            )
         self._engine.add_request(request_id, prompt, params, priority=priority)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -150,7 +150,12 @@ def as_tensor(data: PackedArray) -> Tensor:
 def completed(
     params: Params, *, truncate_prompt_tokens: int | None = None, prompt_name: str | None = None
 ) -> Params:
-    """The parameters with those of the call's arguments that are given."""
+    """The parameters with those of the call's arguments that are given.
+
+    Raises:
+        RequestError: they are no :class:`PoolingParams`, nor a list of them, nor None.
+    """
+    _check_params(params)
     named = {"truncate_prompt_tokens": truncate_prompt_tokens, "prompt_name": prompt_name}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     if not given:
@@ -158,6 +163,23 @@ def completed(
     if params is None or isinstance(params, PoolingParams):
         return replace(params.clone() if params else PoolingParams(), **given)
     return [replace(one.clone(), **given) for one in params]
+
+
+def _check_params(params: object) -> None:
+    if params is None or isinstance(params, PoolingParams):
+        return
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(
+            f"pooling_params = {params!r:.100}: must be a PoolingParams, a list with one for each "
+            "prompt, or None",
+            param="pooling_params",
+        )
+    for index, one in enumerate(params):
+        if not isinstance(one, PoolingParams):
+            raise RequestError(
+                f"pooling_params[{index}] = {one!r:.100}: must be a PoolingParams",
+                param="pooling_params",
+            )
 
 
 def for_all(params: Params) -> PoolingParams | None:
@@ -201,11 +223,65 @@ def chosen_task(params: Params, pooling_task: str | None) -> str:
     return task
 
 
+def tokenizing(
+    options: Mapping[str, Any] | None, truncate_prompt_tokens: int | None
+) -> tuple[int | None, bool | None]:
+    """How texts are tokenized: the tokens that are kept, and whether special ones are added.
+
+    Args:
+        options: ``tokenization_kwargs`` of a call, which win.
+        truncate_prompt_tokens: its argument of that name.
+
+    Raises:
+        RequestError: an option is unknown, or its value wrong.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise _refused_tokenizing("", options, "a mapping of names to values")
+    given = {"truncate_prompt_tokens": truncate_prompt_tokens, "add_special_tokens": None}
+    given |= options or {}
+    keep, special = given.pop("truncate_prompt_tokens"), given.pop("add_special_tokens")
+    if given:
+        raise RequestError(
+            f"tokenization_kwargs: {sorted(map(str, given))} cannot be served; must be of "
+            "add_special_tokens, truncate_prompt_tokens",
+            param="tokenization_kwargs",
+        )
+    if special is not None and not isinstance(special, bool):
+        raise _refused_tokenizing(".add_special_tokens", special, "True, False or None")
+    return keep, special
+
+
+def _refused_tokenizing(name: str, value: object, accepted: str) -> RequestError:
+    return RequestError(
+        f"tokenization_kwargs{name} = {value!r:.100}: must be {accepted}",
+        param="tokenization_kwargs",
+    )
+
+
 def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
-    """One side of pairs as a list."""
+    """One side of pairs as a list.
+
+    Raises:
+        RequestError: it is neither one nor several.
+    """
     if isinstance(data, (str, Mapping)):
         return [data]
-    return list(data)
+    return listed("data", data)
+
+
+def listed(name: str, given: Any) -> list[Any]:
+    """Several prompts as a list; bytes are none, though they are a sequence of integers.
+
+    Raises:
+        RequestError: there are not several.
+    """
+    if not isinstance(given, Iterable) or isinstance(given, bytes | bytearray | memoryview):
+        raise RequestError(
+            f"{name} = {given!r:.100}: must be text, token ids, a dictionary with 'prompt' or "
+            "'prompt_token_ids', or a list of such",
+            param=name,
+        )
+    return list(given)
 
 
 def _numbers(output: PoolingRequestOutput[PoolingOutput]) -> list[float]:

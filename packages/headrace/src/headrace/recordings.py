@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import RequestError
@@ -14,7 +15,7 @@ from headrace_core.speech import AudioClip
 if TYPE_CHECKING:
     from headrace_multimodal.audio.decoding import AudioDecoder
 
-Recording = str | os.PathLike[str] | bytes | tuple[Any, float]
+Recording = str | os.PathLike[str] | bytes | bytearray | memoryview | tuple[Any, float]
 """A file's path, a file's bytes, or (samples, samples a second): [n] or [channels, n] floats, -1..1."""
 
 
@@ -22,7 +23,7 @@ def as_recordings(audio: Recording | Sequence[Recording]) -> list[Recording]:
     """One recording or many, as a list.
 
     Raises:
-        RequestError: samples without their rate.
+        RequestError: samples without their rate, or what is no recording.
     """
     if _is_one(audio):
         return [audio]  # type: ignore[list-item]
@@ -30,20 +31,27 @@ def as_recordings(audio: Recording | Sequence[Recording]) -> list[Recording]:
         raise RequestError(
             "audio: samples must come with their rate, as (samples, rate)", param="audio"
         )
-    every: list[Any] = list(audio)  # type: ignore[arg-type]
+    if not isinstance(audio, Iterable) or isinstance(audio, Mapping) or hasattr(audio, "read"):
+        raise _refused(audio)
+    every: list[Any] = list(audio)
     for one in every:
         if not _is_one(one):
-            raise RequestError(
-                f"audio = {type(one).__name__}: must be a path, a file's bytes or (samples, rate)",
-                param="audio",
-            )
+            raise _refused(one)
     return every
 
 
 def _is_one(audio: object) -> bool:
     if isinstance(audio, tuple):
-        return len(audio) == 2 and isinstance(audio[1], int | float)
-    return isinstance(audio, str | bytes | os.PathLike)
+        return len(audio) == 2 and isinstance(audio[1], Real)
+    return isinstance(audio, str | bytes | bytearray | memoryview | os.PathLike)
+
+
+def _refused(audio: object) -> RequestError:
+    hint = "; read() gives a file's bytes" if hasattr(audio, "read") else ""
+    return RequestError(
+        f"audio = {type(audio).__name__}: must be a path, a file's bytes or (samples, rate){hint}",
+        param="audio",
+    )
 
 
 def read_ahead(
@@ -79,15 +87,17 @@ def read_ahead(
 def _read(recording: Recording, decoder: AudioDecoder, sample_rate: int) -> AudioClip:
     if isinstance(recording, tuple):
         return _resampled(*recording, sample_rate)
-    if isinstance(recording, bytes):
-        return decoder.decode_now(recording, name="", sample_rate=sample_rate)
+    if isinstance(recording, bytes | bytearray | memoryview):
+        return decoder.decode_now(bytes(recording), name="", sample_rate=sample_rate)
     with open(recording, "rb") as file:
         data = file.read()
     return decoder.decode_now(data, name=os.fspath(recording), sample_rate=sample_rate)
 
 
-def _resampled(samples: Any, rate: float, sample_rate: int) -> AudioClip:
+def _resampled(samples: Any, rate: Any, sample_rate: int) -> AudioClip:
     from headrace_multimodal.audio.waveform import SAMPLE_RATE, samples_of
 
+    if not isinstance(rate, int | float):
+        rate = float(rate)  # numpy's
     item = MediaItem("audio", samples, content_hash="", metadata={SAMPLE_RATE: rate})
     return AudioClip(samples_of(item, sample_rate), sample_rate)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from headrace.progress import AudioBar, audio_bar
@@ -57,13 +58,18 @@ class Wanted:
         unknown = sorted(set(self.sampling) - set(SAMPLING))
         if unknown:
             raise TypeError(f"unknown arguments {unknown}: must be of {', '.join(SAMPLING)}")
+        if not isinstance(self.prompt, str):
+            raise RequestError(f"prompt = {self.prompt!r:.100}: must be text", param="prompt")
         given = self.timestamps
-        if given is not None and (isinstance(given, str) or set(given) - {"segment", "word"}):
+        known = isinstance(given, Collection) and all(one in ("segment", "word") for one in given)
+        if given is not None and (isinstance(given, str) or not known):
             raise RequestError(
                 f"timestamp_granularities = {given!r}: must be of ['segment', 'word']",
                 param="timestamp_granularities",
             )
-        if not self.temperatures or not all(0 <= t <= 1 for t in self.temperatures):
+        several = isinstance(self.temperature, Iterable)
+        tried = list(self.temperature) if several else [self.temperature]  # type: ignore[arg-type]
+        if not tried or not all(_is_temperature(one) for one in tried):
             raise RequestError(
                 f"temperature = {self.temperature!r}: must be 0 to 1, one or several",
                 param="temperature",
@@ -72,9 +78,9 @@ class Wanted:
     @property
     def temperatures(self) -> Sequence[float]:
         """In the order in which they are tried."""
-        if isinstance(self.temperature, int | float):
-            return [self.temperature] if self.temperature else LADDER
-        return list(self.temperature)
+        if isinstance(self.temperature, Iterable):
+            return [float(one) for one in self.temperature]
+        return [float(self.temperature)] if self.temperature else LADDER
 
     def segments(self, speech: SpeechModel) -> bool:
         """Whether the model is asked for times. Raises: UnsupportedFeature, it has none."""
@@ -96,6 +102,10 @@ class Wanted:
                 param="timestamp_granularities",
             )
         return wanted
+
+
+def _is_temperature(given: Any) -> bool:
+    return not isinstance(given, bool) and isinstance(given, Real) and 0 <= float(given) <= 1
 
 
 @dataclass

@@ -214,12 +214,13 @@ def _validation(problems: Sequence[Any]) -> Answer:
 
 
 def _field_path(location: Sequence[str | int]) -> str | None:
-    """``messages[0].content`` from pydantic's location; names of union members are left out."""
+    """``messages[0].content`` from pydantic's location; names of union members are left out. A form's
+    field that may be sent several times, ``temperature[]``, is named as it is sent."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in _UNION_MEMBERS:
+            path += "" if path.endswith("[]") else f"[{part}]"
+        elif part.removesuffix("[]").isidentifier() and part not in _UNION_MEMBERS:
             path += f".{part}" if path else part
     return path or None
 

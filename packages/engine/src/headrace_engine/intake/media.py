@@ -156,7 +156,18 @@ class MediaReader:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
                 raise _refused(f"{FIELD}.audio", rate, "(waveform, samples a second)")
             metadata["sample_rate"] = rate
-        samples = np.asarray(given)
+        try:
+            samples = np.asarray(given)
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # ragged, or a tensor that it cannot read
+            raise RequestError(
+                f"{FIELD}.audio: {type(given).__name__} of what is no array ({error}); must be a "
+                "waveform, or (waveform, samples a second)",
+                param=f"{FIELD}.audio",
+            ) from error
         if samples.dtype.kind != "f" or samples.ndim not in (1, 2) or not samples.size:
             raise RequestError(
                 f"{FIELD}.audio: an array of shape {list(samples.shape)} and dtype {samples.dtype}; "

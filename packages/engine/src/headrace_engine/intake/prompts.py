@@ -196,7 +196,11 @@ class PromptReader:
         if data is None:
             raise RequestError(f"encoder_prompt.{MEDIA_FIELD}: must be given", param=MEDIA_FIELD)
         start = self._media.decoder_start_token_id
-        if start is not None and not given.get("prompt") and not given.get("prompt_token_ids"):
+        if (
+            start is not None
+            and _is_empty(given.get("prompt_token_ids"))
+            and not given.get("prompt")
+        ):
             given = {**given, "prompt_token_ids": [start]}
         text: Any = given
         tokens = self.read(text, add_special_tokens)
@@ -253,12 +257,18 @@ class PromptReader:
         return self._renderer
 
     def _checked_ids(self, param: str, ids: object) -> list[int]:
-        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
+        if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
+            hint = "; tolist() makes one of an array" if hasattr(ids, "tolist") else ""
             raise RequestError(
-                f"{param} = {ids!r:.100}: must be text or a list of token ids", param=param
+                f"{param} = {ids!r:.100}: must be text or a list of token ids{hint}", param=param
             )
         check_ids(param, ids, self._vocab_size)
         return list(ids)
+
+
+def _is_empty(ids: object) -> bool:
+    """Whether a prompt says nothing: an array has no truth value, and is refused by name later."""
+    return ids is None or (isinstance(ids, Sequence) and not ids)
 
 
 def _types(types: object) -> list[int]:

@@ -98,14 +98,19 @@ class ScorePlanner:
         """What must be pooled.
 
         Args:
-            chat_template: of pairs; models that read texts one by one have no use for it.
+            chat_template: of pairs; only for models that read both texts in one prompt.
 
         Raises:
-            UnsupportedFeature: the model scores nothing.
+            UnsupportedFeature: the model scores nothing, or has no use for a template.
             RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), or the
                 template fails.
         """
         info = self._scoring_info()
+        if chat_template is not None and info.scoring != "cross":
+            raise UnsupportedFeature(
+                "chat_template: must be left out: the model reads each text by itself",
+                param="chat_template",
+            )
         pairs = pair_up(data_1, data_2)
 
         def job(prompt: PoolingPrompt, task: str, index: int) -> Job:

@@ -39,7 +39,17 @@ def mono(data: Any) -> Float:
     Raises:
         RequestError: another shape or dtype, no samples, or one that is not finite.
     """
-    samples = np.asarray(data)
+    try:
+        samples = np.asarray(data)
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # ragged, or a tensor that it cannot read
+        raise _wrong(
+            f"samples of {type(data).__name__} that are no array ({error}): must be [samples] or "
+            "[channels, samples] of floats from -1 to 1"
+        ) from error
     if samples.dtype.kind not in "f" or samples.ndim not in (1, 2) or samples.size == 0:
         raise _wrong(
             f"samples of shape {list(samples.shape)}, {samples.dtype}: must be [samples] or "

@@ -105,8 +105,8 @@ class WireFields(BaseModel):
     endianness: Endianness = Field("native", description="Not with encoding_format float.")
 
 
-class EmbedFields(WireFields):
-    """What makes a vector."""
+class VectorFields(BaseModel):
+    """What makes a vector, also where it is only compared with others."""
 
     dimensions: Annotated[int, Field(lt=2**31)] | None = Field(
         None,
@@ -118,6 +118,11 @@ class EmbedFields(WireFields):
         description="Put this prompt of the checkpoint's before each text (Sentence Transformers' "
         "prompts); null: its default one, if it has any.",
     )
+
+
+class EmbedFields(VectorFields, WireFields):
+    """A vector, and how it is sent."""
+
     sparse: bool = Field(
         False,
         description="With encoding_format float, for models with an entry for each token of the "
@@ -235,7 +240,7 @@ SideField = Annotated[
 ]
 
 
-class ScoreRequest(ActivationFields, PoolingBody):
+class ScoreRequest(ActivationFields, VectorFields, PoolingBody):
     """How well pairs of texts fit: one with one, one with each of several, or each with its own."""
 
     text_1: SideField | None = Field(None, description="Required, by this name or as queries.")
@@ -258,7 +263,7 @@ Document = Annotated[
 ]
 
 
-class RerankRequest(ActivationFields, PoolingBody):
+class RerankRequest(ActivationFields, VectorFields, PoolingBody):
     """Documents by how well they fit a query. The fields are Jina's and Cohere's."""
 
     query: Annotated[

@@ -87,7 +87,8 @@ class TranslationRequest(SpeechRequest):
         **SpeechRequest.refused,
         **dict.fromkeys(
             ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
-             "presence_penalty", "timestamp_granularities[]", "headrace_xargs", "vllm_xargs"),
+             "presence_penalty", "timestamp_granularities[]", "timestamp_granularities",
+             "headrace_xargs", "vllm_xargs"),
             _SAMPLING,
         ),
     }  # fmt: skip
