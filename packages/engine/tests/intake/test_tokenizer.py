@@ -75,7 +75,7 @@ def test_others_run_while_a_long_text_is_tokenized(pair: bool) -> None:
         time.sleep(0.001)
         turns += 1
     thread.join()
-    assert turns > 20
+    assert turns > 8, "it holds the lock: then there are two or three"
 
 
 class TestMetaspace(TokenizerConformance):
