@@ -17,6 +17,7 @@ from pooling_checkpoints import bert, qwen3, states, text
 
 from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, PoolingParams, SamplingParams
 from headrace_core.errors import RequestError
+from headrace_kernels.cpu.graph import NativeStepGraph
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "num_threads": 1, "block_size": 8, "kv_cache_memory_bytes": 16 << 20,
@@ -119,14 +120,15 @@ def test_steps_in_parts_give_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two threads divide full steps; one thread computes them whole."""
-    graph = pytest.importorskip("headrace_kernels.cpu.graph").NativeStepGraph
     bert(tmp_path) if labels is None else bert(tmp_path, labels=labels)
     texts = [text(3 + 29 * i % 71, i) for i in range(70)]
-    whole, divided = graph.replay, graph.replay_parts
+    whole, divided = NativeStepGraph.replay, NativeStepGraph.replay_parts
     ways: list[int] = []
-    monkeypatch.setattr(graph, "replay", lambda *args: ways.append(1) or whole(*args))
+    monkeypatch.setattr(NativeStepGraph, "replay", lambda *args: ways.append(1) or whole(*args))
     monkeypatch.setattr(
-        graph, "replay_parts", lambda *args: ways.append(len(args[2]) - 1) or divided(*args)
+        NativeStepGraph,
+        "replay_parts",
+        lambda *args: ways.append(len(args[2]) - 1) or divided(*args),
     )
     found = []
     for threads in (1, 2):

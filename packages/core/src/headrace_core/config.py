@@ -40,7 +40,7 @@ def option(
     flag: str = "",
     human_int: bool = False,
     json_list: bool = False,
-    short: str = "",
+    other_flag: str = "",
 ) -> Any:
     """A config field.
 
@@ -51,11 +51,11 @@ def option(
         flag: command-line name if it differs from the field's (without dashes).
         human_int: the flag takes sizes such as ``1k`` (1000) and ``1K`` (1024).
         json_list: the flag of a list of texts takes words, or one JSON list.
-        short: a further flag with its dashes: a shorter one, or an old name.
+        other_flag: a further one, with its dashes: a shorter one, or an old name.
     """
     metadata: dict[str, Any] = {
         "help": help, "cost": cost, "flag": flag, "human_int": human_int, "json_list": json_list,
-        "short": short,
+        "other_flag": other_flag,
     }  # fmt: skip
     if isinstance(default, (list, dict)):
         copied = default
@@ -168,7 +168,7 @@ class ModelConfig:
         {}, "JSON: how hidden states are pooled; pooling_type (LAST, MEAN, CLS, ALL, STEP), "
         "normalize, dimensions, enable_chunked_processing, max_embed_len, use_activation, "
         "logit_bias, step_tag_id, returned_token_ids; from Python a PoolerConfig too. Default: the "
-        "checkpoint's own. The second flag is its old name.", short="--override-pooler-config",
+        "checkpoint's own. The second flag is its old name.", other_flag="--override-pooler-config",
     )  # fmt: skip
     io_processor_plugin: str | None = option(
         None, "Plug-in that makes prompts of requests' data and answers of pooled results. "

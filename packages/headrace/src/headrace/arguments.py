@@ -179,7 +179,9 @@ class Parser(argparse.ArgumentParser):
             kwargs["choices"] = typing.get_args(kind)
         elif _is_mapping(kind):
             kwargs |= {"type": json_object, "metavar": "JSON"}
-            for flag in filter(None, ("--" + name.replace("_", "-"), option.metadata["short"])):
+            for flag in filter(
+                None, ("--" + name.replace("_", "-"), option.metadata["other_flag"])
+            ):
                 self._json_flags[flag] = name
         elif typing.get_origin(kind) in (tuple, list):
             item = typing.get_args(kind)[0]
@@ -190,7 +192,7 @@ class Parser(argparse.ArgumentParser):
             kwargs |= {"type": human_int, "metavar": "SIZE"}
         else:
             kwargs["type"] = kind
-        flags = ["--" + name.replace("_", "-"), option.metadata.get("short")]
+        flags = ["--" + name.replace("_", "-"), option.metadata.get("other_flag")]
         group.add_argument(*filter(None, flags), **kwargs)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -50,7 +50,9 @@ class AtLevel(CPUProvider):
         return native_ops(kernels)
 
 
-class TestNative(StepGraphConformance):
+class EveryLevel:
+    """A conformance suite on each instruction set that this machine has."""
+
     @pytest.fixture(params=library.ISA_LEVELS)
     def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
         if request.param not in library.levels():
@@ -58,28 +60,16 @@ class TestNative(StepGraphConformance):
         return AtLevel(request.param)
 
 
-class TestNativeEncoders(EncoderStepConformance):
-    @pytest.fixture(params=library.ISA_LEVELS)
-    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
-        if request.param not in library.levels():
-            pytest.skip(f"this machine has no {request.param}")
-        return AtLevel(request.param)
+class TestNative(EveryLevel, StepGraphConformance): ...
 
 
-class TestNativeStates(StateStepConformance):
-    @pytest.fixture(params=library.ISA_LEVELS)
-    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
-        if request.param not in library.levels():
-            pytest.skip(f"this machine has no {request.param}")
-        return AtLevel(request.param)
+class TestNativeEncoders(EveryLevel, EncoderStepConformance): ...
 
 
-class TestNativeParts(PartsConformance):
-    @pytest.fixture(params=library.ISA_LEVELS)
-    def provider(self, request: pytest.FixtureRequest) -> KernelProvider:
-        if request.param not in library.levels():
-            pytest.skip(f"this machine has no {request.param}")
-        return AtLevel(request.param)
+class TestNativeStates(EveryLevel, StateStepConformance): ...
+
+
+class TestNativeParts(EveryLevel, PartsConformance): ...
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ class ServerSettings:
         1, "HTTP processes that share the port, in front of one engine in a process of its own: for "
         "many cores and many streams.",
         cost="a process of some 150 MB each; no stored responses; limits of queue and connections "
-        "are split evenly", short="-asc",
+        "are split evenly", other_flag="-asc",
     )  # fmt: skip
     drain_timeout: float = option(
         15.0, "Seconds that running requests get to finish after SIGTERM or SIGINT."

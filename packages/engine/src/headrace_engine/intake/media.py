@@ -158,11 +158,8 @@ class MediaReader:
             metadata["sample_rate"] = rate
         try:
             samples = np.asarray(given)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ) as error:  # ragged, or a tensor that it cannot read
+        except (TypeError, ValueError, RuntimeError) as error:
+            # Ragged lists, or a tensor that numpy cannot read.
             raise RequestError(
                 f"{FIELD}.audio: {type(given).__name__} of what is no array ({error}); must be a "
                 "waveform, or (waveform, samples a second)",

@@ -41,11 +41,8 @@ def mono(data: Any) -> Float:
     """
     try:
         samples = np.asarray(data)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ragged, or a tensor that it cannot read
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Ragged lists, or a tensor that numpy cannot read.
         raise _wrong(
             f"samples of {type(data).__name__} that are no array ({error}): must be [samples] or "
             "[channels, samples] of floats from -1 to 1"
