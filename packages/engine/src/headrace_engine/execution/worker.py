@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from headrace_core.batch import ForwardBatch, GroupBatch
 from headrace_core.config import ProfilerConfig
 from headrace_core.errors import ConfigError, ModelError, UnsupportedFeature
 from headrace_core.executor import MemoryProfile
-from headrace_core.kv import NULL_BLOCK, PAD_SLOT, CacheSpec, KVCacheConfig
+from headrace_core.kv import CacheSpec, KVCacheConfig
 from headrace_core.kv_scales import ScaleConstants
 from headrace_core.logits_processor import LogitsProcessor
 from headrace_core.modality import MediaInput
@@ -23,8 +20,6 @@ from headrace_core.model import (
     AttentionLayer,
     CausalLM,
     StateLayer,
-    SupportsEncoderDecoder,
-    SupportsMultiModal,
     SupportsPooling,
     SupportsRecurrence,
     takes_prompt_embeds,
@@ -44,29 +39,26 @@ from headrace_engine.execution.cache import (
     unbind,
 )
 from headrace_engine.execution.capture import Capture, capture_steps
+from headrace_engine.execution.dummy import DummySteps
 from headrace_engine.execution.kv_scales import (
     measure_kv_scales,
     measuring_batch,
     one_byte_layers,
 )
+from headrace_engine.execution.largest import LargestStep
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
-from headrace_engine.execution.media import embed, encode
-from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows, pool_once
+from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows
 from headrace_engine.execution.populate import WHOLE, CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler
-from headrace_engine.sampling.state import warm_up_batch
 from headrace_engine.structured.matching import ConstraintMaker
 from headrace_engine.structured.store import GrammarStore
 
 logger = logging.getLogger(__name__)
 
-PROFILE_TOKENS, PROFILE_SEQS = 256, 16
-"""On a CPU the largest step is measured whole up to these sizes, beyond them from steps of these
-sizes: prompts of so many tokens cost each token the same, and seconds of a start are saved."""
 WARM_UP_SEQS = 16
 """Requests of the largest warm-up step on a CPU, where nothing is compiled or sized for more."""
 
@@ -210,7 +202,7 @@ class ModelWorker:
     def profile(self) -> MemoryProfile:
         """Measure the largest step without a cache, its sampling included.
 
-        On a CPU it is run only if it is small (:data:`PROFILE_TOKENS`, :data:`PROFILE_SEQS`); a
+        On a CPU it is run only if it is small (:mod:`~headrace_engine.execution.largest`); a
         larger one is reckoned from one prompt of that length, for what grows with the tokens, and
         one step of that many requests, for what grows with the rows that are sampled.
 
@@ -222,16 +214,11 @@ class ModelWorker:
         ``available``: free before loading. ``step_seconds``: the same step's time.
         Where requests bring media, what the most of them that a step can hold take is added to both.
         """
-        self._loaded()
         tokens, seqs = self._max_num_batched_tokens, self._max_num_seqs
-        # A small step settles thread pools and allocators.
-        self._run_dummy(min(tokens, 64), min(seqs, 2))
-        small = tokens <= PROFILE_TOKENS and seqs <= PROFILE_SEQS
-        if small or self._device.type != "cpu":
-            activations, seconds = self._measure_dummy(tokens, seqs)
-        else:
-            activations, seconds = self._reckon_largest(tokens, seqs)
-        media, media_seconds = self._measure_media()
+        largest = LargestStep(self._dummy_steps(), self._meter, tokens, seqs)
+        activations, seconds = largest.measure(whole=self._device.type != "cpu")
+        items = self._largest_media() if self._largest_media is not None else ()
+        media, media_seconds = largest.measure_media(items)
         self._meter.trim()
         logits = 0 if self._pooling is not None else 4 * self._vocab_size * min(seqs, tokens)
         activations = max(activations, logits)
@@ -240,49 +227,6 @@ class ModelWorker:
         return MemoryProfile(
             self._weights, self._activations, self._available, seconds + media_seconds
         )
-
-    def _measure_dummy(self, num_tokens: int, num_seqs: int) -> tuple[int, float]:
-        """Bytes that a step adds at its peak, and its seconds."""
-        begin = time.perf_counter()
-        with self._meter.peak() as peak:
-            self._run_dummy(num_tokens, num_seqs)
-        return peak.bytes, time.perf_counter() - begin
-
-    def _reckon_largest(self, tokens: int, seqs: int) -> tuple[int, float]:
-        """As :meth:`_measure_dummy` for the largest step, from smaller ones."""
-        length, rows = min(tokens, PROFILE_TOKENS), min(seqs, tokens, PROFILE_SEQS)
-        prompt = self._measure_dummy(length, 1)
-        sampled = self._measure_dummy(rows, rows)
-        by_token, by_row = tokens / length, min(seqs, tokens) / rows
-        bytes_, seconds = (p * by_token + s * by_row for p, s in zip(prompt, sampled))
-        return int(bytes_), seconds
-
-    def _measure_media(self) -> tuple[int, float]:
-        """Bytes and seconds of encoding or embedding as many items as one step may hold.
-
-        The largest item is measured alone: several take so many times as much.
-        """
-        if self._largest_media is None:
-            return 0, 0.0
-        bytes_, seconds = 0, 0.0
-        for item in self._largest_media():
-            begin = time.perf_counter()
-            with self._meter.peak() as peak:
-                self._run_media(item)
-            # A step begins no further item once it holds its budget's worth, and may cut one.
-            count = 1 + self._max_num_batched_tokens // max(1, item.num_tokens)
-            bytes_ = max(bytes_, count * peak.bytes)
-            seconds = max(seconds, count * (time.perf_counter() - begin))
-        return bytes_, seconds
-
-    def _run_media(self, item: MediaInput) -> None:
-        model = self._loaded()
-        if isinstance(model, SupportsEncoderDecoder):
-            batch = _dummy_batch(1, 1, self._cache, self._device)
-            states = encode(model, [item], self._device)
-            model.forward(dataclasses.replace(batch, encoder_states=states))
-        elif isinstance(model, SupportsMultiModal):
-            embed(model, [item], self._device)
 
     def _captured_bytes(self, activations: int, logits: int) -> int:
         """What captured steps will hold besides: their share of the largest step's activations,
@@ -326,10 +270,11 @@ class ModelWorker:
         if self._kv_scales is not None:  # first: recordings hold scales as constants
             self._measure_kv_scales(self._kv_scales)
         prompt = self._ready().block_size or WARM_UP_SEQS
-        self._run_dummy(1, 1)
+        dummy = self._dummy_steps()
+        dummy.run(1, 1)
         many = min(seqs, WARM_UP_SEQS) if self._device.type == "cpu" else seqs
-        self._run_dummy(min(many, tokens), many)
-        self._run_dummy(min(prompt, tokens), 1)
+        dummy.run(min(many, tokens), many)
+        dummy.run(min(prompt, tokens), 1)
         if self._capture is not None:
             runner, cache, all_rows, parts = self._ready(), self._cache, False, False
             assert cache is not None
@@ -461,25 +406,18 @@ class ModelWorker:
         )
         clear_blocks(self._buffers, self._layers, cache, blocks)
 
-    def _run_dummy(self, num_tokens: int, num_seqs: int) -> None:
-        """A step of that many tokens, spread over that many requests (more if they would be longer
-        than the context); sampled or pooled, remembered nowhere."""
-        model = self._loaded()
-        # No real step is larger, and no position beyond the context exists in a learned table.
-        longest = self._max_model_len
-        num_tokens = min(num_tokens, self._max_num_seqs * longest)
-        num_seqs = max(min(num_seqs, num_tokens), -(-num_tokens // longest))
-        batch = _dummy_batch(num_tokens, num_seqs, self._cache, self._device)
-        if self._takes_token_types:
-            batch = dataclasses.replace(batch, token_type_ids=torch.zeros_like(batch.input_ids))
-        if self._runner is not None:
-            batch = self._runner.with_metadata(batch)
-        if self._pooling is not None:
-            assert isinstance(model, SupportsPooling)
-            pool_once(model, batch, self._pooling)
-            return
-        logits = model.compute_logits(model.forward(batch))
-        self._sampler(logits, warm_up_batch(batch.num_seqs))
+    def _dummy_steps(self) -> DummySteps:
+        """On the model as it is now, with its cache if it has one."""
+        return DummySteps(
+            self._loaded(),
+            sampler=self._sampler,
+            pooling=self._pooling,
+            max_num_seqs=self._max_num_seqs,
+            max_model_len=self._max_model_len,
+            device=self._device,
+            cache=self._cache,
+            runner=self._runner,
+        )
 
     @property
     def _takes_token_types(self) -> bool:
@@ -495,52 +433,6 @@ class ModelWorker:
         if self._runner is None:
             raise ModelError("the worker has no cache: allocate_cache() has not been called")
         return self._runner
-
-
-def _dummy_batch(
-    num_tokens: int, num_seqs: int, cache: KVCacheConfig | None, device: torch.device
-) -> ForwardBatch:
-    """Tokens 0 over requests of nearly equal length, each with one encoder state if there are any; all
-    block tables, and the states that are left, point at the null block."""
-    base, longer = divmod(num_tokens, num_seqs)
-    lengths = torch.full((num_seqs,), base, dtype=torch.int32)
-    lengths[:longer] += 1
-    ends = torch.cumsum(lengths, 0, dtype=torch.int32)
-    starts = torch.repeat_interleave(ends - lengths, lengths)
-    longest = base + (1 if longer else 0)
-    groups: tuple[GroupBatch, ...] = ()
-    if cache is not None and cache.groups:
-        num_blocks = -(-longest // cache.block_size)
-        group = GroupBatch(
-            block_table=torch.zeros(num_seqs, num_blocks, dtype=torch.int32, device=device),
-            slot_mapping=torch.full((num_tokens,), PAD_SLOT, dtype=torch.int64, device=device),
-        )
-        cross = GroupBatch(
-            block_table=torch.zeros(num_seqs, 1, dtype=torch.int32, device=device),
-            slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
-            seq_lens=torch.ones(num_seqs, dtype=torch.int32, device=device),
-            max_seqlen_k=1,
-        )
-        states = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-        recurrent = GroupBatch(
-            block_table=torch.zeros(num_seqs, 0, dtype=torch.int32, device=device),
-            slot_mapping=torch.zeros(0, dtype=torch.int64, device=device),
-            state_in=states - 1,
-            state_out=states + NULL_BLOCK,
-        )
-        special = dict.fromkeys(cross_groups(cache), cross)
-        special |= dict.fromkeys(state_groups(cache), recurrent)
-        groups = tuple(special.get(g, group) for g in range(len(cache.groups)))
-    return ForwardBatch(
-        input_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
-        positions=(torch.arange(num_tokens) - starts).to(device),
-        cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), ends]).to(device),
-        seq_lens=lengths.to(device),
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        groups=groups,
-        logits_rows=(ends.long() - 1).to(device),
-    )
 
 
 def _parameter_bytes(model: CausalLM) -> int:
