@@ -200,6 +200,20 @@ class TestMiniCPM(RelaidGranite):
             del tensors["lm_head.weight"]
         return tensors
 
+    def test_sparse_attention_begins_beyond_the_context(self, tmp_path: Path) -> None:
+        """MiniCPM 4.1 attends to everything in texts of fewer than ``dense_len`` tokens."""
+        sparse = {"kernel_size": 32, "topk": 64, "dense_len": self.max_model_len}
+        path = self.make_checkpoint(tmp_path).path
+        rewrite(path, sparse_config=sparse)
+        self.open(path)
+        with pytest.raises(UnsupportedModel, match=r"must be at most \d+, sparse_config.dense_len"):
+            self.open(path, max_model_len=self.max_model_len + 1)
+        wrong = {"dense_len = -1": {**sparse, "dense_len": -1}, "sparse_config = .1.: must be": [1]}
+        for message, value in wrong.items():
+            rewrite(path, sparse_config=value)
+            with pytest.raises(UnsupportedModel, match=message):
+                self.open(path)
+
 
 class TestTeleChat2(RelaidLlama):
     """Biases behind both halves only."""

@@ -46,7 +46,7 @@ ROWS = (
     Architecture("InternLM3ForCausalLM", "internlm3:InternLM3ForCausalLM", "InternLM 3"),
     Architecture("InternLMForCausalLM", "internlm:InternLMForCausalLM", "InternLM 1"),
     Architecture("MiMoForCausalLM", "mimo:MiMoForCausalLM", "MiMo", _MIXED),
-    Architecture("MiniCPMForCausalLM", "minicpm:MiniCPMForCausalLM", "MiniCPM 1, 2 and 4"),
+    Architecture("MiniCPMForCausalLM", "minicpm:MiniCPMForCausalLM", "MiniCPM 1, 2, 4 and 4.1"),
     Architecture("OrionForCausalLM", "orion:OrionForCausalLM", "Orion"),
     Architecture("OuroForCausalLM", "ouro:OuroForCausalLM", "Ouro"),
     Architecture(
