@@ -584,3 +584,21 @@ def test_values_that_mean_nothing_are_refused_by_name(task: str, asked: dict[str
     made = make(info={"pooling_type": "STEP", "num_labels": 2})
     with engine(made) as llm, pytest.raises(RequestError, match=next(iter(asked))):
         llm.encode(["text"], PoolingParams(**asked), task=task)
+
+
+@pytest.mark.spec("POOL-PARAMS")
+def test_extra_keywords_reach_the_pooler_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = PoolingParams(extra_kwargs={"scale": [2, None]}), []
+    theirs = make(served={"source": "plugin:theirs"})
+    one = theirs.model.pooler.one
+
+    def noting(rows: Tensor, params: PoolingParams, token_ids: list[int]) -> Tensor:
+        seen.append(params.extra_kwargs)
+        return one(rows, params, token_ids)
+
+    with engine(theirs) as llm:
+        monkeypatch.setattr(theirs.model.pooler, "one", noting)
+        llm.encode(["text"], asked, task="embed")
+    assert seen == [{"scale": [2, None]}]
+    with engine(make()) as llm, pytest.raises(RequestError, match=r"extra_kwargs = .*left out"):
+        llm.encode(["text"], asked, task="embed")
