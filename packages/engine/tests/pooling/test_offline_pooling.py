@@ -400,6 +400,20 @@ def test_pairs_in_one_prompt() -> None:
     np.testing.assert_allclose(scores[0].outputs.score, 1 / (1 + np.exp(-raw.outputs.score)), 1e-5)
 
 
+def test_pairs_without_special_tokens() -> None:
+    with engine(make()) as llm:
+        (score,) = llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=False)
+        assert score.prompt_token_ids == Tokens().encode("ab", add_special_tokens=False) + (
+            Tokens().encode("c", add_special_tokens=False)
+        )
+    for info in ({"scoring": "cross"},
+                 {"scoring": "late_interaction", "late_interaction": LateInteraction()}):  # fmt: skip
+        with engine(make(info=info)) as llm:
+            llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=True)
+            with pytest.raises(UnsupportedFeature, match="add_special_tokens = False: must be"):
+                llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=False)
+
+
 @pytest.mark.spec("POOL-SCORE-TEMPLATE")
 def test_a_template_is_refused_where_texts_are_read_one_by_one() -> None:
     with engine(make()) as llm:

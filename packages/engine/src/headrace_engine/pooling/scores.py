@@ -94,14 +94,18 @@ class ScorePlanner:
         *,
         priority: int = 0,
         chat_template: str | None = None,
+        add_special_tokens: bool | None = None,
     ) -> ScorePlan:
         """What must be pooled.
 
         Args:
             chat_template: of pairs; only for models that read both texts in one prompt.
+            add_special_tokens: False: not even around texts; only for models that embed each text, and
+                for pairs that a template makes one.
 
         Raises:
-            UnsupportedFeature: the model scores nothing, or has no use for a template.
+            UnsupportedFeature: the model scores nothing, or has no use for a template; or its texts
+                are told apart by special tokens, which were to be left out.
             RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), or the
                 template fails.
         """
@@ -115,7 +119,9 @@ class ScorePlanner:
 
         def job(prompt: PoolingPrompt, task: str, index: int) -> Job:
             own_id = f"{request_id}-{index}"
-            return Job(prompt, params, task, own_id, priority, call=request_id)
+            if add_special_tokens is False:
+                _check_plain(prompt, info)
+            return Job(prompt, params, task, own_id, priority, add_special_tokens, call=request_id)
 
         if info.scoring == "cross":
             jobs = [
@@ -221,6 +227,20 @@ def _key(value: ScoreInput) -> object:
             hash(key)
             return key
     return id(value)
+
+
+def _check_plain(prompt: PoolingPrompt, info: PoolingInfo) -> None:
+    """Refuse to leave out the tokens that say what a text is.
+
+    Raises:
+        UnsupportedFeature: the model needs them.
+    """
+    if isinstance(prompt, PairPrompt) or info.scoring == "late_interaction":
+        raise UnsupportedFeature(
+            "add_special_tokens = False: must be True or left out: special tokens tell the model which "
+            "text is which",
+            param="add_special_tokens",
+        )
 
 
 def text_of(value: ScoreInput, param: str) -> str:
