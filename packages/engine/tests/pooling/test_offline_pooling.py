@@ -327,6 +327,8 @@ def test_pairs_by_cosine() -> None:
     made = make()
     with engine(made) as llm:
         scores = llm.score(["abc"], ["abc", "xyz", {"prompt_token_ids": [5, 6]}], PoolingParams())
+        with pytest.raises(RequestError, match=r"use_activation = False: .*cosine of two"):
+            llm.score(["abc"], ["abc"], PoolingParams(use_activation=False))
     vectors = [made.model.dense(p) for p in (ids("abc"), ids("xyz"), [5, 6])]
     want = [float(torch.dot(vectors[0], v)) for v in vectors]
     np.testing.assert_allclose([s.outputs.score for s in scores], want, rtol=1e-5)

@@ -21,7 +21,7 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt, brings_media
-from headrace_core.scoring import ScoreInput, pair_up
+from headrace_core.scoring import ScoreInput, check_activation, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
@@ -106,8 +106,8 @@ class ScorePlanner:
         Raises:
             UnsupportedFeature: the model scores nothing, or has no use for a template; or its texts
                 are told apart by special tokens, which were to be left out.
-            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), or the
-                template fails.
+            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), the template
+                fails, or an activation is asked for where nothing has one.
         """
         info = self._scoring_info()
         if chat_template is not None and info.scoring != "cross":
@@ -115,6 +115,7 @@ class ScorePlanner:
                 "chat_template: must be left out: the model reads each text by itself",
                 param="chat_template",
             )
+        check_activation(params, info)
         pairs = pair_up(data_1, data_2)
 
         def job(prompt: PoolingPrompt, task: str, index: int) -> Job:
