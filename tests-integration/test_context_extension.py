@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -97,6 +98,29 @@ class TestYarn:
         with engine(checkpoint, hf_overrides=overrides) as llm:
             assert length(llm) == 256
             assert answer(llm) == scaled
+
+    @pytest.mark.spec("MODEL-RESOLVE")
+    @pytest.mark.parametrize("engine_process", [False, True])
+    def test_a_function_extends_it_too(
+        self, checkpoint: Path, scaled: list[int], engine_process: bool
+    ) -> None:
+        def stretched(config: dict[str, Any]) -> None:
+            config["rope_parameters"] |= YARN
+
+        with engine(checkpoint, hf_overrides=stretched, engine_process=engine_process) as llm:
+            assert length(llm) == 256
+            assert answer(llm) == scaled
+            shown = msgspec.to_builtins(llm.engine_config)["model"]["hf_overrides"]
+            assert shown["rope_parameters"] == YARN
+
+    def test_what_a_function_takes_out_cannot_cross(self, checkpoint: Path) -> None:
+        def shorter(config: dict[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in config.items() if key != "transformers_version"}
+
+        with engine(checkpoint, hf_overrides=shorter) as llm:
+            assert length(llm) == 64
+        with pytest.raises(ConfigError, match=r"hf_overrides: .*engine_process.* None instead"):
+            engine(checkpoint, hf_overrides=shorter, engine_process=True)
 
     def test_a_checkpoint_of_the_old_spelling(
         self, checkpoint: Path, tmp_path: Path, scaled: list[int]

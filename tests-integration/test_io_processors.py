@@ -42,6 +42,9 @@ def test_fifty_requests_online_and_the_same_offline(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="data must be text"):
             llm.encode(7, pooling_task="plugin")
         plain = llm.embed([texts[0], texts[0] + texts[0]], use_tqdm=False)
+        no_marks = {"add_special_tokens": False}
+        (bare,) = llm.encode(texts[0], pooling_task="plugin", tokenization_kwargs=no_marks)
+        assert len(bare.prompt_token_ids) == len(offline[0][0].prompt_token_ids) - 3 * 2
     assert all(len(outputs) == 1 for outputs in offline)
     a, b = (torch.tensor(output.outputs.embedding) for output in plain)
     assert offline[0][0].outputs[1] == pytest.approx(float(a @ b), abs=1e-5)

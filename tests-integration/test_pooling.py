@@ -376,6 +376,42 @@ def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedd
     assert keep[0].prompt_token_ids == theirs(TEXTS[1], truncation=True, max_length=9)["input_ids"]
 
 
+PLAIN = {"add_special_tokens": False, "truncate_prompt_tokens": 5}
+
+
+@pytest.mark.spec("ENGINE-LLM-POOL")
+def test_how_texts_are_tokenized_for_an_embedder(embedder: LLM) -> None:
+    words = {"tokenization_kwargs": PLAIN, "use_tqdm": False}
+    tokenizer: Any = embedder.get_tokenizer()
+    a, b = (tokenizer.encode(one, add_special_tokens=False)[-5:] for one in TEXTS[1:3])
+    embedded = embedder.embed(TEXTS[1:3], truncate_prompt_tokens=9, **words)
+    assert [output.prompt_token_ids for output in embedded] == [a, b]
+    (score,) = embedder.score(TEXTS[1], TEXTS[2], **words)
+    assert score.prompt_token_ids == a + b
+    with pytest.raises(RequestError, match=r"tokenization_kwargs: .*'max_length'"):
+        embedder.embed("text", tokenization_kwargs={"max_length": 5})
+
+
+@pytest.mark.spec("ENGINE-LLM-POOL")
+def test_how_texts_are_tokenized_for_a_classifier(tmp_path: Path) -> None:
+    bert(tmp_path, labels=1)
+    words = {"tokenization_kwargs": PLAIN, "use_tqdm": False}
+    with make(tmp_path) as llm:
+        tokenizer: Any = llm.get_tokenizer()
+        plain = tokenizer.encode(TEXTS[1], add_special_tokens=False)[-5:]
+        for call in (llm.classify, llm.reward):
+            (output,) = call(TEXTS[1], **words)
+            assert output.prompt_token_ids == plain
+            with pytest.raises(RequestError, match=r"tokenization_kwargs: .*'max_length'"):
+                call("text", tokenization_kwargs={"max_length": 5})
+        (score,) = llm.score("a", TEXTS[1], tokenization_kwargs={"truncate_prompt_tokens": 7})
+        assert len(score.prompt_token_ids) == 7
+        with pytest.raises(RequestError, match="add_special_tokens = False: must be True or left"):
+            llm.score("a", "b", **words)
+        with pytest.raises(RequestError, match="tokenization_kwargs = 'x': must be a mapping"):
+            llm.score("a", "b", tokenization_kwargs="x")
+
+
 @pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 def test_a_prompt_that_is_not_pooled(mode: str, encoder: Any, tmp_path: Path) -> None:

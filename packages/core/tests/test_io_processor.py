@@ -137,6 +137,25 @@ def test_whose_task_it_is() -> None:
     assert (task, params.skip_reading_prefix_cache) == ("token_embed", False)
 
 
+def test_who_reads_extra_keywords() -> None:
+    asked = PoolingParams(extra_kwargs={"size": 2})
+    with pytest.raises(RequestError, match=r"extra_kwargs = {'size': 2}: must be left out"):
+        plugin_params(processor(), MODEL, asked)
+
+    class Own(Lengths):
+        def validate_or_generate_params(self, params: PoolingParams | None = None) -> PoolingParams:
+            assert params is not None
+            assert params.extra_kwargs == {"size": 2}
+            return params
+
+    params, _ = plugin_params(Own(EngineConfig(), MODEL), MODEL, asked)
+    assert params.extra_kwargs is None, "the model's pooler reads none"
+    theirs = fake_served_model(tasks=("embed", "plugin"), source="plugin:theirs")
+    for kind in (Own, Lengths):
+        params, _ = plugin_params(kind(EngineConfig(), theirs), theirs, asked)
+        assert params.extra_kwargs == {"size": 2}
+
+
 def test_what_counts_as_one_prompt() -> None:
     chat = ChatPrompt([{"role": "user", "content": "hi"}])
     for one in ("text", {"prompt": "text"}, [1, 2, 3], chat):

@@ -13,8 +13,10 @@ from headrace_core.pooling import (
     PoolingInfo,
     PoolingParams,
     _warn_of_old_name,
+    check_extra_kwargs,
 )
 from headrace_core.sampling import RequestOutputKind
+from headrace_core.testing.engine import fake_served_model
 
 
 def info(**changes: Any) -> PoolingInfo:
@@ -112,9 +114,44 @@ def test_a_prompt_is_cut_to_a_number_of_tokens(value: Any) -> None:
         PoolingParams(truncate_prompt_tokens=value)
 
 
-def test_pooling_has_final_outputs_only() -> None:
-    with pytest.raises(AssertionError):
-        PoolingParams(output_kind=RequestOutputKind.DELTA)
+@pytest.mark.parametrize("value", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, 2])
+def test_pooling_has_final_outputs_only(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"output_kind = .*: must be .*FINAL_ONLY") as caught:
+        PoolingParams(output_kind=value)
+    assert caught.value.param == "output_kind"
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"a": {1}}, "extra_kwargs.a"),
+        ({"a": [object()]}, r"extra_kwargs.a\[0\]"),
+        ([1], "a mapping"),
+    ],
+)
+def test_extra_keywords_are_plain_data(value: Any, where: str) -> None:
+    with pytest.raises(RequestError, match=where):
+        PoolingParams(extra_kwargs=value)
+    later = PoolingParams()
+    later.extra_kwargs = value
+    with pytest.raises(RequestError, match=where):
+        later.verify("embed", None)
+
+
+def test_extra_keywords_that_nobody_reads() -> None:
+    asked = PoolingParams(extra_kwargs={"a": 1})
+    for source in ("native", "transformers"):
+        with pytest.raises(RequestError, match=r"extra_kwargs = {'a': 1}: must be left out") as e:
+            check_extra_kwargs(asked, fake_served_model(source=source))
+        assert e.value.param == "extra_kwargs"
+    check_extra_kwargs(asked, fake_served_model(source="plugin:theirs"))
+    check_extra_kwargs(PoolingParams(extra_kwargs={}), fake_served_model())
+
+
+def test_whether_ids_are_needed_is_said_by_a_flag() -> None:
+    assert verified("embed", None, requires_token_ids=True).requires_token_ids
+    with pytest.raises(RequestError, match="requires_token_ids = 'no': must be True or False"):
+        verified("embed", None, requires_token_ids="no")
 
 
 def test_old_names_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

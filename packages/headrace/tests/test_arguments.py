@@ -155,13 +155,21 @@ def test_unknown_keywords_are_a_type_error_with_a_hint():
         ({"gpu_memory_utilization": [0.5]}, r"= \[0.5\]: must be a number"),
         ({"trust_remote_code": "no"}, "model.trust_remote_code = 'no': must be True or False"),
         ({"io_processor_plugin": 5}, "model.io_processor_plugin = 5: must be text"),
-        ({"hf_overrides": dict.copy}, "model.hf_overrides = <method .*: must be a mapping"),
+        ({"hf_overrides": "x"}, "hf_overrides = 'x': must be a mapping, or a function"),
+        ({"hf_overrides": ["x"]}, r"hf_overrides = \(.*\): must be a mapping, or a function"),
+        ({"limit_mm_per_prompt": dict}, "limit_mm_per_prompt = <class .*: must be a mapping"),
         ({"limit_mm_per_prompt": "audio"}, "limit_mm_per_prompt = 'audio': must be a mapping"),
     ],
 )
 def test_settings_of_another_kind(given, message):
     with pytest.raises(ConfigError, match=message):
         EngineArgs(**given).create_engine_config()
+
+
+@pytest.mark.spec("ARGS-ENGINE")
+def test_overrides_by_a_function():
+    made = EngineArgs(hf_overrides=dict.copy).create_engine_config()
+    assert made.model.hf_overrides is dict.copy
 
 
 @pytest.mark.spec("POOL-CONFIG")

@@ -15,7 +15,7 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
-from headrace_models.resolve import merged, resolve, text_part
+from headrace_models.resolve import resolve, text_part
 from headrace_models.settings import Settings
 from headrace_models.source import fetch
 
@@ -82,12 +82,12 @@ class TestArchitecture:
         assert info.architecture == "GPT2LMHeadModel"
         assert info.config["classifier_from_token"] == ["a"]
 
-    def test_nested_overrides_merge(self) -> None:
-        before = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-        assert merged(before, {"a": {"c": {"f": 4}}, "e": {"g": 5}}) == {
-            "a": {"b": 1, "c": {"d": 2, "f": 4}}, "e": {"g": 5},
-        }  # fmt: skip
-        assert before == {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
+    def test_override_by_a_function(self, folder: Path) -> None:
+        def smaller(config: dict[str, Any]) -> dict[str, Any]:
+            return {**config, "architectures": ["GPT2LMHeadModel"], "n_positions": 32}
+
+        info = run(folder, drop=("max_position_embeddings",), hf_overrides=smaller)
+        assert (info.architecture, info.max_model_len) == ("GPT2LMHeadModel", 32)
 
     def test_text_part_of_a_composed_config(self) -> None:
         whole = {"vocab_size": 1, "dtype": "float32", "vision_config": {"vocab_size": 9},

@@ -106,6 +106,8 @@ async def test_score(connect: Any, path: str, scoring: str) -> None:
             {"text_1": "a", "text_2": {"content": [{"type": "text", "text": t} for t in "ax"]}},
             [1, 0],
         ),
+        ({"text_1": {"text": "a"}, "text_2": [{"text": "x", "page": 3}, "a"]}, [0, 1]),
+        ({"queries": [{"text": "a"}], "documents": {"text": "a"}}, [1]),
         ({"text_1": "ab", "text_2": "xa", "use_activation": False}, [1]),
     ],
 )
@@ -129,6 +131,9 @@ async def test_pairs(connect: Any, body: Any, scores: list[float]) -> None:
         ({"text_1": [[1]], "text_2": "a"}, "text_1[0]"),
         ({"text_1": "a", "text_2": {"content": [{"type": "image_url"}]}}, "text_2"),
         ({"text_1": "a", "text_2": {"content": []}}, "text_2.content"),
+        ({"text_1": {"text": 1}, "text_2": "a"}, "text_1.text"),
+        ({"text_1": {"image": "a"}, "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": ["a", {"image": "a"}]}, "text_2[1]"),
         ({"text_1": "a" * 5000, "text_2": "a"}, "text_2"),
         ({"text_1": "a", "text_2": "b", "priority": 1}, "priority"),
         ({"text_1": "a", "text_2": "b", "prompt_name": ["q"]}, "prompt_name"),
@@ -204,6 +209,7 @@ async def test_long_documents_are_cut(connect: Any) -> None:
         ({"query": "a", "documents": []}, "documents"),
         ({"query": "a", "documents": "b"}, "documents"),
         ({"query": ["a"], "documents": ["b"]}, "query"),
+        ({"query": {"text": ["a"]}, "documents": ["b"]}, "query.text"),
         ({"query": "a", "documents": [1]}, "documents[0]"),
         ({"query": "a", "documents": [{"title": "b"}]}, "documents"),
         ({"query": "a", "documents": [{"text": 1}]}, "documents"),
@@ -216,6 +222,56 @@ async def test_wrong_reranks(connect: Any, body: Any, param: str) -> None:
     engine = fake()
     assert (await refused(connect(engine), "/rerank", **body))["param"] == param
     assert engine.pooled == []
+
+
+@pytest.mark.spec("HTTP-SCORE")
+@pytest.mark.parametrize("name", ["use_activation", "softmax"])
+async def test_a_cosine_has_no_activation(connect: Any, name: str) -> None:
+    client = connect(fake(*MODELS["cosine"], scoring="cosine"))
+    error = await refused(client, "/score", text_1="a", text_2="b", **{name: False})
+    assert error["param"] == name
+    assert "/score" in error["message"]
+    assert "cosine" in error["message"]
+    assert "'embed'" not in error["message"]
+
+
+@pytest.mark.spec("HTTP-RERANK")
+@pytest.mark.parametrize("path", RERANK)
+async def test_texts_as_objects(connect: Any, path: str) -> None:
+    engine = fake()
+    client = connect(engine)
+    several = [{"text": "xa"}, {"text": "ab"}]
+    answer = await post(client, path, query={"text": "ab"}, documents=several)
+    assert [result["document"] for result in answer["results"]] == several[::-1]
+    one = await post(client, path, query={"text": "ab", "id": 3}, documents={"text": "a"})
+    assert [result["document"] for result in one["results"]] == [{"text": "a"}]
+    assert [call.prompt for call in engine.pooled] == [("ab", "xa"), ("ab", "ab"), ("ab", "a")]
+
+
+@pytest.mark.spec("HTTP-RERANK", "HTTP-SCORE")
+@pytest.mark.parametrize(
+    ("path", "body", "accepted"),
+    [
+        ("/rerank", {"query": {"image": "a"}, "documents": ["b"]},
+         """query: must be a text, {"text": "..."} or {"content": [parts]}"""),
+        ("/rerank", {"query": {"text": "a", "content": []}, "documents": ["b"]},
+         """query: must be a text, {"text": "..."} or {"content": [parts]}"""),
+        ("/rerank", {"query": 1, "documents": ["b"]}, "query: must be a text, {"),
+        ("/rerank", {"query": "a", "documents": {"image": "b"}},
+         """documents: must be a list of texts and of {"text": "..."}, or one"""),
+        ("/rerank", {"query": "a", "documents": [3]}, "documents[0]: must be a text, {"),
+        ("/rerank", {"query": "a", "documents": [{"image": "b"}]},
+         "documents[0]: must be a text, or an object with 'text'"),
+        ("/score", {"text_1": {"image": "a"}, "text_2": "b"},
+         """text_1: must be a text, {"text": "..."}, a list of those, or {"content": [parts]}"""),
+        ("/score", {"text_1": "a", "text_2": [{"image": "a"}]},
+         """text_2[0]: must be a text or {"text": "..."}"""),
+    ],
+)  # fmt: skip
+async def test_other_objects_are_told_the_forms(
+    connect: Any, path: str, body: Any, accepted: str
+) -> None:
+    assert (await refused(connect(fake()), path, **body))["message"].startswith(accepted)
 
 
 async def test_the_score_template(connect: Any, tmp_path: Any) -> None:

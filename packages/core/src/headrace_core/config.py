@@ -103,9 +103,11 @@ class ModelConfig:
         cost="the code may do whatever this process may",
     )  # fmt: skip
     hf_token: str | None = option(None, "Hub token; default: the stored login.")
-    hf_overrides: Mapping[str, Any] = option(
-        {}, "JSON merged into config.json before the architecture is resolved."
-    )
+    hf_overrides: Mapping[str, Any] | Any = option(  # noqa: RUF009 - it makes a field
+        {}, "JSON merged into config.json before the architecture is resolved; from Python also a "
+        "function that gets config.json's content and returns what replaces it (None: it changed "
+        "its argument).",
+    )  # fmt: skip
     dtype: str = option(
         "auto", "Activations and weights: auto (the checkpoint's), float32, float16, bfloat16.",
         cost="float32 doubles memory and bandwidth against bfloat16",
@@ -183,6 +185,9 @@ class ModelConfig:
         for processor in self.logits_processors:
             _check(isinstance(processor, (str, type)), "model.logits_processors", processor,
                    "a class, or its name as package.module:Class")  # fmt: skip
+        overrides = self.hf_overrides
+        _check(isinstance(overrides, Mapping) or callable(overrides), "model.hf_overrides", overrides,
+               "a mapping, or a function of config.json's content")  # fmt: skip
         names: object = self.served_model_name
         if isinstance(names, str):
             object.__setattr__(self, "served_model_name", (names,))

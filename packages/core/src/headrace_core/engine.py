@@ -66,6 +66,11 @@ class ServedModel:
     """Of media that prompts may bring."""
     is_encoder_decoder: bool = False
 
+    @property
+    def reads_extra_kwargs(self) -> bool:
+        """Whether its pooler may read :attr:`PoolingParams.extra_kwargs`: it is a plug-in's."""
+        return self.source.startswith("plugin:")
+
 
 @dataclass(slots=True)
 class EngineStats:

@@ -19,7 +19,7 @@ from headrace_core import plugins
 from headrace_core.call_entry import CallEntry
 from headrace_core.errors import PluginLoadError, RequestError, UnsupportedFeature
 from headrace_core.output import PoolingOutput, PoolingRequestOutput
-from headrace_core.pooling import PoolingParams
+from headrace_core.pooling import PoolingParams, check_extra_kwargs
 from headrace_core.request import ChatPrompt, Prompt
 
 if TYPE_CHECKING:
@@ -78,9 +78,13 @@ class IOProcessor(ABC):
         """How the prompts are pooled; raises if the caller's parameters will not do.
 
         The task that it names is what the prompts run for; with none, or ``plugin``, it is the first
-        of the model's own.
+        of the model's own. Who overrides it may read ``extra_kwargs``; here they are refused unless
+        the model's pooler may.
         """
-        return params if params is not None else PoolingParams()
+        if params is None:
+            return PoolingParams()
+        check_extra_kwargs(params, self.model)
+        return params
 
     @abstractmethod
     def post_process(
@@ -145,6 +149,8 @@ def plugin_params(
     if given is not None and given.task == "plugin":
         given.task = None
     chosen = processor.validate_or_generate_params(given).clone()
+    if not model.reads_extra_kwargs:  # the processor has read them
+        chosen.extra_kwargs = None
     if chosen.skip_reading_prefix_cache is None:
         chosen.skip_reading_prefix_cache = True
     task = chosen.task

@@ -21,10 +21,13 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace_core.errors import ConfigError, RequestError
-from headrace_core.sampling import RequestOutputKind
+from headrace_core.sampling import RequestOutputKind, check_plain
+
+if TYPE_CHECKING:
+    from headrace_core.engine import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -359,9 +362,13 @@ class PoolingParams:
     returned_token_ids: list[int] | None = None
     task: str | None = None
     requires_token_ids: bool = False
+    """Whether the pooler reads the prompt's ids. It always gets them: either value is served."""
     skip_reading_prefix_cache: bool | None = None
     extra_kwargs: dict[str, Any] | None = None
+    """For plug-ins: an IO processor, or the pooler of another distribution's class; refused where there
+    is neither (:func:`check_extra_kwargs`). Plain data, as ``SamplingParams.extra_args``."""
     output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    """Nothing else: a prompt is pooled once it is complete."""
     prompt_name: str | None = None
     """The prompt to put before texts, of :attr:`PoolingInfo.prompts`; None: the default one."""
     num_left_out: int | None = None
@@ -370,7 +377,11 @@ class PoolingParams:
     (:attr:`PoolingInfo.include_prompt`), else none."""
 
     def __post_init__(self) -> None:
-        assert self.output_kind is RequestOutputKind.FINAL_ONLY, "pooling has final outputs only"
+        if self.output_kind is not RequestOutputKind.FINAL_ONLY:
+            _fail("output_kind", self.output_kind, "RequestOutputKind.FINAL_ONLY: pooling has final "
+                  "outputs only")  # fmt: skip
+        if self.extra_kwargs is not None:
+            check_plain("extra_kwargs", self.extra_kwargs, dict)
         value = self.truncate_prompt_tokens
         wrong = value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or value < -1 or value == 0
@@ -428,6 +439,10 @@ class PoolingParams:
         for name in ("normalize", "use_activation", "softmax", "activation"):
             if getattr(self, name) not in (None, True, False):
                 _fail(name, getattr(self, name), "True, False or None")
+        if self.requires_token_ids not in (True, False):
+            _fail("requires_token_ids", self.requires_token_ids, "True or False")
+        if self.extra_kwargs is not None:
+            check_plain("extra_kwargs", self.extra_kwargs, dict)
         left_out: Any = self.num_left_out
         if left_out is not None and (type(left_out) is not int or left_out < 0):
             _fail("num_left_out", left_out, "at least 0")
@@ -497,6 +512,18 @@ class PoolingParams:
                   f"{model_name!r} was trained for")  # fmt: skip
         elif size > info.embedding_size:
             _fail("dimensions", size, f"at most {info.embedding_size}, the size of an embedding")
+
+
+def check_extra_kwargs(params: PoolingParams, model: ServedModel) -> None:
+    """Refuse extra keywords where nobody reads them.
+
+    Raises:
+        RequestError: the model's pooler is headrace's own.
+    """
+    if params.extra_kwargs and not model.reads_extra_kwargs:
+        _fail("extra_kwargs", params.extra_kwargs, f"left out: {model.architecture} is pooled by "
+              "headrace's own code, which reads none; a plug-in's class may, and an IO processor "
+              "that checks parameters (validate_or_generate_params)")  # fmt: skip
 
 
 @functools.cache

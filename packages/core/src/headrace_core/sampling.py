@@ -270,7 +270,7 @@ class SamplingParams:
             _whole("logit_bias", token, 0, None)
             _real("logit_bias", bias, -math.inf, math.inf)
         if self.extra_args is not None:
-            _plain("extra_args", self.extra_args, dict)
+            check_plain("extra_args", self.extra_args, dict)
 
     def _check_pairs(self) -> None:
         if self.n > 1 and self.greedy:
@@ -329,11 +329,11 @@ class BeamSearchParams:
 
 
 MAX_EXTRA_DEPTH = 16
-"""Nesting of ``extra_args``."""
+"""Nesting of ``extra_args`` and ``extra_kwargs``."""
 
 
-def _plain(name: str, value: object, kind: type = object, depth: int = 0) -> None:
-    """Refuse what is no plain data, naming the place."""
+def check_plain(name: str, value: object, kind: type = object, depth: int = 0) -> None:
+    """Refuse what is no plain data, which cannot cross a process border, naming the place."""
     if depth > MAX_EXTRA_DEPTH:
         _fail(name, "...", f"nested at most {MAX_EXTRA_DEPTH} deep")
     if not isinstance(value, kind):
@@ -350,10 +350,10 @@ def _plain(name: str, value: object, kind: type = object, depth: int = 0) -> Non
         for key, item in value.items():
             if not isinstance(key, str):
                 _fail(name, key, "a mapping whose keys are text")
-            _plain(f"{name}.{key}", item, depth=depth + 1)
+            check_plain(f"{name}.{key}", item, depth=depth + 1)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _plain(f"{name}[{index}]", item, depth=depth + 1)
+            check_plain(f"{name}[{index}]", item, depth=depth + 1)
     else:
         _fail(name, value, "text, a number, True, False, None, or lists and mappings of those")
 

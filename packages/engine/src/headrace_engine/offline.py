@@ -250,16 +250,19 @@ class OfflineEngine:
         params: PoolingParams,
         *,
         chat_template: str | None = None,
+        add_special_tokens: bool | None = None,
         on_output: Callable[[int, PooledOutput], None] | None = None,
     ) -> list[Scored]:
         """Score pairs; see :meth:`headrace_core.engine.EngineClient.score`.
 
         Args:
+            add_special_tokens: see :meth:`headrace_engine.pooling.scores.ScorePlanner.plan`.
             on_output: called with (index, result) for each prompt that is pooled for them.
         """
         plan = self._intake.scores.plan(
-            data_1, data_2, params, self._next_id(), chat_template=chat_template
-        )
+            data_1, data_2, params, self._next_id(),
+            chat_template=chat_template, add_special_tokens=add_special_tokens,
+        )  # fmt: skip
         return plan.outputs(self._pool(plan.jobs, on_output))
 
     def align(self, prompts: Sequence[Prompt]) -> list[PackedArray]:

@@ -327,6 +327,8 @@ def test_pairs_by_cosine() -> None:
     made = make()
     with engine(made) as llm:
         scores = llm.score(["abc"], ["abc", "xyz", {"prompt_token_ids": [5, 6]}], PoolingParams())
+        with pytest.raises(RequestError, match=r"use_activation = False: .*cosine of two"):
+            llm.score(["abc"], ["abc"], PoolingParams(use_activation=False))
     vectors = [made.model.dense(p) for p in (ids("abc"), ids("xyz"), [5, 6])]
     want = [float(torch.dot(vectors[0], v)) for v in vectors]
     np.testing.assert_allclose([s.outputs.score for s in scores], want, rtol=1e-5)
@@ -398,6 +400,20 @@ def test_pairs_in_one_prompt() -> None:
         np.testing.assert_allclose(score.outputs.score, float(want), rtol=1e-5)
         assert score.prompt_token_ids == pair.token_ids
     np.testing.assert_allclose(scores[0].outputs.score, 1 / (1 + np.exp(-raw.outputs.score)), 1e-5)
+
+
+def test_pairs_without_special_tokens() -> None:
+    with engine(make()) as llm:
+        (score,) = llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=False)
+        assert score.prompt_token_ids == Tokens().encode("ab", add_special_tokens=False) + (
+            Tokens().encode("c", add_special_tokens=False)
+        )
+    for info in ({"scoring": "cross"},
+                 {"scoring": "late_interaction", "late_interaction": LateInteraction()}):  # fmt: skip
+        with engine(make(info=info)) as llm:
+            llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=True)
+            with pytest.raises(UnsupportedFeature, match="add_special_tokens = False: must be"):
+                llm.score(["ab"], ["c"], PoolingParams(), add_special_tokens=False)
 
 
 @pytest.mark.spec("POOL-SCORE-TEMPLATE")
@@ -584,3 +600,21 @@ def test_values_that_mean_nothing_are_refused_by_name(task: str, asked: dict[str
     made = make(info={"pooling_type": "STEP", "num_labels": 2})
     with engine(made) as llm, pytest.raises(RequestError, match=next(iter(asked))):
         llm.encode(["text"], PoolingParams(**asked), task=task)
+
+
+@pytest.mark.spec("POOL-PARAMS")
+def test_extra_keywords_reach_the_pooler_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, seen = PoolingParams(extra_kwargs={"scale": [2, None]}), []
+    theirs = make(served={"source": "plugin:theirs"})
+    one = theirs.model.pooler.one
+
+    def noting(rows: Tensor, params: PoolingParams, token_ids: list[int]) -> Tensor:
+        seen.append(params.extra_kwargs)
+        return one(rows, params, token_ids)
+
+    with engine(theirs) as llm:
+        monkeypatch.setattr(theirs.model.pooler, "one", noting)
+        llm.encode(["text"], asked, task="embed")
+    assert seen == [{"scale": [2, None]}]
+    with engine(make()) as llm, pytest.raises(RequestError, match=r"extra_kwargs = .*left out"):
+        llm.encode(["text"], asked, task="embed")

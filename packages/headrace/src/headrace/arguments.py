@@ -302,10 +302,19 @@ def kind_of(hint: Any) -> Any:
     return Mapping if _is_mapping(kind) else kind
 
 
+def takes_more(hint: Any) -> bool:
+    """Whether an option has, from Python, values of further types: its class checks them."""
+    return _is_union(hint) and Any in typing.get_args(hint)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (Union, types.UnionType)
+
+
 def _plain(hint: Any) -> Any:
-    """``X | None`` -> X."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        rest = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    """``X | None`` -> X, and so ``X | Any``, whose further values no flag can say."""
+    if _is_union(hint):
+        rest = [arg for arg in typing.get_args(hint) if arg not in (type(None), Any)]
         return rest[0] if len(rest) == 1 else str
     return hint
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of
+from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig
@@ -124,10 +124,11 @@ class EngineArgs:
                 root[field] = _from_json(name, config, value)
                 continue
             section, option = ENGINE_OPTIONS[name]
-            kind = kind_of(_hint(section, option.name))
-            if value is None and kind is Mapping:
+            hint = _hint(section, option.name)
+            if value is None and kind_of(hint) is Mapping:
                 continue
-            _check_kind(name if section is None else f"{section}.{name}", kind, value)
+            if not takes_more(hint):
+                _check_kind(name if section is None else f"{section}.{name}", kind_of(hint), value)
             if isinstance(value, list):
                 value = tuple(value)
             (root if section is None else parts[section])[option.name] = value

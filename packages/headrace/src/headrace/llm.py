@@ -303,6 +303,7 @@ class LLM:
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
         prompt_name: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt.
 
@@ -314,6 +315,7 @@ class LLM:
                 model takes.
             prompt_name: put this prompt of the checkpoint's before each text (Sentence Transformers'
                 ``prompts``, listed by ``model_info.pooling``); None: its default one, if it has any.
+            tokenization_kwargs: ``add_special_tokens`` and ``truncate_prompt_tokens``, which win.
 
         Returns:
             One output per prompt, in order; ``outputs.embedding`` is a list of numbers.
@@ -324,10 +326,10 @@ class LLM:
             GenerateError: a prompt failed.
         """
         _refuse_adapters(lora_request)
-        params = completed(
-            pooling_params, truncate_prompt_tokens=truncate_prompt_tokens, prompt_name=prompt_name
-        )
-        return self._pooling("LLM.embed", "embed").embed(as_prompts(prompts), params, use_tqdm)
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
+        params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
+        pooling = self._pooling("LLM.embed", "embed")
+        return pooling.embed(as_prompts(prompts), params, use_tqdm, special)
 
     def classify(
         self,
@@ -336,6 +338,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Probabilities of the model's labels for each prompt; arguments and errors as
         :meth:`embed`.
@@ -344,9 +347,10 @@ class LLM:
             One output per prompt, in order; ``outputs.probs`` is a list of numbers.
         """
         _refuse_adapters(lora_request)
-        params = completed(pooling_params)
+        keep, special = tokenizing(tokenization_kwargs, None)
+        params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.classify", "classify")
-        return pooling.classify(as_prompts(prompts), params, use_tqdm)
+        return pooling.classify(as_prompts(prompts), params, use_tqdm, special)
 
     def reward(
         self,
@@ -356,6 +360,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Rewards of each prompt's tokens (task ``token_classify``); arguments and errors as
         :meth:`embed`.
@@ -364,9 +369,10 @@ class LLM:
             One output per prompt, in order; ``outputs.data`` is a tensor [tokens, labels].
         """
         _refuse_adapters(lora_request)
-        params = completed(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
+        params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.reward", "token_classify")
-        return pooling.encode(as_prompts(prompts), params, "token_classify", use_tqdm)
+        return pooling.encode(as_prompts(prompts), params, "token_classify", use_tqdm, special)
 
     def score(
         self,
@@ -379,6 +385,7 @@ class LLM:
         lora_request: None = None,
         truncate_prompt_tokens: int | None = None,
         chat_template: str | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well the texts of each pair fit.
 
@@ -387,6 +394,8 @@ class LLM:
             chat_template: makes the prompt of a pair, for models that read both texts in one; gets
                 two ``messages``, of the roles ``query`` and ``document``. Models that embed each text
                 by itself refuse it.
+            tokenization_kwargs: as :meth:`embed`; special tokens can be left out only where each text
+                is embedded, or a template makes the prompt.
             pooling_params, use_tqdm, lora_request, truncate_prompt_tokens: as :meth:`embed`.
 
         Returns:
@@ -395,7 +404,8 @@ class LLM:
         Raises: as :meth:`embed`.
         """
         _refuse_adapters(lora_request)
-        params = completed(pooling_params, truncate_prompt_tokens=truncate_prompt_tokens)
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
+        params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.score", None)
         return pooling.score(
             score_inputs(data_1),
@@ -403,6 +413,7 @@ class LLM:
             for_all(params),
             chat_template,
             use_tqdm,
+            special,
         )
 
     def encode(
@@ -422,9 +433,8 @@ class LLM:
         Args:
             prompts: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
             pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`.
-            tokenization_kwargs: ``add_special_tokens`` and ``truncate_prompt_tokens``.
-            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens, prompt_name: as
-                :meth:`embed`.
+            pooling_params, use_tqdm, lora_request, truncate_prompt_tokens, prompt_name,
+                tokenization_kwargs: as :meth:`embed`.
 
         Returns:
             One output per prompt, in order; ``outputs.data`` is a float32 tensor, [size] or, for tasks
@@ -440,7 +450,7 @@ class LLM:
         task = chosen_task(params, pooling_task)
         if task == "plugin":
             pooling = self._pooling("LLM.encode", None)
-            return pooling.plugin(prompts, for_all(params), use_tqdm)
+            return pooling.plugin(prompts, for_all(params), use_tqdm, special)
         pooling = self._pooling("LLM.encode", task)
         return pooling.encode(as_prompts(prompts), params, task, use_tqdm, special)
 

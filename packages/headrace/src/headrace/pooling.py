@@ -54,16 +54,26 @@ class OfflinePooling:
         self._engine = engine
         self._io_processor = io_processor
 
-    def embed(self, prompts: Sequence[Prompt], params: Params, use_tqdm: Progress
-              ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+    def embed(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt."""
-        pooled = self._pool(prompts, params, "embed", use_tqdm)
+        pooled = self._pool(prompts, params, "embed", use_tqdm, add_special_tokens)
         return [_changed(output, EmbeddingOutput(_numbers(output))) for output in pooled]
 
-    def classify(self, prompts: Sequence[Prompt], params: Params, use_tqdm: Progress
-                 ) -> list[ClassificationRequestOutput]:  # fmt: skip
+    def classify(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
+    ) -> list[ClassificationRequestOutput]:
         """One row of probabilities for each prompt."""
-        pooled = self._pool(prompts, params, "classify", use_tqdm)
+        pooled = self._pool(prompts, params, "classify", use_tqdm, add_special_tokens)
         return [_changed(output, ClassificationOutput(_numbers(output))) for output in pooled]
 
     def encode(
@@ -87,6 +97,7 @@ class OfflinePooling:
         params: PoolingParams | None,
         chat_template: str | None,
         use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
     ) -> list[ScoringRequestOutput]:
         """One score for each pair."""
         pooling = self._engine.model.pooling
@@ -99,11 +110,17 @@ class OfflinePooling:
                 data_2,
                 params or PoolingParams(),
                 chat_template=chat_template,
+                add_special_tokens=add_special_tokens,
                 on_output=on_output,
             )
 
-    def plugin(self, data: Any, params: PoolingParams | None, use_tqdm: Progress
-               ) -> list[PoolingRequestOutput[Any]]:  # fmt: skip
+    def plugin(
+        self,
+        data: Any,
+        params: PoolingParams | None,
+        use_tqdm: Progress,
+        add_special_tokens: bool | None = None,
+    ) -> list[PoolingRequestOutput[Any]]:
         """What the IO processor makes of data: a list of one."""
         processor = self._io_processor
         if processor is None:
@@ -115,7 +132,13 @@ class OfflinePooling:
         prompts = plugin_prompts(processor.pre_process(processor.parse_request(data)))
         chosen, task = plugin_params(processor, self._engine.model, params)
         with prompt_bar(len(prompts), use_tqdm) as on_output:
-            pooled = self._engine.encode(prompts, chosen, task=task, on_output=on_output)
+            pooled = self._engine.encode(
+                prompts,
+                chosen,
+                task=task,
+                add_special_tokens=add_special_tokens,
+                on_output=on_output,
+            )
         output = processor.post_process(pooled)
         ids = [token for one in pooled for token in one.prompt_token_ids]
         return [PoolingRequestOutput(pooled[0].request_id, output, ids)]

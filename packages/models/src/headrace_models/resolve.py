@@ -32,6 +32,7 @@ from headrace_models.implementation import (
     transformers_traits,
 )
 from headrace_models.json_object import read_object
+from headrace_models.overrides import merged, overridden
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
 from headrace_models.pooling.late_interaction import late_interaction, projected
@@ -39,7 +40,7 @@ from headrace_models.pooling.sentence_transformers import SentenceModules, read_
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.reranker import scored_by
-from headrace_models.rope import respelled, scaled_context
+from headrace_models.rope import scaled_context
 from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
@@ -73,7 +74,7 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     path = checkpoint_folder(config, load)
     assert config.model is not None
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
-    whole = merged(stated, respelled(config.hf_overrides, stated))
+    whole = overridden(stated, config.hf_overrides)
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS
     text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)
@@ -188,16 +189,6 @@ def _run(
         return run, None
     traits = own or converted_traits(architecture, text, run.convert, config.pooler)
     return run, said_by_files(architecture, configured(traits, text), sentence)
-
-
-def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``overrides``; nested objects are merged, everything else replaced."""
-    result = dict(config)
-    for key, value in overrides.items():
-        inner = result.get(key)
-        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        result[key] = merged(inner, value) if both else value  # type: ignore[arg-type]
-    return result
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:

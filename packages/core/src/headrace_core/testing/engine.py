@@ -42,7 +42,7 @@ from headrace_core.packed import PackedArray
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
-from headrace_core.scoring import ScoreInput, pair_up
+from headrace_core.scoring import ScoreInput, check_activation, pair_up
 from headrace_core.speech import SpeechModel
 from headrace_core.testing.pooling import fake_pooled, fake_score
 
@@ -294,6 +294,8 @@ class FakeEngine:
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         scoring = "cross" if self._model.pooling is None else self._model.pooling.scoring
+        if self._model.pooling is not None:
+            check_activation(params, self._model.pooling)
         task = {"cosine": "embed", "late_interaction": "token_embed"}.get(scoring, "score")
         verified = self._take_in_pooling(params, request_id, task)
         calls, outputs = [], []

@@ -17,7 +17,13 @@ from headrace_core import failpoints
 from headrace_core.engine import ServedModel
 from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.modality import MediaInput
-from headrace_core.pooling import EMBED_TASKS, TOKEN_TASKS, PoolingInfo, PoolingParams
+from headrace_core.pooling import (
+    EMBED_TASKS,
+    TOKEN_TASKS,
+    PoolingInfo,
+    PoolingParams,
+    check_extra_kwargs,
+)
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.intake.media import cuts_media
@@ -343,6 +349,7 @@ def _verified(
 ) -> PoolingParams:
     params = params.clone()
     params.verify(task, info, model.name)
+    check_extra_kwargs(params, model)
     if not info.reuses_prefixes or task in TOKEN_TASKS:  # whatever was asked: it would be wrong
         params.skip_reading_prefix_cache = True
     return params

@@ -21,7 +21,7 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt, brings_media
-from headrace_core.scoring import ScoreInput, pair_up
+from headrace_core.scoring import ScoreInput, check_activation, pair_up
 from headrace_engine.emission.pooled import PooledOutput
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
@@ -94,16 +94,20 @@ class ScorePlanner:
         *,
         priority: int = 0,
         chat_template: str | None = None,
+        add_special_tokens: bool | None = None,
     ) -> ScorePlan:
         """What must be pooled.
 
         Args:
             chat_template: of pairs; only for models that read both texts in one prompt.
+            add_special_tokens: False: not even around texts; only for models that embed each text, and
+                for pairs that a template makes one.
 
         Raises:
-            UnsupportedFeature: the model scores nothing, or has no use for a template.
-            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), or the
-                template fails.
+            UnsupportedFeature: the model scores nothing, or has no use for a template; or its texts
+                are told apart by special tokens, which were to be left out.
+            RequestError: the pairs fit no form (:func:`headrace_core.scoring.pair_up`), the template
+                fails, or an activation is asked for where nothing has one.
         """
         info = self._scoring_info()
         if chat_template is not None and info.scoring != "cross":
@@ -111,11 +115,14 @@ class ScorePlanner:
                 "chat_template: must be left out: the model reads each text by itself",
                 param="chat_template",
             )
+        check_activation(params, info)
         pairs = pair_up(data_1, data_2)
 
         def job(prompt: PoolingPrompt, task: str, index: int) -> Job:
             own_id = f"{request_id}-{index}"
-            return Job(prompt, params, task, own_id, priority, call=request_id)
+            if add_special_tokens is False:
+                _check_plain(prompt, info)
+            return Job(prompt, params, task, own_id, priority, add_special_tokens, call=request_id)
 
         if info.scoring == "cross":
             jobs = [
@@ -221,6 +228,20 @@ def _key(value: ScoreInput) -> object:
             hash(key)
             return key
     return id(value)
+
+
+def _check_plain(prompt: PoolingPrompt, info: PoolingInfo) -> None:
+    """Refuse to leave out the tokens that say what a text is.
+
+    Raises:
+        UnsupportedFeature: the model needs them.
+    """
+    if isinstance(prompt, PairPrompt) or info.scoring == "late_interaction":
+        raise UnsupportedFeature(
+            "add_special_tokens = False: must be True or left out: special tokens tell the model which "
+            "text is which",
+            param="add_special_tokens",
+        )
 
 
 def text_of(value: ScoreInput, param: str) -> str:

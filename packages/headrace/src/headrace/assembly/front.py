@@ -24,6 +24,7 @@ from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
 from headrace_core.config import EngineConfig
+from headrace_core.errors import ConfigError
 from headrace_core.io_processor import IOProcessor
 from headrace_core.logits_processor import processor_name
 from headrace_core.model import ModelInfo
@@ -174,7 +175,7 @@ def core_client(
     if config.engine_process:
         from headrace_engine.clients.process import ProcessClient
 
-        return ProcessClient(CORE_FACTORY, _portable(config), timeline)
+        return ProcessClient(CORE_FACTORY, _portable(config, resolved), timeline)
     from headrace_engine.clients.inproc import InprocClient
 
     return InprocClient(
@@ -189,15 +190,34 @@ def shared_core(config: EngineConfig, timeline: StartupTimeline, folder: Path) -
         HeadraceError: the checkpoint, or a setting, cannot be used.
     """
     with timeline.phase("resolve model"):
-        resolve_engine(config)
+        resolved = resolve_engine(config)
     from headrace_engine.clients.process import ProcessClient
 
-    return ProcessClient(CORE_FACTORY, _portable(config), timeline, folder)
+    return ProcessClient(CORE_FACTORY, _portable(config, resolved), timeline, folder)
 
 
-def _portable(config: EngineConfig) -> EngineConfig:
-    """The configuration with names in place of classes, as another process can read it."""
+def _portable(config: EngineConfig, resolved: Resolved) -> EngineConfig:
+    """The configuration with names in place of classes and a mapping in place of a function, as
+    another process can read it."""
     names = tuple(map(processor_name, config.model.logits_processors))
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, logits_processors=names)
-    )
+    overrides = resolved.config.model.hf_overrides
+    model = dataclasses.replace(config.model, logits_processors=names, hf_overrides=overrides)
+    portable = dataclasses.replace(config, model=model)
+    if overrides is not config.model.hf_overrides:  # a function made it
+        _check_merges(portable, resolved.info)
+    return portable
+
+
+def _check_merges(portable: EngineConfig, info: ModelInfo) -> None:
+    """The other process merges what a function made into config.json, which says it again unless
+    the function took something out.
+
+    Raises:
+        ConfigError: it did.
+    """
+    if resolve_engine(portable).info.whole_config != info.whole_config:
+        raise ConfigError(
+            "model.hf_overrides: the function takes keys out of config.json, which an engine in a "
+            "process of its own (engine_process) cannot be told: must set them to None instead",
+            field="model.hf_overrides",
+        )

@@ -48,6 +48,9 @@ def resolve_engine(config: EngineConfig) -> Resolved:
     platform = choose_platform(config.device.device)
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
+    if not isinstance(config.model.hf_overrides, Mapping):  # what the function made
+        model = dataclasses.replace(config.model, hf_overrides=info.whole_config)
+        config = dataclasses.replace(config, model=model)
     fit_context = config.model.max_model_len == -1
     return Resolved(resolve(config, info, platform), info, platform, fit_context)
 

@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError
 from headrace_core.request import Prompt, TextPrompt, TokensPrompt
-from headrace_core.scoring import ScoreInput
 from headrace_server.conversation import need_template, special_tokens, spelled
 from headrace_server.convert import chat_prompt, text_part
 from headrace_server.protocol.base import check_size
-from headrace_server.protocol.pooling import ChatInput, ContentObject, PoolingBody, TextInput
+from headrace_server.protocol.pooling import (
+    ChatInput,
+    ContentObject,
+    PoolingBody,
+    TextInput,
+    TextObject,
+)
 from headrace_server.state import ServerState
 
 
@@ -48,27 +53,19 @@ def _prompt(given: str | list[int]) -> Prompt:
     return TokensPrompt(prompt_token_ids=given)
 
 
-def side_of(field: str, given: str | list[str] | ContentObject) -> list[ScoreInput]:
-    """The texts on one side of pairs; each part of a content object is one.
+def texts_of(
+    field: str, given: str | TextObject | ContentObject | list[str | TextObject]
+) -> list[str]:
+    """The texts of a field; each part of a content object is one.
 
     Raises:
         RequestError: a part is no text.
     """
-    if isinstance(given, str):
-        return [given]
     if isinstance(given, ContentObject):
-        return list(texts_of(field, given))
-    return list(given)
-
-
-def texts_of(field: str, given: ContentObject) -> list[str]:
-    """The texts of a content object's parts.
-
-    Raises:
-        RequestError: a part is no text.
-    """
-    parts = enumerate(given.content)
-    return [text_part(f"{field}.content[{i}]", part, field)["text"] for i, part in parts]
+        parts = enumerate(given.content)
+        return [text_part(f"{field}.content[{i}]", part, field)["text"] for i, part in parts]
+    several = given if isinstance(given, list) else [given]
+    return [one if isinstance(one, str) else one.text for one in several]
 
 
 def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None) -> str:
@@ -88,6 +85,7 @@ def document_text(index: int, given: Mapping[str, Any], fields: list[str] | None
             )
     if not found:
         raise RequestError(
-            f"documents[{index}]: must have {' or '.join(map(repr, names))}", param="documents"
+            f"documents[{index}]: must be a text, or an object with {' or '.join(map(repr, names))}",
+            param="documents",
         )
     return "\n".join(text for _, text in found)

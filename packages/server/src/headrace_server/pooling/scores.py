@@ -15,9 +15,8 @@ from headrace_core.scoring import ScoreInput, pair_up
 from headrace_server import convert
 from headrace_server.offload import encoded
 from headrace_server.pooling.call import PARALLEL, PoolingCall
-from headrace_server.pooling.inputs import document_text, side_of, texts_of
+from headrace_server.pooling.inputs import document_text, texts_of
 from headrace_server.protocol.pooling import (
-    ContentObject,
     PoolingBody,
     RerankRequest,
     ScoreRequest,
@@ -91,7 +90,7 @@ def _side(body: ScoreRequest, *names: str) -> tuple[list[ScoreInput], str]:
         raise RequestError(
             f"{names[0]}: exactly one of {' and '.join(names)} must be given", param=names[0]
         )
-    return side_of(given[0], getattr(body, given[0])), given[0]
+    return list(texts_of(given[0], getattr(body, given[0]))), given[0]
 
 
 class Rerank(_Scoring):
@@ -108,7 +107,7 @@ class Rerank(_Scoring):
 
     def __init__(self, body: RerankRequest, request: Request, state: ServerState) -> None:
         super().__init__(body, request, state, "rerank-")
-        self._query = body.query if isinstance(body.query, str) else _joined(body.query)
+        self._query = "\n".join(texts_of("query", body.query))
         self._texts, self._given = _documents(body)
         self._most_tokens = body.max_tokens_per_doc
         self._shown = body.return_documents is not False
@@ -155,14 +154,10 @@ class Rerank(_Scoring):
             yield result | self.ids_of(outputs[index])
 
 
-def _joined(query: ContentObject) -> str:
-    return "\n".join(texts_of("query", query))
-
-
 def _documents(body: RerankRequest) -> tuple[list[str], list[dict[str, Any]]]:
     """The texts of a body's documents, and the documents as they are given back."""
     given = body.documents
-    if isinstance(given, ContentObject):
+    if not isinstance(given, list):
         texts = texts_of("documents", given)
         return texts, [{"text": text} for text in texts]
     texts, shown = [], []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -220,23 +220,48 @@ PoolingRequest = Annotated[
 ]
 
 
+class TextObject(BaseModel):
+    """A text as Jina's and Cohere's APIs also write it."""
+
+    text: Text
+
+
 class ContentObject(BaseModel):
     """A text in parts, as in a chat message."""
 
     content: Annotated[list[FreeObject], _SEVERAL]
 
 
-def _side_form(value: Any) -> str:
-    if isinstance(value, dict):
-        return "<content>"
-    return "<texts>" if isinstance(value, list) else "<text>"
+def _text_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, dict) or ("text" in value) == ("content" in value):
+        return None
+    return "<object>" if "text" in value else "<content>"
 
 
+def _side_form(value: Any) -> str | None:
+    return "<texts>" if isinstance(value, list) else _text_form(value)
+
+
+def _one_of(form: Callable[[Any], str | None], accepted: str) -> Discriminator:
+    """A union's member by its form; what has none is refused with the accepted ones."""
+    return Discriminator(form, custom_error_type="form", custom_error_message=f"must be {accepted}")
+
+
+_OBJECT = '{"text": "..."}'
+_CONTENT = '{"content": [parts]}'
+
+SideText = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[TextObject, Tag("<object>")],
+    _one_of(_text_form, f"a text or {_OBJECT}"),
+]
 SideField = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[Annotated[list[Text], Field(max_length=MAX_INPUTS)], Tag("<texts>")]
+    | Annotated[Annotated[list[SideText], Field(max_length=MAX_INPUTS)], Tag("<texts>")]
+    | Annotated[TextObject, Tag("<object>")]
     | Annotated[ContentObject, Tag("<content>")],
-    Discriminator(_side_form),
+    _one_of(_side_form, f"a text, {_OBJECT}, a list of those, or {_CONTENT}"),
 ]
 
 
@@ -249,34 +274,43 @@ class ScoreRequest(ActivationFields, VectorFields, PoolingBody):
     documents: SideField | None = Field(None, description="The same as text_2.")
 
 
-def _query_form(value: Any) -> str:
-    return "<content>" if isinstance(value, dict) else "<text>"
-
-
-def _documents_form(value: Any) -> str:
-    return "<content>" if isinstance(value, dict) else "<several>"
+def _document_form(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<fields>" if isinstance(value, dict) else None
 
 
 Document = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[FreeObject, Tag("<content>")],
-    Discriminator(_query_form),
+    Annotated[Text, Tag("<text>")] | Annotated[FreeObject, Tag("<fields>")],
+    _one_of(_document_form, f"a text, {_OBJECT}, or an object with the rank_fields"),
 ]
+
+
+def _documents_form(value: Any) -> str | None:
+    if isinstance(value, list):
+        return "<several>"
+    return _text_form(value) if isinstance(value, dict) else None
 
 
 class RerankRequest(ActivationFields, VectorFields, PoolingBody):
     """Documents by how well they fit a query. The fields are Jina's and Cohere's."""
 
     query: Annotated[
-        Annotated[Text, Tag("<text>")] | Annotated[ContentObject, Tag("<content>")],
-        Discriminator(_query_form),
+        Annotated[Text, Tag("<text>")]
+        | Annotated[TextObject, Tag("<object>")]
+        | Annotated[ContentObject, Tag("<content>")],
+        _one_of(_text_form, f"a text, {_OBJECT} or {_CONTENT}"),
     ]
     documents: Annotated[
         Annotated[list[Document], _SEVERAL, Tag("<several>")]
+        | Annotated[TextObject, Tag("<object>")]
         | Annotated[ContentObject, Tag("<content>")],
-        Discriminator(_documents_form),
+        _one_of(
+            _documents_form, f"a list of texts and of {_OBJECT}, or one {_OBJECT} or {_CONTENT}"
+        ),
     ] = Field(
-        description="Texts; objects with text, or with the rank_fields; or an object with content, "
-        "each part of which is one document."
+        description="Texts; objects with text, or with the rank_fields; one object with text; or an "
+        "object with content, each part of which is one document."
     )
     top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         0, description="So many of the best; 0 or null: all."
