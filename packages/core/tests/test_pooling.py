@@ -12,9 +12,9 @@ from headrace_core.pooling import (
     PoolerConfig,
     PoolingInfo,
     PoolingParams,
-    _warn_of_old_name,
     check_extra_kwargs,
 )
+from headrace_core.pooling.params import _warn_of_old_name
 from headrace_core.sampling import RequestOutputKind
 from headrace_core.testing.engine import fake_served_model
 
