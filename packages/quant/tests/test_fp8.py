@@ -108,7 +108,11 @@ def test_every_code() -> None:
     codes = [code for code in range(256) if code & 127 != 127]
     values = [
         (-1.0 if code & 128 else 1.0)
-        * ((code & 7) / 512 if not code & 120 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3 & 15) - 7))
+        * (
+            (code & 7) / 512
+            if not code & 120
+            else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3 & 15) - 7)
+        )
         for code in codes
     ]
     weight = torch.tensor([codes], dtype=torch.uint8).view(E4M3)
@@ -122,6 +126,18 @@ def test_scales_of_other_dtypes(dtype: torch.dtype) -> None:
     scales = torch.tensor([[0.5, 2.0, 0.25], [1.0, 8.0, 0.125], [4.0, 1.0, 2.0]])
     expected = decoded({NAME: codes, SCALE: scales})[NAME]
     assert torch.equal(decoded({NAME: codes, SCALE: scales.to(dtype)})[NAME], expected)
+
+
+@pytest.mark.parametrize("scale", [2.0**-140, 2.0**-126, 2.0**118])
+def test_scales_at_the_ends_of_float32(scale: float) -> None:
+    weight = torch.tensor([[1.0, -(2.0**-9), 448.0, 0.0]]).to(E4M3)
+    out = decoded({NAME: weight, SCALE: torch.full((1, 1), scale)})[NAME]
+    assert torch.equal(out, weight.float() * scale)
+
+
+def test_nothing() -> None:
+    tensors = {NAME: torch.empty(0, 40).to(E4M3), SCALE: torch.empty(0, 3)}
+    assert decoded(tensors)[NAME].shape == (0, 40)
 
 
 def test_stacked_matrices_have_stacked_scales() -> None:
@@ -150,7 +166,8 @@ def test_order_and_distance_do_not_matter() -> None:
     apart = decoded(sorted(tensors.items(), key=lambda item: item[0].endswith("inv")))
     assert set(there) == {NAME, other, "model.norm.weight"}
     for name, tensor in there.items():
-        assert torch.equal(tensor, back[name]) and torch.equal(tensor, apart[name])
+        assert torch.equal(tensor, back[name])
+        assert torch.equal(tensor, apart[name])
     assert torch.equal(there[other], there[NAME] * 2)
 
 
@@ -167,7 +184,8 @@ def test_what_is_no_fp8_weight_stays_as_it_is() -> None:
 def test_what_the_model_passes_over_is_not_decoded() -> None:
     broken = torch.full((2, 2), 127, dtype=torch.uint8).view(E4M3)
     out = decoded({NAME: broken, SCALE: torch.ones(7)}, passed_over=(NAME, SCALE))
-    assert out[NAME] is broken and SCALE in out
+    assert out[NAME] is broken
+    assert SCALE in out
 
 
 @pytest.mark.parametrize("name", ["input_scale", "activation_scale", "qscale_act"])
@@ -178,7 +196,9 @@ def test_scales_of_activations(name: str) -> None:
 
 
 class TestFaults:
-    def refused(self, match: str, config: dict[str, Any] = BLOCKS, **changed: Tensor | None) -> None:
+    def refused(
+        self, match: str, config: dict[str, Any] = BLOCKS, **changed: Tensor | None
+    ) -> None:
         codes, scales, _ = packed(random_weight(), 8, 16)
         own: dict[str, Tensor | None] = {NAME: codes, SCALE: scales}
         own |= {{"weight": NAME, "scale": SCALE}.get(k, k): tensor for k, tensor in changed.items()}
@@ -205,7 +225,9 @@ class TestFaults:
         assert decoded(tensors, dtype="bfloat16")
 
     def test_scales_of_another_shape(self) -> None:
-        wanted = r"weight_scale_inv' has shape .*\[20, 40\] in blocks of \[8, 16\] must have \[3, 3\]"
+        wanted = (
+            r"weight_scale_inv' has shape .*\[20, 40\] in blocks of \[8, 16\] must have \[3, 3\]"
+        )
         for shape in ((3, 2), (2, 3), (9,), (3, 3, 1), ()):
             self.refused(wanted, scale=torch.ones(shape))
 

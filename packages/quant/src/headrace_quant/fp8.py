@@ -6,8 +6,8 @@ without blocks one number: ``weight_scale_inv``, ``weight_scale``, or Mistral's 
 that of the OCP 8-bit Floating Point Specification: no infinities, one NaN for each sign.
 
 The weights become floats of the activations' dtype before they are fused or divided, so that blocks need
-not fit heads or ranks; nothing is multiplied in 8 bits. Which layers are quantized is read off the tensors: one
-in FP8 must have its scale, one in floats is as it is. Scales of activations are not needed.
+not fit heads or ranks; nothing is multiplied in 8 bits. Which layers are quantized is read off the
+tensors: one in FP8 must have its scale, one in floats is as it is. Scales of activations are not needed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
+_BETWEEN_BIASES = 256.0
+"""2 ** (15 - 7), of the exponents of float16 and E4M3."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 _BLOCK_SCALE = "_scale_inv"
 """What a scale's name has behind that of its tensor."""
@@ -154,7 +156,7 @@ class Fp8(QuantMethod):
                 )
         _check_scale(weight, scale, self.block)
         out = dequantize(weight.tensor, scale.tensor, self.block, dtype)
-        if not bool(out.isfinite().all()):
+        if out.numel() and not (_are_numbers(weight.tensor) and _are_finite(out)):
             raise WeightsError(
                 f"{weight.file}: tensor {weight.name!r} holds what is no number, or none that "
                 f"{str(dtype).removeprefix('torch.')} can hold"
@@ -166,18 +168,36 @@ def dequantize(
     weight: Tensor, scale: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
 ) -> Tensor:
     """weight [..., N, K] times the scales of its blocks [..., ceil(N / n), ceil(K / k)], or a single
-    scale: multiplied in float32, rounded once."""
-    factors = scale.float()
+    scale: multiplied in float32, rounded once. NaN is not known, see :func:`_are_numbers`."""
+    factors = scale.float() * _BETWEEN_BIASES
     if block is None:
-        return (weight.float() * factors.reshape(())).to(dtype)
+        return (_as_half(weight).float() * factors.reshape(())).to(dtype)
     (rows, columns), inputs = block, weight.shape[-1]
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     # By rows of blocks: float32 of a whole matrix would be four times what is read.
     for index, start in enumerate(range(0, weight.shape[-2], rows)):
-        piece = weight[..., start : start + rows, :].float()
+        piece = _as_half(weight[..., start : start + rows, :]).float()
         wide = factors[..., index, :].repeat_interleave(min(columns, inputs), dim=-1)
         out[..., start : start + rows, :] = piece.mul_(wide[..., None, :inputs])
     return out
+
+
+def _as_half(codes: Tensor) -> Tensor:
+    """E4M3 over :data:`_BETWEEN_BIASES`, as float16 that has the same bits: many times as fast as torch's
+    conversion, and exact, subnormal numbers included."""
+    extended = codes.view(torch.int8).to(torch.int16)
+    # 4 + 3 bits go below the topmost exponent bit, which the sign's extension has set.
+    return extended.bitwise_left_shift_(7).bitwise_and_(~(1 << 14)).view(torch.float16)
+
+
+def _are_numbers(codes: Tensor) -> bool:
+    """Whether no code is E4M3's NaN, all ones but the sign."""
+    return int((codes.view(torch.uint8) & 127).amax()) != 127
+
+
+def _are_finite(values: Tensor) -> bool:
+    smallest, largest = torch.aminmax(values)  # NaN is both
+    return bool(smallest.isfinite() & largest.isfinite())
 
 
 def _scaled(name: str) -> str | None:
