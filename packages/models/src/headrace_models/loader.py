@@ -102,10 +102,11 @@ def load_model(
             shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
-            if chosen is None:
-                stored = dummy_tensors(built.weights.wanted(), context.dtype, seed)
-            else:
-                stored = checkpoint_tensors(built, context, load, chosen, progress)
+            stored = (
+                dummy_tensors(built.weights.wanted(), context.dtype, seed)
+                if chosen is None
+                else checkpoint_tensors(built, context, load, chosen, progress)
+            )
             fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
     return built.model

@@ -136,7 +136,7 @@ def _common(params: Settings) -> dict[str, Any]:
 def _quantization(params: Settings) -> dict[str, Any]:
     """``quantization_config``, if weights are in FP8 with a scale for each tensor."""
     block = _block(params, "quantization")
-    if block is None:
+    if block is None or not block.config:
         return {}
     served = {"qformat_weight": ("fp8_e4m3",), "qscheme_act": (None, *_ACTIVATIONS)}
     for key in {**served, **block.config}:
