@@ -20,6 +20,7 @@ from headrace_core.config import LoadConfig, ModelConfig
 from headrace_core.errors import UnsupportedModel, WeightsError
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.model import PagedDriver, build_context
+from headrace_models.formats.mistral import transformers_name
 from headrace_models.loader import load_model
 from headrace_models.resolve import resolve
 
@@ -219,11 +220,41 @@ def test_of_both_layouts_the_user_chooses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("activations", "scheme"), [(None, "dynamic"), ("NO_SCALES", "dynamic"), ("TENSOR", "static")]
+)
+def test_weights_in_fp8(tmp_path: Path, activations: str | None, scheme: str) -> None:
+    """What they are served as; tests-integration has the numbers."""
+    block = {"qformat_weight": "fp8_e4m3", "qscheme_act": activations}
+    found = Published(MistralSuite(), tmp_path, quantization=block)
+    info = resolve(ModelConfig(model=str(found.folder)), LoadConfig(), CpuPlatform())
+    assert info.config["quantization_config"] == {
+        "quant_method": "fp8",
+        "activation_scheme": scheme,
+    }
+
+
+def test_names_of_scales() -> None:
+    for last in ("qscale_weight", "qscale_act"):
+        stem = "model.layers.3.mlp.experts.7.down_proj"
+        assert transformers_name(f"layers.3.experts.7.w2.{last}") == f"{stem}.{last}"
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         ({"moe": {"num_experts": 8}}, r"params\.json has no 'num_experts_per_tok'"),
         ({"multimodal": {"whisper_model_args": {}}}, "'multimodal' is not supported"),
-        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, "'quantization' is not supported"),
+        ({"quantization": [8]}, r"quantization = \[8\]: must be an object"),
+        ({"quantization": {"qformat_weight": "int8"}}, "quantization.qformat_weight = 'int8'"),
+        ({"quantization": {"config_groups": {}}}, "qformat_weight = None: must be 'fp8_e4m3'"),
+        (
+            {"quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TOKEN"}},
+            "quantization.qscheme_act = 'TOKEN': must be None or 'NO_SCALES' or 'TENSOR'",
+        ),
+        (
+            {"quantization": {"qformat_weight": "fp8_e4m3", "kv_cache": "fp8"}},
+            "quantization.kv_cache = 'fp8': must be None",
+        ),
         ({"sliding_window": [9, None]}, "sliding_window is a list"),
         ({"dim": "72"}, r"params\.json: dim = '72'"),
         ({"head_dim": None, "n_heads": 5}, "dim = 72: must be a multiple of n_heads = 5"),

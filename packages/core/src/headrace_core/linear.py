@@ -11,8 +11,9 @@ checkpoint can treat layers differently; it never asks which method is active.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -174,3 +175,23 @@ class QuantMethod(ABC):
     @abstractmethod
     def for_layer(self, spec: LinearSpec) -> LinearMethod:
         """The method for one layer, by its name."""
+
+    def decode(
+        self,
+        tensors: Iterable[tuple[str, Tensor, Path]],
+        dtype: str,
+        passes_over: Callable[[str], bool],
+    ) -> Iterable[tuple[str, Tensor, Path]]:
+        """A checkpoint's tensors (name, tensor, file) with those that only stand for floats as the
+        floats; all others unchanged.
+
+        They are whole: what is decoded here can be fused, reordered and divided over ranks at any row
+        or column, and its layer's method is a plain one.
+
+        Args:
+            dtype: of the activations, which such floats get.
+            passes_over: whether the model does without the tensor of a name, which need not be decoded.
+
+        Raises: WeightsError naming file and tensor: it stands for no floats.
+        """
+        return tensors

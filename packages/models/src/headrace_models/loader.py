@@ -102,10 +102,11 @@ def load_model(
             shares = by_rank.rank_tensors(info.path, group.rank, group.world_size, progress)
             fill_slots(shares, built.leaves, built.weights.slots, context, info.path)
         else:
-            stored = _tensors(info, context, load, built, chosen, seed, progress)
-            model = cast(object, built.model)
-            if isinstance(model, TranslatesWeights) and chosen is not None:
-                stored = model.translate(stored)
+            stored = (
+                dummy_tensors(built.weights.wanted(), context.dtype, seed)
+                if chosen is None
+                else checkpoint_tensors(built, context, load, chosen, progress)
+            )
             fill(built, context, stored)
     logger.info("%s: %s weights loaded from %s", info.architecture, wanted, info.path)
     return built.model
@@ -135,6 +136,11 @@ class Built(NamedTuple):
         ignored = model.ignored_weights if isinstance(model, IgnoresWeights) else {}
         return cls(model, info, leaves, weights, {**HARMLESS, **ignored})
 
+    def passes_over(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is known to be of no use to the model."""
+        known = any(re.fullmatch(pattern, name) for pattern in self.harmless)
+        return known and self.weights.find(name) is None
+
 
 def fill(
     built: Built,
@@ -159,28 +165,21 @@ def fill(
 
 
 def checkpoint_tensors(
-    info: ModelInfo, load: LoadConfig, chosen: WeightFormat, progress: ProgressCallback
-) -> Iterable[tuple[str, Tensor, Path]]:
-    """All tensors of the folder, those of its Dense modules included."""
-    own = chosen.tensors(info.path, progress)
-    return itertools.chain(own, _dense_tensors(info, load, progress))
-
-
-def _tensors(
-    info: ModelInfo,
+    built: Built,
     context: BuildContext,
     load: LoadConfig,
-    built: Built,
-    chosen: WeightFormat | None,
-    seed: int,
+    chosen: WeightFormat,
     progress: ProgressCallback,
 ) -> Iterable[tuple[str, Tensor, Path]]:
-    """The checkpoint's tensors, or made-up ones."""
-    if chosen is None:
-        return dummy_tensors(built.weights.wanted(), context.dtype, seed)
+    """All tensors of the folder, those of its Dense modules included, as the model's rules know them."""
     if isinstance(chosen, ConvertsTensors):
         chosen.convert_to(context.dtype)
-    return checkpoint_tensors(info, load, chosen, progress)
+    stored = context.quant.decode(
+        chosen.tensors(built.info.path, progress), context.dtype, built.passes_over
+    )
+    everything = itertools.chain(stored, _dense_tensors(built.info, load, progress))
+    model = cast(object, built.model)
+    return model.translate(everything) if isinstance(model, TranslatesWeights) else everything
 
 
 def _dense_rules(info: ModelInfo) -> list[WeightRule]:
@@ -281,7 +280,7 @@ class _Filling:
         deliver: Callable[[str, Mapping[str, Tensor]], None] | None,
     ) -> None:
         self.context = context
-        self.harmless = built.harmless
+        self.passes_over = built.passes_over
         self.leaves = built.leaves
         self.weights = weights = built.weights
         self.deliver = deliver
@@ -414,7 +413,7 @@ class _Filling:
         return _cut_shard(slot, part, tensor)
 
     def _is_harmless(self, name: str) -> bool:
-        if any(re.fullmatch(pattern, name) for pattern in self.harmless):
+        if self.passes_over(name):
             return True
         # A head that is the embedding may be stored all the same.
         heads = [rule.source for rule in self.weights.rules if rule.target == "head"]

@@ -14,7 +14,6 @@ from headrace_core.config import LoadConfig
 from headrace_core.errors import ConfigError
 from headrace_core.model import (
     BuildContext,
-    ConvertsTensors,
     ModelInfo,
     ProgressCallback,
     SharesByRank,
@@ -87,8 +86,6 @@ def _save_rank(
     chosen = choose_format(info.path, load)
     if isinstance(chosen, SharesByRank):
         raise ConfigError(f"{info.path}: is a sharded state already", field="model.model")
-    if isinstance(chosen, ConvertsTensors):
-        chosen.convert_to(context.dtype)
     built, group = Built.of(info, context), context.communicator
     names = [f"{leaf}.{key}" for leaf, keys in built.weights.slots.items() for key in keys]
     writer = ShardedStateWriter(
@@ -102,7 +99,8 @@ def _save_rank(
 
     try:
         with torch.no_grad():
-            fill(built, context, checkpoint_tensors(info, load, chosen, progress), deliver)
+            stored = checkpoint_tensors(built, context, load, chosen, progress)
+            fill(built, context, stored, deliver)
     except BaseException as error:
         writer.close(error)
         raise

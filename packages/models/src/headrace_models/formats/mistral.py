@@ -21,7 +21,7 @@ from headrace_models.formats.index import CONSOLIDATED, checkpoint_files, checkp
 from headrace_models.formats.mistral_config import has_params, head_dim, read_params
 from headrace_models.formats.safetensors import read_tensors
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight)")
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|qscale_weight|qscale_act)")
 _IN_LAYER = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",

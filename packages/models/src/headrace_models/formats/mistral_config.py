@@ -18,7 +18,7 @@ DEFAULT_LENGTH = 128_000
 """Context of a model whose params.json names none."""
 _BOS, _EOS = 1, 2
 """In every tokenizer of Mistral's."""
-_OTHER_MODELS = ("quantization", "lora", "ssm", "multimodal")
+_OTHER_MODELS = ("lora", "ssm", "multimodal")
 """Keys of what is more than a decoder."""
 _MIXTURE = {
     "num_experts": "n_routed_experts",
@@ -32,6 +32,8 @@ _MIXTURE = {
     "num_expert_groups_per_tok": "topk_group",
 }
 """Of latent attention's mixtures: their name of a key -> ours."""
+_ACTIVATIONS = {"NO_SCALES": "dynamic", "TENSOR": "static"}
+"""``qscheme_act`` of FP8 weights -> transformers' ``activation_scheme``."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -127,7 +129,25 @@ def _common(params: Settings) -> dict[str, Any]:
         "max_position_embeddings": length,
         "bos_token_id": _BOS,
         "eos_token_id": _EOS,
+        **_quantization(params),
     }
+
+
+def _quantization(params: Settings) -> dict[str, Any]:
+    """``quantization_config``, if weights are in FP8 with a scale for each tensor."""
+    block = _block(params, "quantization")
+    if block is None or not block.config:
+        return {}
+    served = {"qformat_weight": ("fp8_e4m3",), "qscheme_act": (None, *_ACTIVATIONS)}
+    for key in {**served, **block.config}:
+        value, accepted = block.config.get(key), served.get(key, (None,))
+        if value not in accepted:
+            raise UnsupportedModel(
+                f"params.json: quantization.{key} = {value!r:.200}: must be "
+                f"{' or '.join(map(repr, accepted))}"
+            )
+    scheme = _ACTIVATIONS[block.config.get("qscheme_act") or "NO_SCALES"]
+    return {"quantization_config": {"quant_method": "fp8", "activation_scheme": scheme}}
 
 
 def _latent_config(params: Settings) -> dict[str, Any]:
