@@ -247,6 +247,11 @@ def test_other_formats_and_what_is_refused(client: openai.OpenAI) -> None:
     for data, said in ((b"text", "no audio file"), (LONG[:20_000], "cut off")):
         with pytest.raises(openai.BadRequestError, match=said):
             client.audio.transcriptions.create(file=("a.wav", data), **given)
+    for form in ("verbose_json", "srt", "vtt"):
+        with pytest.raises(openai.BadRequestError, match=f"'{form}': this model gives no times"):
+            client.audio.transcriptions.create(
+                file=("a.wav", LONG), **{**given, "response_format": form}
+            )
     with pytest.raises(openai.BadRequestError, match="language = 'xx'"):
         client.audio.transcriptions.create(file=("a.wav", LONG), **{**given, "language": "xx"})
     with pytest.raises(openai.BadRequestError, match="Chat Completions"):

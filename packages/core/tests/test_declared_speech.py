@@ -124,6 +124,19 @@ def test_everything_reaches_a_class_that_declares_it(info):
     assert speech.timestamp(3) == 1.5
 
 
+def test_a_checkpoint_may_have_no_timestamps_though_its_class_has(info):
+    class Untimed(New):
+        @classmethod
+        def says_timestamps(cls, model_config):
+            return model_config.vocab_size > 10
+
+    assert DeclaredSpeech(New, info).segment_timestamps
+    speech = DeclaredSpeech(Untimed, info)
+    assert not speech.segment_timestamps
+    prompt = speech.prompt(CLIP, language="de", task="transcribe", timestamps=True)
+    assert prompt["prompt"].endswith("False)")
+
+
 def test_an_older_class_is_called_as_it_was(info):
     prompt = DeclaredSpeech(Old, info).prompt(CLIP, language="en", task="transcribe")
     assert prompt["prompt"] == "in en"

@@ -23,6 +23,10 @@ pytestmark = pytest.mark.spec("ENGINE-SAMPLING")
         ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("logit_bias", {-1: 1.0}),
         ("logprob_token_ids", [-1]), ("logprob_token_ids", list(range(17))),
         ("logit_bias", {1: float("nan")}), ("bad_words", [""]), ("seed", 2**63), ("seed", 0.5),
+        ("stop", 5), ("stop", b"x"), ("stop_token_ids", 5), ("allowed_token_ids", "12"),
+        ("logprob_token_ids", 3), ("bad_words", "word"), ("bad_words", 5), ("logit_bias", [1]),
+        ("output_kind", "DELTA"), ("output_kind", None), ("structured_outputs", {"regex": "a"}),
+        ("ignore_eos", "no"), ("detokenize", None), ("skip_special_tokens", 2),
     ],
 )  # fmt: skip
 def test_out_of_range_values_are_refused_by_field(field, bad):
@@ -38,6 +42,7 @@ def test_out_of_range_values_are_refused_by_field(field, bad):
         {"repetition_penalty": 0.01}, {"max_tokens": None}, {"max_tokens": None, "min_tokens": 99},
         {"logprobs": -1}, {"logprobs": 0}, {"prompt_logprobs": 0}, {"truncate_prompt_tokens": -1},
         {"stop": "x"}, {"stop": ["x", "y"]}, {"n": 3}, {"seed": -1}, {"seed": 0}, {"logit_bias": {1: -100}},
+        {"stop_token_ids": (3, 4)}, {"bad_words": ()}, {"ignore_eos": 1},
     ],
 )  # fmt: skip
 def test_values_at_the_border_are_accepted(good):

@@ -142,6 +142,9 @@ class TestStrictness:
         info = LLAMA.resolve(path)
         with pytest.raises(ConfigError, match=r"'safetensors'.*holds no checkpoint"):
             LLAMA.load(info, build_context(info), load_format="safetensors")
+        (path / "params.json").write_text("{}")
+        with pytest.raises(WeightsError, match=r"no weights found.*--load-format mistral"):
+            LLAMA.open(path)
 
     def test_file_cut_short_after_resolving(self, llama: Checkpoint, tmp_path: Path) -> None:
         path = copy(llama, tmp_path)

@@ -51,6 +51,29 @@ def run(
     )
 
 
+CONSOLIDATED = [
+    "consolidated-00001-of-00002.safetensors",
+    "consolidated-00002-of-00002.safetensors",
+]
+
+
+def repository(folder: Path, monkeypatch: pytest.MonkeyPatch, there: list[str]) -> None:
+    """A hub whose only repository, ``owner/name``, has these files, downloaded to ``folder``."""
+
+    def download(
+        name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any
+    ) -> str:
+        assert name == "owner/name"
+        for each in there:
+            ignored = any(fnmatch(each, pattern) for pattern in ignore_patterns)
+            if not ignored and any(fnmatch(each, pattern) for pattern in allow_patterns):
+                (folder / each).parent.mkdir(exist_ok=True)
+                (folder / each).touch()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+
 @pytest.mark.spec("MODEL-RESOLVE")
 class TestArchitecture:
     def test_first_registered_entry_is_taken(self, folder: Path) -> None:
@@ -239,20 +262,34 @@ class TestSource:
     def test_gguf_file_of_a_hub_repository(
         self, file: str, others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        there = [file, *others, "q8/m.gguf", "config.json"]
-
-        def download(name: str, *, allow_patterns: list[str], **_: Any) -> str:
-            assert name == "owner/name"
-            for each in there:
-                if any(fnmatch(each, pattern) for pattern in allow_patterns):
-                    (tmp_path / each).parent.mkdir(exist_ok=True)
-                    (tmp_path / each).touch()
-            return str(tmp_path)
-
-        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        repository(tmp_path, monkeypatch, [file, *others, "q8/m.gguf", "config.json"])
         assert fetch(f"owner/name/{file}") == tmp_path / file
         found = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.gguf")}
         assert found == {file, *others}
+
+    @pytest.mark.parametrize(
+        ("there", "load_format", "weights"),
+        [
+            (["params.json", *CONSOLIDATED], "auto", CONSOLIDATED),
+            (["params.json", *CONSOLIDATED], "safetensors", []),
+            (["params.json", *CONSOLIDATED], "mistral", CONSOLIDATED),
+            (["params.json", *CONSOLIDATED, "config.json"], "auto", []),
+            (["params.json", *CONSOLIDATED, "config.json", "model.safetensors"], "auto",
+             ["model.safetensors"]),
+            ([*CONSOLIDATED, "config.json", "pytorch_model.bin"], "auto", ["pytorch_model.bin"]),
+        ],
+    )  # fmt: skip
+    def test_mistrals_layout_comes_where_there_is_no_other(
+        self,
+        there: list[str],
+        load_format: str,
+        weights: list[str],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        repository(tmp_path, monkeypatch, there)
+        assert fetch("owner/name", load_format=load_format) == tmp_path
+        assert sorted(f.name for f in tmp_path.iterdir() if f.suffix != ".json") == weights
 
     def test_gguf_of_the_hub_needs_a_file(self) -> None:
         with pytest.raises(ConfigError, match=r"owner/name/FILE\.gguf"):

@@ -134,6 +134,25 @@ def test_a_checkpoint_without_languages_needs_no_task(tmp_path):
     assert rows[1, :FIRST].isfinite().any()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"suppress_tokens": [3, *range(FIRST, VOCAB)]},
+        {"begin_suppress_tokens": [1, END, *range(FIRST, VOCAB)]},
+        {"suppress_tokens": [FIRST, FIRST + 1], "max_initial_timestamp_index": 1},
+        {"no_timestamps_token_id": VOCAB + 3},  # the vocabulary ends before them
+    ],
+)
+def test_where_no_timestamp_can_begin_a_transcript_it_is_text(tmp_path, change):
+    processor = rules(tmp_path, **change)
+    begin(processor, (TIMED, []), (TIMED, [7]), (PLAIN, []))
+    given = logits(0)
+    rows = processor.apply(given.repeat(3, 1))
+    assert rows[0, :END].isfinite().any()
+    assert torch.equal(rows[0], rows[2])
+    assert rows[1, END].isfinite()
+
+
 def test_rows_follow_their_requests(tmp_path):
     processor = rules(tmp_path)
     begin(processor, (TIMED, []), (PLAIN, [7]))
@@ -147,7 +166,8 @@ def test_rows_follow_their_requests(tmp_path):
     assert torch.equal(processor.apply(given.clone())[1], given[1])
 
 
-@pytest.mark.parametrize("change", [{"suppress_tokens": "all"}, {"begin_suppress_tokens": [1.5]}])
+@pytest.mark.parametrize("change", [{"suppress_tokens": "all"}, {"begin_suppress_tokens": [1.5]},
+                                    {"max_initial_timestamp_index": "x"}])  # fmt: skip
 def test_wrong_lists_are_refused_by_name(tmp_path, change):
     with pytest.raises(UnsupportedModel, match=next(iter(change))):
         rules(tmp_path, **change)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_core.declared_speech import DeclaredSpeech
 from headrace_core.errors import RequestError, UnsupportedModel
 from headrace_core.model import ModelInfo
 from headrace_core.speech import AudioClip, SpeechToTextConfig, SupportsTranscription
@@ -226,6 +227,23 @@ def test_probe_timestamps_silence_and_sizes(tmp_path):
     assert Whisper.get_no_speech_token_id(model) == ids["<|nospeech|>"]
     assert Whisper.get_seconds_per_state(model) == 0.02
     assert Whisper.get_num_audio_tokens(2.5, config, model) == 125
+
+
+def test_checkpoints_that_say_no_timestamps(tmp_path):
+    first = checkpoint(tmp_path)["<|notimestamps|>"] + 1
+    size = first + 9
+    every = list(range(first, size))
+    for generation, says in (
+        ({}, True),
+        ({"suppress_tokens": every[1:], "begin_suppress_tokens": [1]}, True),
+        ({"suppress_tokens": every}, False),
+        ({"suppress_tokens": every[3:], "begin_suppress_tokens": every[:3]}, False),
+        ({"suppress_tokens": every[:3], "max_initial_timestamp_index": 3}, True),
+        ({"suppress_tokens": every[:3], "max_initial_timestamp_index": 2}, False),
+    ):
+        model = info(tmp_path, generation, vocab_size=size)
+        assert DeclaredSpeech(Whisper, model).segment_timestamps is says
+    assert not Whisper.says_timestamps(info(tmp_path, vocab_size=first))
 
 
 def test_where_a_transcript_begins(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -48,9 +49,9 @@ class DeclaredSpeech:
     def languages(self) -> Mapping[str, str]:
         return self._model.supported_languages
 
-    @property
+    @cached_property
     def segment_timestamps(self) -> bool:
-        return self._model.supports_segment_timestamp
+        return self._model.supports_segment_timestamp and bool(self._ask("says_timestamps"))
 
     def config(self, task: SpeechTask) -> SpeechToTextConfig:
         found: SpeechToTextConfig = self._ask("get_speech_to_text_config", task_type=task)

@@ -10,7 +10,7 @@ import copy
 import enum
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -230,6 +230,7 @@ class SamplingParams:
 
     def validate(self) -> None:
         """Check every field and every pair that must agree."""
+        self._check_kinds()
         self._check_ranges()
         self._check_pairs()
         if self.logits_processors:
@@ -237,6 +238,25 @@ class SamplingParams:
                 "logits_processors: per-request callables are not served; they cannot be batched",
                 param="logits_processors",
             )
+
+    def _check_kinds(self) -> None:
+        for name, accepted in _LISTS.items():
+            value = getattr(self, name)
+            is_one = isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable)
+            if value is not None and is_one and not (name == "stop" and isinstance(value, str)):
+                _fail(name, value, accepted)
+        for name in _FLAGS:
+            if getattr(self, name) not in (True, False):
+                _fail(name, getattr(self, name), "True or False")
+        bias: object = self.logit_bias
+        if bias is not None and not isinstance(bias, Mapping):
+            _fail("logit_bias", bias, "a mapping of token ids to numbers")
+        kind: object = self.output_kind
+        if not isinstance(kind, RequestOutputKind):
+            _fail("output_kind", kind, f"of {[str(each) for each in RequestOutputKind]}")
+        form: object = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputsParams):
+            _fail("structured_outputs", form, "a StructuredOutputsParams")
 
     def _check_ranges(self) -> None:
         _whole("n", self.n, 1, MAX_N)
@@ -286,6 +306,19 @@ class SamplingParams:
             if not isinstance(word, str) or not word:
                 _fail("bad_words", word, "a non-empty string")
 
+
+_LISTS: Mapping[str, str] = {
+    "stop": "text, or a list of texts",
+    "stop_token_ids": "a list of token ids",
+    "allowed_token_ids": "a list of token ids",
+    "logprob_token_ids": "a list of token ids",
+    "bad_words": "a list of texts",
+}
+"""Fields of several values, and what they may be."""
+_FLAGS = (
+    "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "skip_clone",
+)  # fmt: skip
 
 MAX_BEAM_WIDTH = 256
 

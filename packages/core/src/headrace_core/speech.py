@@ -158,6 +158,11 @@ class SupportsTranscription:
         return None
 
     @classmethod
+    def says_timestamps(cls, model_config: ModelInfo) -> bool:
+        """Of a class with ``supports_segment_timestamp``: whether this checkpoint may say such tokens."""
+        return True
+
+    @classmethod
     def get_no_speech_token_id(cls, model_config: ModelInfo) -> int | None:
         """The token whose probability, right after the first token of the prompt, says that nobody
         speaks; None: there is none."""
@@ -203,7 +208,8 @@ class SpeechMembers(Protocol):
 
     @property
     def segment_timestamps(self) -> bool:
-        """See :attr:`SupportsTranscription.supports_segment_timestamp`."""
+        """See :attr:`SupportsTranscription.supports_segment_timestamp` and
+        :meth:`~SupportsTranscription.says_timestamps`."""
         ...
 
     def config(self, task: SpeechTask) -> SpeechToTextConfig: ...

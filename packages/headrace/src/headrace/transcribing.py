@@ -88,7 +88,8 @@ class Wanted:
             return speech.segment_timestamps
         if "segment" in self.timestamps and not speech.segment_timestamps:
             raise UnsupportedFeature(
-                "timestamp_granularities: this model gives no times of segments",
+                "timestamp_granularities: this model gives no times of segments (its class has no "
+                "tokens for them, or its generation_config.json suppresses all)",
                 param="timestamp_granularities",
             )
         return "segment" in self.timestamps

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_core.errors import UnsupportedModel
+from headrace_models.regular_file import check_regular
 
 
 def read_object(path: Path, *, required: bool) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def read_json(path: Path) -> Any:
         UnsupportedModel: it cannot be read.
     """
     try:
+        check_regular(path)
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UnsupportedModel(f"{path}: not found; is {path.parent} a checkpoint?") from None

@@ -40,6 +40,7 @@ from headrace_core.model import (
 from headrace_core.registry import check_constructor
 from headrace_models.convert import model_class
 from headrace_models.formats.dummy import dummy_tensors
+from headrace_models.formats.mistral_config import PARAMS
 from headrace_models.layers.base import Slot, WeightLayer, walk
 from headrace_models.mapping import Place, WeightMap, listed, parts_of, stored_shape
 from headrace_models.slots import fill_slots
@@ -229,6 +230,10 @@ def choose_format(path: Path, load: LoadConfig) -> WeightFormat:
         if others
         else ""
     )
+    if (path / PARAMS).is_file():
+        hint += (
+            f" There is a {PARAMS}: --load-format mistral fetches and reads Mistral's own layout."
+        )
     raise WeightsError(f"{path}: no weights found; readable formats are: {', '.join(known)}.{hint}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from headrace_core.config import LoadConfig
 from headrace_core.errors import WeightsError
 from headrace_models.formats.contents import weight_files
+from headrace_models.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def read_ahead(
 def _read(files: tuple[Path, ...]) -> None:
     for path in files:
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
         except OSError as error:
             logger.debug("%s: not read ahead: %s", path, error)

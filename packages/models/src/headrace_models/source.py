@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from headrace_core.errors import ConfigError, NetworkError
+from headrace_models.formats.mistral_config import has_params
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def fetch(
 ) -> Path:
     """The folder that holds the checkpoint ``name``, or a GGUF file; downloads what is not there yet.
 
+    Weights in Mistral's own layout come from a repository with ``auto`` only where it has no other.
     Of a hub repository one GGUF file may be named, which may lie in a folder:
     ``owner/name/file.gguf``. Of several parts it is the first, and the others come along.
 
@@ -87,6 +89,10 @@ def fetch(
         found = _download(repository, (*others, *patterns), revision, token, download_dir)
         if any(next(found.glob(pattern), None) for pattern in patterns):
             break
+    else:
+        if load_format.lower() == "auto" and has_params(found, "auto"):  # it has no other layout
+            wanted = (*others, *_weights_of("mistral"))
+            found = _download(repository, wanted, revision, token, download_dir)
     return found / file if file else found
 
 

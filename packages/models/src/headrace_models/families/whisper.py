@@ -237,6 +237,12 @@ class WhisperForConditionalGeneration(Decoder, SupportsTranscription):
         return index * SECONDS_PER_TIMESTAMP if 0 <= index <= limit else None
 
     @classmethod
+    def says_timestamps(cls, model_config: ModelInfo) -> bool:
+        """Not if its generation config suppresses all that a transcript may begin with."""
+        tokens = _tokens(model_config)
+        return tokens.says_timestamps(model_config.generation_config, model_config.vocab_size)
+
+    @classmethod
     def get_no_speech_token_id(cls, model_config: ModelInfo) -> int | None:
         return _tokens(model_config).no_speech
 

@@ -7,17 +7,15 @@ some timestamp is likelier than any single word, there is one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from headrace_core.config import EngineConfig
-from headrace_core.errors import UnsupportedModel
 from headrace_core.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 from headrace_core.sampling import SamplingParams
-from headrace_models.families.whisper_tokens import WhisperTokens
+from headrace_models.families.whisper_tokens import WhisperTokens, latest_first, listed_ids
 from headrace_models.resolve import checkpoint_folder, generation_config
 
 if TYPE_CHECKING:
@@ -43,11 +41,16 @@ class WhisperRules(LogitsProcessor):
         path = checkpoint_folder(config.model, config.load)
         generation = generation_config(config.model, path)
         self.tokens = WhisperTokens.of(path, generation)
-        self.never = _ids(generation, "suppress_tokens", device)
-        self.never_first = _ids(generation, "begin_suppress_tokens", device)
-        first = generation.get("max_initial_timestamp_index")
-        self.last_first = None if first is None else self.tokens.first_timestamp + int(first)
+        self.generation = generation
+        self.never, self.never_first = (
+            torch.tensor(listed_ids(generation, key), dtype=torch.int64, device=device)
+            for key in ("suppress_tokens", "begin_suppress_tokens")
+        )
+        latest = latest_first(generation)
+        self.last_first = None if latest is None else self.tokens.first_timestamp + latest
         self.checked = 0
+        self.timed = True
+        """Whether a transcript can have timestamps at all: else it is text, whatever its prompt says."""
         self.transcripts: dict[int, _Transcript] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -68,7 +71,7 @@ class WhisperRules(LogitsProcessor):
             if not transcript.output:
                 row[self.never_first] = _NEVER
             row[self.never] = _NEVER
-            if transcript.timestamps:
+            if transcript.timestamps and self.timed:
                 self._pair(row, transcript.output)
                 self._prefer_timestamps(row)
         return logits
@@ -78,6 +81,7 @@ class WhisperRules(LogitsProcessor):
         if vocab_size != self.checked:
             self.never = self.never[self.never < vocab_size]
             self.never_first = self.never_first[self.never_first < vocab_size]
+            self.timed = self.tokens.says_timestamps(self.generation, vocab_size)
             self.checked = vocab_size
 
     def _pair(self, row: Tensor, output: list[int]) -> None:
@@ -105,12 +109,3 @@ class WhisperRules(LogitsProcessor):
         first = self.tokens.first_timestamp
         if bool(row[first:].logsumexp(0) > row[:first].max()):
             row[:first] = _NEVER
-
-
-def _ids(generation: Mapping[str, Any], key: str, device: torch.device) -> Tensor:
-    value = generation.get(key)
-    value = [] if value is None else value
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise UnsupportedModel(f"generation_config.json: {key} = {value!r:.200}: must be token ids")
-    ids = [token for token in value if token >= 0]  # -1 stands for none
-    return torch.tensor(ids, dtype=torch.int64, device=device)

@@ -114,6 +114,19 @@ class WhisperTokens:
             end += 1
         return end
 
+    def says_timestamps(self, generation: Mapping[str, Any], vocab_size: int) -> bool:
+        """Whether a transcript can begin with a timestamp, as each with timestamps does: some of them
+        are in the vocabulary, early enough, and not suppressed.
+
+        Raises:
+            UnsupportedModel: what suppresses them, or says how late they may be, is malformed.
+        """
+        latest = latest_first(generation)
+        end = vocab_size if latest is None else min(vocab_size, self.first_timestamp + latest + 1)
+        never = {*listed_ids(generation, "suppress_tokens")}
+        never |= {*listed_ids(generation, "begin_suppress_tokens")}
+        return any(token not in never for token in range(self.first_timestamp, end))
+
     def wants_timestamps(self, prompt: list[int]) -> bool:
         """Whether what follows a prompt is a transcript with timestamps.
 
@@ -125,6 +138,34 @@ class WhisperTokens:
         if self.no_timestamps in told:
             return False
         return not self.multilingual or any(task in told for task in self.tasks.values())
+
+
+def listed_ids(generation: Mapping[str, Any], key: str) -> list[int]:
+    """A generation config's list of token ids, [] without one; -1 stands for none.
+
+    Raises:
+        UnsupportedModel: it is none.
+    """
+    value = generation.get(key)
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise UnsupportedModel(f"generation_config.json: {key} = {value!r:.200}: must be token ids")
+    return [token for token in value if token >= 0]
+
+
+def latest_first(generation: Mapping[str, Any]) -> int | None:
+    """Index of the latest timestamp that a transcript may begin with; None: any.
+
+    Raises:
+        UnsupportedModel: it is no index.
+    """
+    value = generation.get("max_initial_timestamp_index")
+    if value is not None and not _is_id(value):
+        raise UnsupportedModel(
+            f"generation_config.json: max_initial_timestamp_index = {value!r:.200}: must be a whole "
+            "number of at least 0, or null"
+        )
+    return value
 
 
 def text_ids(path: Path, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_core.errors import WeightsError
+from headrace_models.regular_file import open_regular
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +34,7 @@ class Content:
     def __init__(self, path: Path, *, eager: bool = False) -> None:
         self.path = path
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 self._bytes = _read_whole(file.fileno()) if eager else _mapped(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: a mapping of nothing
             raise WeightsError(f"{path}: cannot be read: {error}") from error

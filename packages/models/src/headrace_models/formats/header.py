@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace_core import failpoints
 from headrace_core.errors import WeightsError
+from headrace_models.regular_file import open_regular
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
@@ -46,7 +47,7 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
     try:
         if failpoints.PLAN is not None:
             failpoints.hit("loader.read")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
                 raise _bad(path, f"{size} bytes are too few for a header")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace_core.errors import WeightsError
 from headrace_models.formats.header import TensorEntry, read_header
+from headrace_models.regular_file import check_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,10 @@ def file_bytes(path: Path) -> int:
     """Size of a file.
 
     Raises:
-        WeightsError: it is a link to nowhere, or cannot be looked at.
+        WeightsError: it is a link to nowhere, no regular file, or cannot be looked at.
     """
     try:
+        check_regular(path)
         return path.stat().st_size
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read: {error}") from error

@@ -31,6 +31,7 @@ from headrace_models.formats.index import (
     read_index,
 )
 from headrace_models.formats.rank_parts import join
+from headrace_models.regular_file import check_regular
 
 _WRAPPERS = ("state_dict", "model")
 """Keys under which some trainers keep the weights, beside other things."""
@@ -128,6 +129,10 @@ def read_pickled(file: Path, *, eager: bool = False) -> dict[str, Tensor]:
     """
     if failpoints.PLAN is not None:
         failpoints.hit("loader.read")
+    try:
+        check_regular(file)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read: {error}") from error
     try:
         mapped = not eager and zipfile.is_zipfile(file)
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)

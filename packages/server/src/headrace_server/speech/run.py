@@ -127,7 +127,8 @@ class SpeechCall:
             )
         if form in ("verbose_json", "srt", "vtt") and not self.speech.segment_timestamps:
             raise UnsupportedFeature(
-                f"response_format = {form!r}: this model gives no times; must be json or text",
+                f"response_format = {form!r}: this model gives no times (its class has no tokens for "
+                "them, or its generation_config.json suppresses all); must be json or text",
                 param="response_format",
             )
         if self._with_words and not self.speech.word_timestamps:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from headrace_core import failpoints
 from headrace_core.errors import WeightsError
+from headrace_models.regular_file import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -91,7 +92,7 @@ def read_gguf(path: Path) -> GGUFHeader:
     try:
         if failpoints.PLAN is not None:
             failpoints.hit("loader.read")
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24:
                 raise _bad(path, f"{size} bytes are too few for a header")
