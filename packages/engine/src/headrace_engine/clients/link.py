@@ -221,10 +221,11 @@ class CoreLink(CoreClient):
         except BaseException as error:
             self._failure = error
             logger.critical("%s", error)
-            self._give_up()
             sink.on_death(error)
         finally:
             self._fail_calls(self._failure or EngineDead("the engine is shut down"))
+            if self._failure is not None:
+                self._give_up()
             reports.close(linger=0)
 
     def _take(self, report: Report, sink: OutputSink) -> None:
