@@ -36,6 +36,8 @@ from headrace_engine.step_timer import StepTimer
 EOS = 0x110000
 VOCAB = 0x110001
 BLOCK_SIZE = 4
+PATIENCE = 60.0
+"""Seconds after which a test gives up waiting; nothing waits that long unless it is broken."""
 
 
 class CharTokenizer:
@@ -223,7 +225,7 @@ class FakeExecutor(Executor):
         pass
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return [self._pool.submit(getattr(self.worker, method), *args).result(10)]
+        return [self._pool.submit(getattr(self.worker, method), *args).result(PATIENCE)]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
         return self._pool.submit(self._execute, step)
@@ -304,7 +306,7 @@ def core_factory(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
                      step_seconds=0.02 if slow else 0.0)  # fmt: skip
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = PATIENCE) -> None:
     """Wait for a condition without assuming how long it takes."""
     deadline = time.monotonic() + seconds
     pause = threading.Event()
