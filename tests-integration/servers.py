@@ -17,6 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START_SECONDS = 120.0
+PATIENCE = 60.0
+"""Seconds after which a test gives up waiting; nothing waits that long unless it is broken."""
+SLACK = 4
+"""Times a promise in seconds: the machine may be busy with other tests, and where the promise is broken
+nothing comes at all, or only when what was asked for ends by itself, later than that."""
 
 
 @dataclass
@@ -33,7 +38,7 @@ class RunningServer:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE) as response:
             text = response.read().decode()
         values = re.findall(rf"^headrace:{name}(?:\{{.*\}})? ([0-9.e+-]+)$", text, re.MULTILINE)
         assert values, f"metric {name} is absent"
@@ -42,12 +47,12 @@ class RunningServer:
     def status(self, path: str) -> int:
         """HTTP status of a GET."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE) -> int:
         """Send a signal and wait; returns the exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
@@ -71,10 +76,10 @@ def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-        reader.join(5)
+        reader.join(PATIENCE)
 
 
 def _read(server: RunningServer) -> None:
@@ -116,7 +121,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(condition, seconds: float = 10.0, what: str = "") -> None:
+def wait_for(condition, seconds: float = PATIENCE, what: str = "") -> None:
     """Poll until true; fails with ``what``."""
     deadline = time.monotonic() + seconds
     while not condition():
