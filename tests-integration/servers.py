@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,6 +105,21 @@ def _wait_until_ready(server: RunningServer) -> None:
                 pass
         time.sleep(0.05)
     raise RuntimeError("the server did not answer:\n" + "".join(server.log))
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port of loopback that nobody else is given meanwhile: bound here, for others to listen on."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
+def slow_steps(seconds: float, match: str = "") -> dict[str, str]:
+    """Environment in which a step takes so much longer for each request whose id holds ``match``: what
+    must still run when a test comes to it does, however late the test is."""
+    return {"HEADRACE_FAILPOINTS": f"engine.step.forward=delay(match={match},seconds={seconds})"}
 
 
 def children_of(pid: int) -> list[int]:

@@ -235,10 +235,10 @@ def test_kill_9_of_the_supervisor_leaves_nothing_behind(private):
 @pytest.mark.req("REL-09")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_all_finish(number):
-    with serving(*SIM) as server:
+    with serving(*SIM, "--drain-timeout", "120") as server:
         wait_for_all(server)
         load = Load(server.url, 150)
-        assert server.stop(number) == 0
+        assert server.stop(number, 150) == 0
         load.join(PATIENCE)
     assert [s.wrong for s in load.streams if s.wrong] == []
 
