@@ -71,7 +71,7 @@ def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
     try:
-        _wait_until_ready(server)
+        _wait_until_ready(server, reader)
         yield server
     finally:
         if process.poll() is None:
@@ -92,10 +92,11 @@ def _read(server: RunningServer) -> None:
             server.url = found.group(1)
 
 
-def _wait_until_ready(server: RunningServer) -> None:
+def _wait_until_ready(server: RunningServer, reader: threading.Thread) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
+            reader.join(PATIENCE)  # its last words
             raise RuntimeError("the server ended:\n" + "".join(server.log))
         if server.url:
             try:
