@@ -108,10 +108,16 @@ class FakeWorker:
     ``extra_args`` of a request: ``fail_at`` (its own error at that many tokens), ``raise_at`` (the
     step raises), ``die_at`` (the executor dies), ``exit_at`` (the process ends), ``hang_at`` (the
     step takes ``hang`` seconds).
+
+    A step takes ``step_seconds``; with a ``turnstile`` it ends when that lets it through, and is said
+    to have taken them.
     """
 
-    def __init__(self, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, step_seconds: float = 0.0, turnstile: threading.Semaphore | None = None
+    ) -> None:
         self.step_seconds = step_seconds
+        self.turnstile = turnstile
         self.held: dict[str, _Held] = {}
         self.calls: list[str] = []
         self.batch_sizes: list[int] = []
@@ -160,7 +166,9 @@ class FakeWorker:
         self.calls.append("close")
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        if self.step_seconds:
+        if self.turnstile is not None:
+            assert self.turnstile.acquire(timeout=PATIENCE)
+        elif self.step_seconds:
             time.sleep(self.step_seconds)
         for request_id in step.gone_request_ids:
             self.held.pop(request_id, None)
@@ -260,6 +268,7 @@ def make_core(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 256,
     step_seconds: float = 0.0,
+    turnstile: threading.Semaphore | None = None,
     max_model_len: int = 512,
     policy: Any = "fcfs",
     log_stats_interval: float = 0.0,
@@ -279,7 +288,7 @@ def make_core(
     scheduler = Scheduler(config, kv, max_model_len=max_model_len, async_scheduling=overlapped)
     return EngineCore(
         scheduler,
-        FakeExecutor(FakeWorker(step_seconds)),
+        FakeExecutor(FakeWorker(step_seconds, turnstile)),
         overlapped=overlapped,
         log_stats_interval=log_stats_interval,
         memory_plan="a plan",
