@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START_SECONDS = 120.0
+PATIENCE = 60.0
+"""Seconds after which a test gives up waiting; nothing waits that long unless it is broken."""
+SLACK = 4
+"""Times a promise in seconds: the machine may be busy with other tests, and where the promise is broken
+nothing comes at all, or only when what was asked for ends by itself, later than that."""
 
 
 @dataclass
@@ -33,7 +39,7 @@ class RunningServer:
 
     def metric(self, name: str) -> float:
         """Sum of a metric over its labels."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=10) as response:
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE) as response:
             text = response.read().decode()
         values = re.findall(rf"^headrace:{name}(?:\{{.*\}})? ([0-9.e+-]+)$", text, re.MULTILINE)
         assert values, f"metric {name} is absent"
@@ -42,12 +48,12 @@ class RunningServer:
     def status(self, path: str) -> int:
         """HTTP status of a GET."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             return error.code
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 30.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE) -> int:
         """Send a signal and wait; returns the exit status."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
@@ -65,16 +71,16 @@ def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[
     reader = threading.Thread(target=_read, args=(server,), daemon=True)
     reader.start()
     try:
-        _wait_until_ready(server)
+        _wait_until_ready(server, reader)
         yield server
     finally:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-        reader.join(5)
+        reader.join(PATIENCE)
 
 
 def _read(server: RunningServer) -> None:
@@ -86,10 +92,11 @@ def _read(server: RunningServer) -> None:
             server.url = found.group(1)
 
 
-def _wait_until_ready(server: RunningServer) -> None:
+def _wait_until_ready(server: RunningServer, reader: threading.Thread) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
+            reader.join(PATIENCE)  # its last words
             raise RuntimeError("the server ended:\n" + "".join(server.log))
         if server.url:
             try:
@@ -99,6 +106,21 @@ def _wait_until_ready(server: RunningServer) -> None:
                 pass
         time.sleep(0.05)
     raise RuntimeError("the server did not answer:\n" + "".join(server.log))
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port of loopback that nobody else is given meanwhile: bound here, for others to listen on."""
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield kept.getsockname()[1]
+
+
+def slow_steps(seconds: float, match: str = "") -> dict[str, str]:
+    """Environment in which a step takes so much longer for each request whose id holds ``match``: what
+    must still run when a test comes to it does, however late the test is."""
+    return {"HEADRACE_FAILPOINTS": f"engine.step.forward=delay(match={match},seconds={seconds})"}
 
 
 def children_of(pid: int) -> list[int]:
@@ -116,7 +138,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def wait_for(condition, seconds: float = 10.0, what: str = "") -> None:
+def wait_for(condition, seconds: float = PATIENCE, what: str = "") -> None:
     """Poll until true; fails with ``what``."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -141,12 +141,15 @@ def test_many_at_once_over_the_streaming_engine_and_cancelled():
                 again = await engine.beam_search(text, params, "again")
                 assert [s.tokens for s in again.sequences] == [s.tokens for s in output.sequences]
             long = BeamSearchParams(4, 200, ignore_eos=True)
+            before = (await engine.stats()).generation_tokens
             task = asyncio.create_task(engine.beam_search("Hello", long, "long"))
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(60):
+                while (await engine.stats()).generation_tokens <= before:
+                    await asyncio.sleep(0.005)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            for _ in range(100):
+            for _ in range(3000):
                 stats = await engine.stats()
                 if not stats.num_requests_running + stats.num_requests_waiting:
                     return

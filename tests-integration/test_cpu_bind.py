@@ -22,9 +22,15 @@ PROMPT = "Once upon a time"
 
 def cores_of_kernels() -> list[set[int]]:
     """On which cores each thread of the kernels' pool may run."""
-    tasks = Path("/proc/self/task").iterdir()
-    ours = [t for t in tasks if (t / "comm").read_text().strip() == "headrace-kernel"]
+    ours = [t for t in Path("/proc/self/task").iterdir() if name_of(t) == "headrace-kernel"]
     return [os.sched_getaffinity(int(task.name)) for task in ours]
+
+
+def name_of(task: Path) -> str:
+    try:
+        return (task / "comm").read_text().strip()
+    except OSError:
+        return ""  # another's, ended just now
 
 
 def cores_of_worker() -> list[set[int]]:

@@ -10,7 +10,7 @@ import sys
 
 import httpx2
 import pytest
-from servers import serving
+from servers import serving, wait_for
 
 from headrace_core import failpoints
 from headrace_engine.sim.tokens import expected_tokens
@@ -108,7 +108,9 @@ def test_a_failpoint_ends_its_request_alone(failing, point, stream):
         assert status == 200
         assert tokens == expected_tokens(seed, NUM_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
     assert failing.status("/health") == 200
-    assert failing.metric("num_requests_running") == failing.metric("num_requests_waiting") == 0
+    # A server that fails to write has the request ended: a moment later.
+    wait_for(lambda: failing.metric("num_requests_running") == 0)
+    assert failing.metric("num_requests_waiting") == 0
     assert failing.metric("kv_cache_usage_perc") == 0
 
 
@@ -130,7 +132,7 @@ def test_a_real_model_s_step_fails_one_request_alone():
             assert '"error"' in text
             assert "canary" not in text
             assert {seed: tokens for seed, (_, tokens, _) in others} == wanted
-        assert server.metric("kv_cache_usage_perc") == 0
+        wait_for(lambda: server.metric("kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.req("REL-11")

@@ -13,10 +13,11 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import alive, children_of, serving, wait_for
+from servers import PATIENCE, SLACK, alive, children_of, serving, wait_for
 from soak import Stream, run_stream
 
 SIM = ("--device", "sim", "--sim-step-ms", "10", "--disable-uvicorn-access-log")
@@ -27,13 +28,13 @@ NUM_STREAMS = 40
 class _Load(threading.Thread):
     """Forty streams in the background; notes when each ended."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, length: int = 1500) -> None:
         super().__init__(daemon=True)
         self._url = url
-        self.streams = [Stream(seed, 1500) for seed in range(NUM_STREAMS)]
+        self.streams = [Stream(seed, length) for seed in range(NUM_STREAMS)]
         self.ended: list[float] = []
         self.start()
-        wait_for(lambda: all(len(s.token_ids) > 3 for s in self.streams), 30, "no load")
+        wait_for(lambda: all(len(s.token_ids) > 3 for s in self.streams), what="no load")
 
     def run(self) -> None:
         asyncio.run(self._run_all())
@@ -75,17 +76,17 @@ def test_kill_9_of_the_engine_process_under_load(number, private):
         time.sleep(0.1 * (number % 7))
         os.kill(child, signal.SIGKILL)
         killed = time.monotonic()
-        load.join(20)
+        load.join(PATIENCE)
         assert not load.is_alive()
-        assert server.process.wait(15) == 1
+        assert server.process.wait(PATIENCE) == 1
         left_at = time.monotonic()
     for stream in load.streams:
         assert stream.status == 200
         assert b'"error"' in stream.events[0], (stream.seed, stream.events[-2:])
         assert stream.events[1:] == [b"[DONE]"]
     print(f"streams ended after {max(load.ended) - killed:.2f} s, server {left_at - killed:.2f} s")
-    assert max(load.ended) - killed < 5
-    assert left_at - killed < 15
+    assert max(load.ended) - killed < 5 * SLACK
+    assert left_at - killed < 15 * SLACK
     assert not alive(child)
     assert _left_behind(private) == []
 
@@ -96,10 +97,10 @@ def test_a_killed_server_leaves_nothing_behind(private):
         [child] = children_of(server.process.pid)
         load = _Load(server.url)
         server.process.kill()
-        server.process.wait(10)
-        load.join(10)
-        wait_for(lambda: not alive(child), 5, "the engine process lives on")
-    wait_for(lambda: not _left_behind(private), 5, "a folder of sockets was left")
+        server.process.wait(PATIENCE)
+        load.join(PATIENCE)
+        wait_for(lambda: not alive(child), 5 * SLACK, "the engine process lives on")
+    wait_for(lambda: not _left_behind(private), what="a folder of sockets was left")
 
 
 @pytest.mark.req("REL-02")
@@ -107,31 +108,32 @@ def test_a_killed_server_leaves_nothing_behind(private):
 def test_a_frozen_engine_process_is_told_and_recovers():
     with serving(*SIM, "--engine-process") as server:
         [child] = children_of(server.process.pid)
-        load = _Load(server.url)
+        load = _Load(server.url, 400)
         os.kill(child, signal.SIGSTOP)
         try:
-            wait_for(lambda: server.status("/health") == 503, 10, "nobody noticed")
+            wait_for(lambda: server.status("/health") == 503, 10 * SLACK, "nobody noticed")
             assert server.status("/readyz") == 503
         finally:
             os.kill(child, signal.SIGCONT)
-        wait_for(lambda: server.status("/health") == 200, 10, "it did not recover")
-        load.join(60)
+        wait_for(lambda: server.status("/health") == 200, what="it did not recover")
+        load.join(3 * PATIENCE)
         assert [s.wrong for s in load.streams if s.wrong] == []
 
 
 @pytest.mark.req("REL-02")
 def test_a_step_that_hangs_is_told_and_recovers():
     plan = "engine.step.forward=delay(match=victim,seconds=9,times=1)"
-    with serving(*SIM, environment={"HEADRACE_FAILPOINTS": plan}) as server:
+    words = ("--heartbeat-limit", "2")  # the other seven seconds are for who asks
+    with serving(*SIM, *words, environment={"HEADRACE_FAILPOINTS": plan}) as server:
         asking = threading.Thread(
             target=lambda: asyncio.run(
                 run_stream(server.url, Stream(1, 5), headers="X-Request-Id: victim\r\n")
             )
         )
         asking.start()
-        wait_for(lambda: server.status("/health") == 503, 10, "nobody noticed")
-        asking.join(30)
-        wait_for(lambda: server.status("/health") == 200, 10, "it did not recover")
+        wait_for(lambda: server.status("/health") == 503, what="nobody noticed")
+        asking.join(PATIENCE)
+        wait_for(lambda: server.status("/health") == 200, what="it did not recover")
 
 
 @pytest.mark.req("REL-05")
@@ -139,28 +141,33 @@ def test_a_step_that_hangs_is_told_and_recovers():
 @pytest.mark.req("F3")
 def test_a_hundred_disconnects_free_everything():
     """Of requests that wait, that compute their prompts and that stream; thrice, files counted."""
-    words = ("--max-num-seqs", "16", "--sim-token-us", "20")
+    words = ("--max-num-seqs", "16", "--sim-token-us", "20", "--sim-step-ms", "40")
     with serving(*SIM, *words) as server:
         files = []
         for _ in range(3):
             asyncio.run(_connect_and_leave(server.url, 100))
-            left = time.monotonic()
             wait_for(
                 lambda: (
                     server.metric("num_requests_running") == 0
                     and server.metric("num_requests_waiting") == 0
                 ),
-                5,
+                5 * SLACK,  # one that goes on takes a minute
                 "work goes on",
             )
-            assert time.monotonic() - left < 2.5
             assert server.metric("kv_cache_usage_perc") == 0
-            files.append(len(os.listdir(f"/proc/{server.process.pid}/fd")))
+            files.append(_settled(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd"))))
         assert files[2] <= files[1] + 2
         threads = subprocess.run(
             ["ps", "-o", "nlwp=", "-p", str(server.process.pid)], capture_output=True, text=True
         )
         assert int(threads.stdout) < 20
+
+
+def _settled(count: Callable[[], int]) -> int:
+    """The count once it has been the same for a second: connections are closed a little later."""
+    found = [count()]
+    wait_for(lambda: found.append(count()) or (len(found) > 20 and len(set(found[-20:])) == 1))
+    return found[-1]
 
 
 async def _connect_and_leave(url: str, number: int) -> None:
@@ -180,8 +187,8 @@ async def _connect_and_leave(url: str, number: int) -> None:
 @pytest.mark.req("REL-09")
 @pytest.mark.req("F9")
 def test_sigterm_with_forty_streams_lets_all_finish():
-    with serving("--device", "sim", "--sim-step-ms", "2") as server:
-        load = _Load(server.url)
-        assert server.stop(signal.SIGTERM, 30) == 0
-        load.join(10)
+    with serving(*SIM, "--drain-timeout", "120") as server:
+        load = _Load(server.url, 400)
+        assert server.stop(signal.SIGTERM, 150) == 0
+        load.join(PATIENCE)
     assert [s.wrong for s in load.streams if s.wrong] == []

@@ -13,7 +13,7 @@ import urllib.request
 import pytest
 from fuzz import SERVER, Fuzz
 from malformed import RAW, Client, bodies, exchange, mutations
-from servers import serving
+from servers import serving, wait_for
 
 ALL = os.environ.get("HEADRACE_FUZZ") == "all"
 NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 300)
@@ -26,7 +26,7 @@ def server():
         yield running
         assert running.process.poll() is None
         assert running.status("/health") == 200
-        assert running.metric("num_requests_running") == 0
+        wait_for(lambda: running.metric("num_requests_running") == 0)
         assert running.metric("kv_cache_usage_perc") == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from servers import serving
+from servers import serving, wait_for
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "docs/serving" / name for name in ("operations.md", "metrics.md")]
@@ -81,6 +81,7 @@ def test_counts_are_right(server):
         {"Content-Type": "application/json"},
     )  # fmt: skip
     urllib.request.urlopen(request, timeout=60).read()
+    wait_for(lambda: server.metric("generation_tokens_total") - before >= 7)
     assert server.metric("generation_tokens_total") - before == 7
     assert server.metric("prompt_tokens_total") - prompts == 4
     assert server.metric("engine_healthy") == 1

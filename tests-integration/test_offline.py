@@ -238,7 +238,7 @@ def test_the_async_engine_streams_and_cancels():
             assert lengths == sorted(lengths)
             assert lengths[-1] >= 5
             await outputs.aclose()
-            for _ in range(100):
+            for _ in range(1200):
                 stats = await engine.stats()
                 if stats.num_requests_running == 0:
                     break

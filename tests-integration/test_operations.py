@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,13 +17,15 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from servers import children_of, serving, wait_for
+from servers import PATIENCE, alive, children_of, free_port, serving, slow_steps, wait_for
 
 from headrace import LLM, SamplingParams
 from headrace_core.errors import RequestError
 
 ROOT = Path(__file__).parents[1]
-LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True}
+LONG = {"prompt": "Once", "max_tokens": 250, "ignore_eos": True}
+SLOW = {"X-Request-Id": "slow"}
+"""Of a request that takes its seconds, so that it is seen and met while it runs."""
 
 
 @pytest.fixture(scope="module", params=["one-process", "engine-process"])
@@ -36,6 +38,7 @@ def server(request, tmp_path_factory):
         "--profiler-config.torch_profiler_with_stack", "false",
         "--profiler-config.delay_iterations", "1", "--profiler-config.max_iterations", "3",
         "--enable-prompt-tokens-details", "--admin-port", "0", *words,
+        environment=slow_steps(0.02, "slow"),
     ) as running:  # fmt: skip
         line = next(line for line in running.log if "control routes at" in line)
         running.control = "http://" + line.split("control routes at http://")[1].split('"')[0]
@@ -43,11 +46,12 @@ def server(request, tmp_path_factory):
         yield running
 
 
-def post(url: str, body: object = None, timeout: float = 60) -> tuple[int, str]:
+def post(url: str, body: object = None, headers: dict[str, str] | None = None) -> tuple[int, str]:
     data = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data, sent)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -56,18 +60,18 @@ def post(url: str, body: object = None, timeout: float = 60) -> tuple[int, str]:
 class Asking(threading.Thread):
     """A completion that somebody waits for."""
 
-    def __init__(self, server, body) -> None:
+    def __init__(self, server, body, headers=None) -> None:
         super().__init__(daemon=True)
-        self.server, self.body, self.answer = server, body, None
+        self.server, self.body, self.headers, self.answer = server, body, headers, None
         self.start()
 
     def run(self) -> None:
-        status, text = post(self.server.api + "/completions", self.body)
+        status, text = post(self.server.api + "/completions", self.body, self.headers)
         self.answer = (status, json.loads(text))
 
     @property
     def reason(self) -> str:
-        self.join(60)
+        self.join(PATIENCE)
         return self.answer[1]["choices"][0]["finish_reason"]
 
 
@@ -77,7 +81,7 @@ def running(server) -> float:
 
 @pytest.mark.spec("API-PAUSE")
 def test_pause_aborts_and_holds(server):
-    first = Asking(server, LONG)
+    first = Asking(server, LONG, SLOW)
     wait_for(lambda: running(server) == 1)
     assert post(server.control + "/pause")[0] == 200
     assert first.reason == "abort"
@@ -97,7 +101,7 @@ def test_pause_aborts_and_holds(server):
 
 @pytest.mark.spec("API-PAUSE")
 def test_pause_waits(server):
-    first = Asking(server, {**LONG, "n": 8})  # long enough to be seen
+    first = Asking(server, {**LONG, "max_tokens": 100}, SLOW)
     wait_for(lambda: running(server) > 0)
     assert post(server.control + "/pause?wait_for_inflight_requests=true")[0] == 200
     assert first.reason == "length"
@@ -116,7 +120,7 @@ def test_a_repeated_prompt_is_computed_again(server):
     assert cached() > 0
     assert post(server.control + "/reset_prefix_cache")[0] == 200
     assert cached() == 0
-    long = Asking(server, LONG)
+    long = Asking(server, LONG, SLOW)
     wait_for(lambda: running(server) == 1)
     assert post(server.control + "/reset_prefix_cache")[0] == 409
     assert post(server.control + "/reset_prefix_cache?reset_running_requests=true")[0] == 200
@@ -171,28 +175,32 @@ def test_log_lines_are_json(server):
 
 @pytest.mark.spec("API-DEMO")
 def test_the_minimal_server():
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "examples/minimal_server.py"), "--port", "18100"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    url = "http://127.0.0.1:18100/generate"
-    try:
+    with free_port() as port:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "examples/minimal_server.py"), "--port", str(port)],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        url = f"http://127.0.0.1:{port}/generate"
+        try:
+            _ask_the_minimal_server(process, url)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE)
 
-        def answers() -> bool:
-            assert process.poll() is None, process.stderr.read()
-            try:
-                return post(url, {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True})[0] == 200
-            except OSError:
-                return False
 
-        wait_for(answers, 60, "it did not answer")
-        _, whole = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0})
-        _, lines = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "stream": True})
-        assert json.loads(lines.splitlines()[-1]) == json.loads(whole)
-        assert post(url, {"prompt": "Hello", "temprature": 0})[0] == 400
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
+def _ask_the_minimal_server(process, url):
+    def answers() -> bool:
+        assert process.poll() is None, process.stderr.read()
+        try:
+            return post(url, {"prompt": "Hello", "max_tokens": 4, "ignore_eos": True})[0] == 200
+        except OSError:
+            return False
+
+    wait_for(answers, 2 * PATIENCE, "it did not answer")
+    _, whole = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0})
+    _, lines = post(url, {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "stream": True})
+    assert json.loads(lines.splitlines()[-1]) == json.loads(whole)
+    assert post(url, {"prompt": "Hello", "temprature": 0})[0] == 400
 
 
 @pytest.mark.req("SEC-18")
@@ -212,7 +220,7 @@ def test_hardened(tmp_path):
                 server.api + "/completions", json.dumps(body).encode(), {**sent, **headers}
             )
             try:
-                with urllib.request.urlopen(request, timeout=30) as response:
+                with urllib.request.urlopen(request, timeout=PATIENCE) as response:
                     return response.status, json.load(response)
             except urllib.error.HTTPError as error:
                 return error.code, json.load(error)
@@ -229,7 +237,7 @@ def test_hardened(tmp_path):
         status, answer = ask(first, {**prompt, "temprature": 0})
         assert (status, "temperature" in answer["error"]["message"]) == (400, True)
         file.write_text(f"b {second}\n")
-        wait_for(lambda: ask(first)[0] == 401, 10, "the key that was taken away still works")
+        wait_for(lambda: ask(first)[0] == 401, what="the key that was taken away still works")
         assert ask(second)[0] == 200
         log = "".join(server.log)
         assert first not in log
@@ -259,31 +267,32 @@ def test_offline_control(tmp_path):
 @pytest.mark.req("REL-19")
 def test_a_server_whose_log_nobody_reads():
     """Its standard error is a pipe that is full; it still answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "serve", "--port", str(port)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "headrace", "serve", "--port", "0"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}/v1/models"
     try:
-
-        def answers() -> bool:
-            try:
-                return urllib.request.urlopen(url, timeout=5).status == 200
-            except OSError:
-                return False
-
-        wait_for(answers, 60, "it did not start")
+        url = _read_until_it_serves(process.stderr.fileno())
+        wait_for(lambda: _status(url + "/health") == 200)
         for _ in range(1500):  # 64 KiB of access log and more
-            assert answers()
+            assert _status(url + "/v1/models") == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE) == 0
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
         process.stderr.close()
+
+
+def _read_until_it_serves(log: int) -> str:
+    """Read a server's log until it says its URL, and no more."""
+    text = ""
+    while piece := os.read(log, 4096):
+        text += piece.decode(errors="replace")
+        found = re.search(r"serving at (http://[\d.:]+)\s", text)
+        if found:
+            return found[1]
+    raise AssertionError(f"it ended:\n{text}")
 
 
 NOISE = """
@@ -310,35 +319,32 @@ atexit.register(lambda: [noise() for _ in range(100)])
 def test_a_server_stops_whoever_writes_to_full_pipes(tmp_path, words):
     """Nobody reads its standard output and error, and other code prints to both, to its last."""
     (tmp_path / "sitecustomize.py").write_text(NOISE)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     reading, writing = os.pipe()
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "serve", "--port", str(port), *words],
+        [sys.executable, "-m", "headrace", "serve", "--port", "0", *words],
         stdout=writing, stderr=writing, env={**os.environ, "PYTHONPATH": paths},
     )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: _status(url + "/health") == 200, 120, "it did not start")
-        wait_for(lambda: not select.select([], [writing], [], 0)[1], 60, "the pipe is not full")
+        url = _read_until_it_serves(reading)
+        wait_for(lambda: _status(url + "/health") == 200)
+        wait_for(lambda: not select.select([], [writing], [], 0)[1], what="the pipe is not full")
         for _ in range(50):
             assert _status(url + "/v1/models") == 200
         children = children_of(process.pid)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        wait_for(lambda: not any(os.path.exists(f"/proc/{child}") for child in children), 30)
+        assert process.wait(2 * PATIENCE) == 0
+        wait_for(lambda: not any(map(alive, children)))
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE)
         os.close(reading)
         os.close(writing)
 
 
 def _status(url: str) -> int:
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        with urllib.request.urlopen(url, timeout=PATIENCE) as response:
             return response.status
     except OSError:
         return 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from malformed import Client, bodies
 from pooling_checkpoints import bert, text
-from servers import serving
+from servers import serving, wait_for
 
 TEXTS = [text(1 + seed % 20, seed) for seed in range(24)]
 QUERY = text(5, 500)
@@ -95,7 +95,7 @@ def embedder(tmp_path_factory):
     words = (str(folder), "--dtype", "float32", "--served-model-name", "emb")
     with serving(*words) as server:
         yield Served(server, model, folder)
-        assert server.metric("num_requests_running") == 0
+        wait_for(lambda: server.metric("num_requests_running") == 0)
 
 
 @pytest.fixture(scope="module")

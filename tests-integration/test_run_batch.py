@@ -12,7 +12,7 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from servers import wait_for
+from servers import PATIENCE, slow_steps, wait_for
 
 pytestmark = pytest.mark.spec("API-BATCH")
 
@@ -29,11 +29,11 @@ def lines(count: int, max_tokens: int = 8) -> str:
     return "".join(json.dumps(line) + "\n" for line in made)
 
 
-def start(*words: str) -> subprocess.Popen:
+def start(*words: str, environment: dict[str, str] | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "headrace", "run-batch", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
     )  # fmt: skip
 
 
@@ -57,15 +57,15 @@ def test_a_killed_batch_goes_on_where_it_stopped(tmp_path, number):
     source, output, partial = tmp_path / "in", tmp_path / "out", tmp_path / "out.partial"
     source.write_text(lines(count, max_tokens=48))
     words = ("-i", str(source), "-o", str(output), "--max-concurrency", "2")
-    process = start(*words)
+    process = start(*words, environment=slow_steps(0.01))
     try:
         wait_for(
             lambda: partial.exists() and partial.read_bytes().count(b"\n") > 5,
-            60,
+            2 * PATIENCE,
             "no answers came",
         )
         process.send_signal(number)
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.wait()
@@ -112,7 +112,7 @@ def store():
     yield server
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join(PATIENCE)
 
 
 @pytest.mark.req("SEC-06")
@@ -134,7 +134,8 @@ def test_files_behind_urls_and_metrics(store, tmp_path):
 def test_metrics_answer_while_the_batch_runs(tmp_path):
     (tmp_path / "in").write_text(lines(60, max_tokens=100))
     process = start("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
-                    "--max-concurrency", "2", "--enable-metrics", "--port", "0")  # fmt: skip
+                    "--max-concurrency", "2", "--enable-metrics", "--port", "0",
+                    environment=slow_steps(0.01))  # fmt: skip
     try:
         seen = []
         for line in process.stdout:
@@ -148,17 +149,17 @@ def test_metrics_answer_while_the_batch_runs(tmp_path):
 
         def counted() -> bool:
             try:
-                with urllib.request.urlopen(url, timeout=5) as response:
+                with urllib.request.urlopen(url, timeout=PATIENCE) as response:
                     return b"headrace:" in response.read()
             except OSError:
                 return False
 
-        wait_for(counted, 60, "no metrics")
+        wait_for(counted, what="no metrics")
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(url.replace("/metrics", "/v1/models"), timeout=5)
+            urllib.request.urlopen(url.replace("/metrics", "/v1/models"), timeout=PATIENCE)
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE)
 
 
 def test_a_bad_line_stops_before_the_model_is_loaded(tmp_path):

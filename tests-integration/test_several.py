@@ -28,7 +28,7 @@ def server(tmp_path_factory: Any) -> Any:
 @pytest.fixture(scope="module")
 def alone(server: RunningServer) -> dict[tuple[str, int], Any]:
     """Every request's answer when nothing else runs."""
-    with httpx.Client(base_url=server.url, headers=KEY, timeout=60) as client:
+    with httpx.Client(base_url=server.url, headers=KEY, timeout=240) as client:
         return {key: comparable(ask(client, *key)) for key in REQUESTS}
 
 
@@ -49,7 +49,7 @@ async def ask_all(client: httpx.AsyncClient) -> list[Any]:
 async def test_mixed_requests_get_the_answers_that_they_get_alone(
     server: RunningServer, alone: dict[tuple[str, int], Any]
 ) -> None:
-    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=240) as client:
         assert await ask_all(client) == [alone[key] for key in REQUESTS]
         names = [card["id"] for card in (await client.get("/v1/models")).json()["data"]]
         assert names == list(MODELS)
@@ -63,7 +63,7 @@ async def test_mixed_requests_get_the_answers_that_they_get_alone(
 async def test_a_guest_disturbs_nobody(
     server: RunningServer, alone: dict[tuple[str, int], Any]
 ) -> None:
-    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=240) as client:
         for _ in range(2):
             loading = asyncio.create_task(client.post("/models/load", json=GUEST))
             assert await ask_all(client) == [alone[key] for key in REQUESTS]
@@ -78,7 +78,7 @@ async def test_a_guest_disturbs_nobody(
 
 
 async def test_a_load_that_fails_says_why_and_changes_nothing(server: RunningServer) -> None:
-    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=240) as client:
         before = (await client.get("/models")).json()
         for entry, message in (
             ({"name": "guest", "model": "/no/such/folder"}, "no such folder"),

@@ -118,7 +118,7 @@ def _events(text: str) -> list[dict[str, Any]]:
     return [json.loads(b.removeprefix("data: ")) for b in blocks[:-1]]
 
 
-async def _until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def _until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait for a condition, at most so long."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -133,5 +133,5 @@ def events() -> Callable[[str], list[dict[str, Any]]]:
 
 @pytest.fixture
 def until() -> Callable[..., Any]:
-    """``await until(condition)``: wait for it, at most five seconds."""
+    """``await until(condition)``: wait for it, at most a minute."""
     return _until

@@ -130,7 +130,7 @@ async def test_admin_port(live: Any, until: Any) -> None:
         evil = {**ADMIN, "Host": "evil.example"}
         assert (await client.post(admin + "/resume", headers=evil)).status_code == 403
     server.state.lifecycle.begin_drain()
-    assert await asyncio.wait_for(server.task, 10) == 0
+    assert await asyncio.wait_for(server.task, 60) == 0
     with pytest.raises(httpx2.TransportError):
         async with httpx2.AsyncClient() as client:
             await client.post(admin + "/resume", headers=ADMIN)

@@ -39,7 +39,7 @@ class Raw:
     async def rest(self) -> bytes:
         """Everything until the server closes."""
         try:
-            return await asyncio.wait_for(self.reader.read(), 10)
+            return await asyncio.wait_for(self.reader.read(), 60)
         except ConnectionError:
             return b""
         finally:
@@ -52,16 +52,17 @@ async def test_heads_that_do_not_come(
     monkeypatch.setenv("HEADRACE_HTTP_TIMEOUT_KEEP_ALIVE", "1")
     server = await live(FakeEngine("x"), header_timeout=0.3)
     begin = time.monotonic()
-    silent, partial, again = [await Raw.to(server) for _ in range(3)]
-    await partial.send(b"GET /version HTTP/1.1\r\nHost:")
+    again = await Raw.to(server)  # what it says at once is in time
     await again.send(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\nGET /version HT")
+    silent, partial = [await Raw.to(server) for _ in range(2)]
+    await partial.send(b"GET /version HTTP/1.1\r\nHost:")
     assert await silent.rest() == b""
     assert (await partial.rest()).startswith(b"HTTP/1.1 408 ")
     answers = await again.rest()
     assert answers.startswith(b"HTTP/1.1 200 ")
     # What came of the next request waits for the rest as long as an idle connection may.
     assert answers.count(b"HTTP/1.1 ") == 1
-    assert time.monotonic() - begin < 9
+    assert time.monotonic() - begin < 30
     # One byte after the other does not help.
     slow = await Raw.to(server)
     cut = asyncio.create_task(slow.rest())
@@ -79,7 +80,7 @@ async def test_heads_that_do_not_come(
 
 
 async def test_a_timely_head_is_not_cut_later(live: Any) -> None:
-    server = await live(FakeEngine("x" * 30, delay=0.03), header_timeout=0.3)
+    server = await live(FakeEngine("x" * 30, delay=0.05), header_timeout=1.0)
     async with httpx2.AsyncClient() as client:
         answer = await client.post(
             server.url + "/v1/completions", json={"prompt": "a", "max_tokens": 30, "stream": True}
@@ -94,7 +95,7 @@ async def test_bodies_that_do_not_come(live: Any, settings: Any) -> None:
     server = await live(FakeEngine("x"), **settings)
     raw = await Raw.to(server)
     await raw.send(HEAD + BODY[:3])
-    answer = await asyncio.wait_for(raw.reader.readuntil(b"}}"), 5)
+    answer = await asyncio.wait_for(raw.reader.readuntil(b"}}"), 60)
     assert answer.startswith(b"HTTP/1.1 408 ")
     raw.writer.close()
     async with httpx2.AsyncClient() as client:

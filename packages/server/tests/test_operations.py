@@ -244,7 +244,7 @@ async def test_quiet_paths(live: Any, caplog: pytest.LogCaptureFixture) -> None:
             for path in ("/health", "/health?a=b", "/metrics", "/version", "/v1/models"):
                 await client.get(server.url + path)
         server.state.lifecycle.begin_drain()
-        await asyncio.wait_for(server.task, 10)
+        await asyncio.wait_for(server.task, 60)
     lines = [r.getMessage() for r in caplog.records if r.name == "uvicorn.access"]
     assert len(lines) == 1
     assert "/v1/models" in lines[0]
@@ -283,7 +283,7 @@ def make_certificate(folder: Path, serial: int) -> None:
          "-nodes", "-keyout", f"{made}.key", "-out", f"{made}.pem", "-days", "2",
          "-subj", "/CN=localhost", "-set_serial", str(serial),
          "-addext", "subjectAltName=IP:127.0.0.1"],
-        check=True, capture_output=True, timeout=30,
+        check=True, capture_output=True, timeout=60,
     )  # fmt: skip
     Path(f"{made}.key").replace(folder / "key.pem")
     Path(f"{made}.pem").replace(folder / "cert.pem")
@@ -307,15 +307,15 @@ async def test_certificates_are_refreshed(
     port = int(address(sock, settings).rpartition(":")[2])
 
     def serial() -> int:
-        text = ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
+        text = ssl.get_server_certificate(("127.0.0.1", port), timeout=60)
         shown = subprocess.run(
             ["openssl", "x509", "-noout", "-serial"], input=text, capture_output=True, text=True,
-            check=True, timeout=30,
+            check=True, timeout=60,
         )  # fmt: skip
         return int(shown.stdout.strip().partition("=")[2], 16)
 
     async def shows(wanted: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await asyncio.to_thread(serial) != wanted:
                 await asyncio.sleep(0.05)
 
@@ -328,7 +328,7 @@ async def test_certificates_are_refreshed(
     make_certificate(tmp_path, 13)
     await shows(13)
     application.state.headrace.lifecycle.begin_drain()
-    assert await asyncio.wait_for(task, 10) == 0
+    assert await asyncio.wait_for(task, 60) == 0
 
 
 def test_control_paths_are_all_known() -> None:

@@ -169,13 +169,13 @@ async def test_a_silent_sibling_makes_metrics_a_503(
 
 
 @pytest.mark.spec("API-LOAD")
-async def test_load_is_the_servers(processes: list[Process]) -> None:
+async def test_load_is_the_servers(processes: list[Process], until: Any) -> None:
     gate = asyncio.Event()
     asked = []
     for process in processes:
         process.engine.gate = gate
         asked.append(asyncio.create_task(complete(process)))
-    await asyncio.sleep(0.05)
+    await until(lambda: all(process.engine.num_running for process in processes))
     for process in processes:
         assert (await process.client.get("/load")).json() == {"server_load": 3}
     gate.set()

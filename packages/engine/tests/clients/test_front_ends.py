@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from engine_fakes import CharTokenizer, expected_tokens, served_model
+from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model
 
 from headrace_core.config import EngineConfig, LoadConfig
 from headrace_core.errors import EngineDead
@@ -83,7 +83,7 @@ async def collect(engine: Engine, prompt: str, params: SamplingParams, name: str
 
 
 async def no_longer_running(engine: Engine, left: int = 0) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while (await engine.stats()).num_requests_running > left:
             await asyncio.sleep(0.01)
 
@@ -120,7 +120,7 @@ async def test_what_a_front_end_leaves_behind_is_aborted(shared: Shared) -> None
     _, two = await shared.let_in("two")
     left = [asyncio.create_task(collect(one, "left", LONG, f"r{i}")) for i in range(5)]
     kept = asyncio.create_task(collect(two, "kept", LONG, "r0"))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while (await two.stats()).num_requests_running < 6:
             await asyncio.sleep(0.01)
     gone.shutdown()  # as if killed: it says nothing
@@ -139,11 +139,12 @@ async def test_what_a_front_end_leaves_behind_is_aborted(shared: Shared) -> None
 async def test_one_hears_the_heartbeat_while_another_talks(shared: Shared) -> None:
     quiet, _ = await shared.let_in("quiet")
     _, busy = await shared.let_in("busy")
-    async with asyncio.timeout(30):
-        for _ in range(400):
+    heard = set()  # it is told nothing else
+    async with asyncio.timeout(PATIENCE):
+        while len(heard) < 4:
             await busy.stats()
             await asyncio.sleep(0.005)
-            assert quiet.heartbeat_age < 1.5
+            heard.add(quiet._heartbeat)
 
 
 @pytest.mark.req("REL-03")
@@ -153,7 +154,7 @@ async def test_the_cores_end_is_everybodys(shared: Shared) -> None:
     await asyncio.sleep(0.05)
     assert shared.core.pid is not None
     os.kill(shared.core.pid, signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while shared.core.failure is None:
             await asyncio.sleep(0.01)
         for client, _ in clients:
@@ -163,16 +164,19 @@ async def test_the_cores_end_is_everybodys(shared: Shared) -> None:
 
 
 async def test_a_core_that_dies_says_so_itself(shared: Shared) -> None:
+    """To front ends that it has talked to before: a connection is nothing to make while dying."""
     _, one = await shared.let_in("one")
     _, two = await shared.let_in("two")
-    waiting = asyncio.create_task(collect(two, "x", LONG, "r"))
-    await asyncio.sleep(0.05)
+    await collect(one, "x", SamplingParams(max_tokens=1), "first")
+    waiting = two.generate("x", LONG, "r")
+    await anext(waiting)
     fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 2})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         with pytest.raises(EngineDead, match="died as told"):
             await collect(one, "x", fatal, "r")
         with pytest.raises(EngineDead, match="died as told"):
-            await waiting
+            async for _ in waiting:
+                pass
 
 
 @pytest.mark.req("SEC-02")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from engine_fakes import CharTokenizer, expected_tokens, served_model, wait_until
+from engine_fakes import PATIENCE, CharTokenizer, expected_tokens, served_model, wait_until
 
 from headrace_core.config import EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
 from headrace_core.errors import CapacityError, EngineDead, RequestError
@@ -142,7 +142,7 @@ async def test_death_of_the_child_ends_every_stream(how: str) -> None:
         args = {"exit_at" if how == "exit" else "die_at": 3}
         fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args=args)
         streams.append(asyncio.create_task(collect(running, "fatal", fatal, "fatal")))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         ended = await asyncio.gather(*streams, return_exceptions=True)
         with pytest.raises(EngineDead):
             await drain(first)
@@ -182,26 +182,38 @@ async def test_dropped_consumers_free_everything() -> None:
         stream = running.generate(f"x{index}", params, f"r{index}")
         await anext(stream)
         await stream.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while (stats := await running.stats()).num_requests_running:
             await asyncio.sleep(0.01)
     assert stats.num_free_blocks == stats.num_blocks
+    assert stats.generation_tokens < 5 * 400, "they ended by themselves"
     await running.shutdown()
 
 
 async def test_a_frozen_child_is_unhealthy() -> None:
     made = client()
     running = Engine(made, Intake(CharTokenizer(), served_model()), heartbeat_limit=1.5)
-    await running.check_health()
+    await until(running, healthy=True)
     assert made.pid is not None
     os.kill(made.pid, signal.SIGSTOP)
-    await asyncio.sleep(2.0)
-    with pytest.raises(EngineDead, match="no progress"):
-        await running.check_health()
+    assert "no progress" in await until(running, healthy=False)
     os.kill(made.pid, signal.SIGCONT)
-    await asyncio.sleep(0.8)
-    await running.check_health()
+    await until(running, healthy=True)
     await running.shutdown()
+
+
+async def until(engine: Engine, *, healthy: bool) -> str:
+    """Wait for it; returns what is wrong."""
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            wrong = ""
+            try:
+                await engine.check_health()
+            except EngineDead as error:
+                wrong = str(error)
+            if healthy == (not wrong):
+                return wrong
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.req("REL-04")
@@ -219,7 +231,7 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
             client = ProcessClient("engine_fakes:core_factory", EngineConfig())
             client.start(Sink())
             print(client.pid, flush=True)
-            time.sleep(60)
+            time.sleep(600)
             """
         )
     )
@@ -228,11 +240,11 @@ def test_the_child_dies_with_its_parent(tmp_path: Path) -> None:
     child = int(parent.stdout.readline())
     assert not gone(child)
     parent.kill()
-    parent.wait(10)
+    parent.wait(PATIENCE)
     parent.stdout.close()
-    wait_until(lambda: gone(child), 5)
+    wait_until(lambda: gone(child))
     # The fixture checks that the folder of sockets is gone too.
-    wait_until(lambda: not os.listdir(tempfile.gettempdir()), 5)
+    wait_until(lambda: not os.listdir(tempfile.gettempdir()))
 
 
 def test_offline_over_a_process() -> None:
@@ -250,7 +262,7 @@ async def test_pause_and_calls_cross() -> None:
     try:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         asked = [asyncio.create_task(collect(running, "x", params, f"r{i}")) for i in range(3)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             while not (await running.stats()).num_requests_running:
                 await asyncio.sleep(0.01)
         assert await running.collective_rpc("report") == [{"rank": 0}]

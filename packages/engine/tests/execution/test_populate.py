@@ -36,7 +36,7 @@ def resident(buffer: Tensor) -> list[bool]:
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    for _ in range(500):
+    for _ in range(6000):
         if condition():
             return True
         time.sleep(0.01)

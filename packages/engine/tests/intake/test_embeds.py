@@ -338,4 +338,4 @@ def test_tensors_need_no_other_process() -> None:
     assert not made._prompts._embeds._worker._process.running
     start = time.monotonic()
     made.close()
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30

@@ -24,10 +24,10 @@ PART = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 )
 async def test_no_prompt_waits_for_anothers_media(prompt: Any) -> None:
     threads, decoded = IntakeThreads(None, 1), threading.Event()  # type: ignore[arg-type]
-    slow = [asyncio.create_task(threads.run(prompt, lambda: decoded.wait(10))) for _ in range(8)]
+    slow = [asyncio.create_task(threads.run(prompt, lambda: decoded.wait(60))) for _ in range(8)]
     try:
         # Both large ones and small ones come through while every file is still being decoded.
-        assert await asyncio.wait_for(threads.run("x" * 3000, lambda: "large"), 5) == "large"
+        assert await asyncio.wait_for(threads.run("x" * 3000, lambda: "large"), 30) == "large"
         assert await threads.run("x", lambda: "small") == "small"
         assert not any(task.done() for task in slow)
     finally:

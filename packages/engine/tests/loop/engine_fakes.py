@@ -36,6 +36,8 @@ from headrace_engine.step_timer import StepTimer
 EOS = 0x110000
 VOCAB = 0x110001
 BLOCK_SIZE = 4
+PATIENCE = 60.0
+"""Seconds after which a test gives up waiting; nothing waits that long unless it is broken."""
 
 
 class CharTokenizer:
@@ -106,10 +108,16 @@ class FakeWorker:
     ``extra_args`` of a request: ``fail_at`` (its own error at that many tokens), ``raise_at`` (the
     step raises), ``die_at`` (the executor dies), ``exit_at`` (the process ends), ``hang_at`` (the
     step takes ``hang`` seconds).
+
+    A step takes ``step_seconds``; with a ``turnstile`` it ends when that lets it through, and is said
+    to have taken them.
     """
 
-    def __init__(self, step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, step_seconds: float = 0.0, turnstile: threading.Semaphore | None = None
+    ) -> None:
         self.step_seconds = step_seconds
+        self.turnstile = turnstile
         self.held: dict[str, _Held] = {}
         self.calls: list[str] = []
         self.batch_sizes: list[int] = []
@@ -158,7 +166,9 @@ class FakeWorker:
         self.calls.append("close")
 
     def execute(self, step: ScheduledStep) -> StepResult:
-        if self.step_seconds:
+        if self.turnstile is not None:
+            assert self.turnstile.acquire(timeout=PATIENCE)
+        elif self.step_seconds:
             time.sleep(self.step_seconds)
         for request_id in step.gone_request_ids:
             self.held.pop(request_id, None)
@@ -223,7 +233,7 @@ class FakeExecutor(Executor):
         pass
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return [self._pool.submit(getattr(self.worker, method), *args).result(10)]
+        return [self._pool.submit(getattr(self.worker, method), *args).result(PATIENCE)]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
         return self._pool.submit(self._execute, step)
@@ -258,6 +268,7 @@ def make_core(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 256,
     step_seconds: float = 0.0,
+    turnstile: threading.Semaphore | None = None,
     max_model_len: int = 512,
     policy: Any = "fcfs",
     log_stats_interval: float = 0.0,
@@ -277,7 +288,7 @@ def make_core(
     scheduler = Scheduler(config, kv, max_model_len=max_model_len, async_scheduling=overlapped)
     return EngineCore(
         scheduler,
-        FakeExecutor(FakeWorker(step_seconds)),
+        FakeExecutor(FakeWorker(step_seconds, turnstile)),
         overlapped=overlapped,
         log_stats_interval=log_stats_interval,
         memory_plan="a plan",
@@ -304,7 +315,7 @@ def core_factory(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
                      step_seconds=0.02 if slow else 0.0)  # fmt: skip
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = PATIENCE) -> None:
     """Wait for a condition without assuming how long it takes."""
     deadline = time.monotonic() + seconds
     pause = threading.Event()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_fakes import CharTokenizer, make_core, served_model
+from engine_fakes import PATIENCE, CharTokenizer, make_core, served_model
 
 from headrace_core.engine import EngineClient
 from headrace_core.errors import EngineDead, PromptTooLong, RequestError
@@ -28,7 +28,7 @@ async def client(request: pytest.FixtureRequest) -> AsyncIterator[EngineClient]:
     made: EngineClient
     if request.param == "real":
         made = Engine(
-            InprocClient(lambda _: make_core(step_seconds=0.001)),
+            InprocClient(lambda _: make_core(step_seconds=0.005)),
             Intake(CharTokenizer(), served_model()),
         )
     else:
@@ -87,7 +87,7 @@ async def test_several_completions_with_log_probabilities(client: EngineClient) 
 
 
 async def test_abort_and_close(client: EngineClient) -> None:
-    params = SamplingParams(max_tokens=200, ignore_eos=True, output_kind=DELTA)
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA)
     stream = client.generate("x", params, "r")
     await anext(stream)
     await client.abort(["r", "other"])
@@ -99,12 +99,12 @@ async def test_abort_and_close(client: EngineClient) -> None:
     with pytest.raises(RequestError):
         await anext(client.generate("x", params, "r"))
     await closed.aclose()
-    task = asyncio.create_task(collect(client, "x", "r", max_tokens=200))
+    task = asyncio.create_task(collect(client, "x", "r", max_tokens=400))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while (await client.stats()).num_requests_running:
             await asyncio.sleep(0.005)
 
@@ -145,8 +145,8 @@ async def test_health_reset_and_shutdown(client: EngineClient) -> None:
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("clear", [False, True])
 async def test_pause(client: EngineClient, waits: bool, clear: bool) -> None:
-    running = [asyncio.create_task(collect(client, "x", f"r{i}", max_tokens=60)) for i in range(3)]
-    async with asyncio.timeout(5):
+    running = [asyncio.create_task(collect(client, "x", f"r{i}", max_tokens=200)) for i in range(3)]
+    async with asyncio.timeout(PATIENCE):
         while (await client.stats()).num_requests_running < 3:
             await asyncio.sleep(0.002)
     assert not await client.is_paused()
@@ -174,17 +174,17 @@ async def test_pause(client: EngineClient, waits: bool, clear: bool) -> None:
 
 
 async def test_resuming_ends_a_pause_that_waits(client: EngineClient) -> None:
-    running = asyncio.create_task(collect(client, "x", "r", max_tokens=120))
-    async with asyncio.timeout(5):
+    running = asyncio.create_task(collect(client, "x", "r", max_tokens=300))
+    async with asyncio.timeout(PATIENCE):
         while not (await client.stats()).num_requests_running:
             await asyncio.sleep(0.002)
     pausing = asyncio.create_task(client.pause_generation(wait_for_inflight_requests=True))
     await asyncio.sleep(0.02)
     assert not pausing.done()
     await client.resume_generation()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(PATIENCE):
         await pausing
-    assert len((await running)[-1].outputs[0].token_ids) == 120
+    assert len((await running)[-1].outputs[0].token_ids) == 300
 
 
 async def test_calls_of_workers(client: EngineClient) -> None:

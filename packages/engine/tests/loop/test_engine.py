@@ -6,12 +6,12 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from engine_fakes import EOS, CharTokenizer, expected_tokens, make_core, served_model
+from engine_fakes import EOS, PATIENCE, CharTokenizer, expected_tokens, make_core, served_model
 
 from headrace_core.config import EngineConfig, ModelConfig, ObservabilityConfig, SchedulerConfig
 from headrace_core.engine import EngineClient
@@ -66,8 +66,14 @@ def text_of(tokens: list[int]) -> str:
     return "".join(chr(t) for t in tokens if t != EOS)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def until_free(engine: Engine) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         while True:
             stats = await engine.stats()
             if (
@@ -159,7 +165,7 @@ async def test_dropped_consumers_free_everything(engine: Engine) -> None:
 
 
 async def test_abort_ends_with_reason_abort() -> None:
-    engine = make_engine(step_seconds=0.002)
+    engine = make_engine(step_seconds=0.01)
     params = SamplingParams(max_tokens=400, ignore_eos=True, n=2, seed=1)
     outputs = []
     async for output in engine.generate("x", params, "r1"):
@@ -179,11 +185,11 @@ async def test_slow_reader_gets_merged_outputs() -> None:
     outputs = []
     async for output in engine.generate("slow", params, "r1"):
         outputs.append(output)
-        await asyncio.sleep(0.05)
+        await until_free(engine)
     expected = expected_tokens("slow", params)
     assert [t for o in outputs for t in o.outputs[0].token_ids] == expected
     assert sum(len(o.outputs[0].logprobs or ()) for o in outputs) == 200
-    assert len(outputs) < 60, "outputs queued up instead of being merged"
+    assert len(outputs) <= 3, "outputs queued up instead of being merged"
     await engine.shutdown()
 
 
@@ -240,10 +246,12 @@ async def test_text_is_poured_without_outputs(engine: Engine, n: int) -> None:
 
 
 async def test_pouring_switches_no_task() -> None:
-    engine = make_engine(step_seconds=0.001)
+    turnstile = threading.Semaphore(1)
+    engine = make_engine(turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True, output_kind=DELTA)
     stream, tasks = engine.generate("p", params, "r"), set()
     await anext(stream)
+    asyncio.get_running_loop().call_soon(turnstile.release, 100)  # once it is being poured
 
     def take(output: RequestOutput) -> bool:
         tasks.add(asyncio.current_task())
@@ -260,10 +268,10 @@ async def test_a_refusal_lets_outputs_merge() -> None:
     stream = engine.generate("slow", params, "r")
     outputs = [await anext(stream)]
     while not outputs[-1].finished:
-        await asyncio.sleep(0.05)
+        await until_free(engine)
         await stream.pour(lambda output: outputs.append(output) is not None)
     assert [t for o in outputs for t in o.outputs[0].token_ids] == expected_tokens("slow", params)
-    assert len(outputs) < 60
+    assert len(outputs) <= 3
     await engine.shutdown()
 
 
@@ -291,15 +299,19 @@ async def test_pouring_raises_what_goes_wrong() -> None:
     with pytest.raises(EngineDead, match="died as told"):
         await collect(engine, "fatal", fatal, "fatal")
     with pytest.raises(EngineDead):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE):
             await doomed
     await engine.shutdown()
 
 
 async def test_stream_interval_first_and_last_at_once() -> None:
-    engine = make_engine(stream_interval=10, step_seconds=0.02)  # slower than any consumer
+    turnstile = threading.Semaphore(1)
+    engine = make_engine(stream_interval=10, turnstile=turnstile)
     params = SamplingParams(max_tokens=35, ignore_eos=True, output_kind=DELTA)
-    sizes = [len(o.outputs[0].token_ids) for o in await collect(engine, "interval", params, "r")]
+    sizes = []
+    async for output in engine.generate("interval", params, "r"):
+        sizes.append(len(output.outputs[0].token_ids))
+        turnstile.release(100)
     assert sizes[0] == 1
     assert sum(sizes) == 35
     assert all(size >= 10 for size in sizes[1:-1])
@@ -411,7 +423,7 @@ async def test_death_ends_every_stream() -> None:
     fatal = SamplingParams(max_tokens=400, ignore_eos=True, extra_args={"die_at": 10})
     with pytest.raises(EngineDead, match="died as told"):
         await collect(engine, "fatal", fatal, "fatal")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         ended = await asyncio.gather(*streams, return_exceptions=True)
     assert all(isinstance(e, EngineDead) for e in ended)
     assert isinstance(engine.dead_error, EngineDead)
@@ -424,45 +436,64 @@ async def test_death_ends_every_stream() -> None:
     await engine.shutdown()
 
 
+class Stuck:
+    """An engine in the middle of a step, and how long that takes, by the engine's clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.turnstile = threading.Semaphore(0)
+
+    @classmethod
+    async def made(cls, config: EngineConfig, largest_step: float = 0.0, **options: Any) -> Stuck:
+        self = cls()
+
+        def build(_: Any) -> Any:
+            core = make_core(turnstile=self.turnstile)
+            core.step_seconds = largest_step
+            return core
+
+        client = InprocClient(build)
+        self.engine = Engine(client, Intake(CharTokenizer(), served_model()), config, **options)
+        loop: Any = client._loop
+        loop._clock = lambda: self.seconds
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        self.task = asyncio.create_task(collect(self.engine, "stuck", params, "r"))
+        await until(lambda: bool(loop._in_flight))
+        return self
+
+    async def end(self) -> None:
+        """It goes on after all, and is healthy."""
+        self.turnstile.release(100)
+        await self.task
+        await self.engine.check_health()
+        await self.engine.shutdown()
+
+
 @pytest.mark.req("REL-02")
 async def test_a_step_may_take_four_times_the_largest_one_at_start() -> None:
-    def build(_: Any) -> Any:
-        core = make_core()
-        core.step_seconds = 0.1
-        return core
-
     config = EngineConfig(observability=ObservabilityConfig(heartbeat_limit=0.05))
-    intake = Intake(CharTokenizer(), served_model())
-    engine = Engine(InprocClient(build), intake, config)
-    params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"hang_at": 5, "hang": 0.9})
-    task = asyncio.create_task(collect(engine, "slow", params, "r"))
-    await asyncio.sleep(0.25)
-    await engine.check_health()
-    await asyncio.sleep(0.4)
+    stuck = await Stuck.made(config, largest_step=0.1)
+    stuck.seconds = 0.3
+    await stuck.engine.check_health()
+    stuck.seconds = 0.5
     with pytest.raises(EngineDead, match=r"limit.*0\.4|0\.4 s"):
-        await engine.check_health()
-    await task
-    await engine.shutdown()
+        await stuck.engine.check_health()
+    await stuck.end()
 
 
 @pytest.mark.req("REL-02")
 async def test_a_stuck_step_is_unhealthy() -> None:
-    intake = Intake(CharTokenizer(), served_model())
-    engine = Engine(InprocClient(lambda _: make_core()), intake, heartbeat_limit=0.1)
-    params = SamplingParams(max_tokens=20, ignore_eos=True, extra_args={"hang_at": 5, "hang": 0.6})
-    task = asyncio.create_task(collect(engine, "stuck", params, "r"))
-    await engine.check_health()
-    await asyncio.sleep(0.3)
+    stuck = await Stuck.made(EngineConfig(), heartbeat_limit=0.1)
+    await stuck.engine.check_health()
+    stuck.seconds = 0.3
     with pytest.raises(EngineDead, match="no progress"):
-        await engine.check_health()
-    await task
-    await asyncio.sleep(0.02)
-    await engine.check_health()
-    await engine.shutdown()
+        await stuck.engine.check_health()
+    await stuck.end()
 
 
 async def test_queue_full() -> None:
-    engine = make_engine(max_queued=2, max_num_seqs=1, step_seconds=0.01)
+    turnstile = threading.Semaphore(1)
+    engine = make_engine(max_queued=2, max_num_seqs=1, turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     first = engine.generate("a", params, "a")
     await anext(first)
@@ -475,13 +506,15 @@ async def test_queue_full() -> None:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await first.aclose()
+    turnstile.release(1000)
     await until_free(engine)
     await engine.shutdown()
 
 
 @pytest.mark.req("REL-07")
 async def test_the_queue_is_bounded_in_tokens_too() -> None:
-    engine = make_engine(max_queued_tokens=20, max_num_seqs=1, step_seconds=0.01)
+    turnstile = threading.Semaphore(1)
+    engine = make_engine(max_queued_tokens=20, max_num_seqs=1, turnstile=turnstile)
     params = SamplingParams(max_tokens=50, ignore_eos=True)
     first = engine.generate("a" * 30, params, "a")  # nobody waits: taken, however long
     await anext(first)
@@ -497,6 +530,7 @@ async def test_the_queue_is_bounded_in_tokens_too() -> None:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await first.aclose()
+    turnstile.release(1000)
     await until_free(engine)
     assert engine._processor.num_waiting_tokens == 0
     await engine.shutdown()
@@ -581,15 +615,15 @@ async def test_tokenize_and_chat(engine: Engine) -> None:
 
 
 async def test_shutdown_drains_then_aborts() -> None:
-    engine = make_engine(step_seconds=0.005)
+    engine = make_engine(step_seconds=0.02)
     quick = asyncio.create_task(
-        collect(engine, "q", SamplingParams(max_tokens=10, ignore_eos=True), "q")
+        collect(engine, "q", SamplingParams(max_tokens=2, ignore_eos=True), "q")
     )
     slow = asyncio.create_task(
         collect(engine, "s", SamplingParams(max_tokens=500, ignore_eos=True), "s")
     )
     await asyncio.sleep(0.01)
-    await engine.shutdown(drain_timeout=0.5)
+    await engine.shutdown(drain_timeout=1.5)
     assert (await quick)[-1].outputs[0].finish_reason == "length"
     assert (await slow)[-1].outputs[0].finish_reason == "abort"
     with pytest.raises(EngineDead):
@@ -658,7 +692,7 @@ async def test_death_and_shutdown_reach_who_waits_at_the_gate() -> None:
         else:
             await engine.shutdown()
         with pytest.raises(EngineDead):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(PATIENCE):
                 await waiting
         await engine.shutdown()
 
@@ -680,10 +714,10 @@ async def test_the_queue_limit_counts_who_waits_at_the_gate() -> None:
 
 @pytest.mark.spec("API-PAUSE")
 async def test_pausing_does_not_wait_for_who_does_not_read() -> None:
-    engine = make_engine(step_seconds=0.001)
+    engine = make_engine(step_seconds=0.01)
     stream = engine.generate("x", SamplingParams(max_tokens=500, ignore_eos=True), "r")
     await anext(stream)  # and then no more
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE):
         await engine.pause_generation()
     assert (await engine.stats()).kv_cache_usage == 0
     last = [output async for output in stream][-1]
@@ -695,7 +729,7 @@ async def test_who_is_being_taken_in_at_shutdown_hears_of_it() -> None:
     engine = make_engine()
     may_encode = threading.Event()
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(10) and encode(*a, **k)
+    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(PATIENCE) and encode(*a, **k)
     long = "x" * 3000
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
     coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]
@@ -725,7 +759,7 @@ async def test_the_queue_limit_counts_who_is_being_taken_in() -> None:
     engine = make_engine(max_queued=2)
     may_encode = threading.Event()
     encode = engine.tokenizer.encode
-    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(10) and encode(*a, **k)
+    engine.tokenizer.encode = lambda *a, **k: may_encode.wait(PATIENCE) and encode(*a, **k)
     long = "x" * 3000  # taken in by another thread
     params = SamplingParams(max_tokens=1, truncate_prompt_tokens=5)
     coming = [asyncio.create_task(collect(engine, long, params, f"r{i}")) for i in range(4)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
 import pytest
 from engine_fakes import (
     EOS,
+    PATIENCE,
     FakeExecutor,
     FakeWorker,
     expected_tokens,
@@ -55,12 +57,15 @@ def request(name: str, max_tokens: int = 10, **changes: Any) -> CoreRequest:
 
 
 def test_who_comes_early_in_a_step_is_part_of_the_next() -> None:
-    core, sink = make_core(step_seconds=0.2), Sink()
-    loop = EngineLoop(core, sink)
+    turnstile = threading.Semaphore(3)
+    core, sink = make_core(step_seconds=0.2, turnstile=turnstile), Sink()
+    loop = EngineLoop(core, sink, clock=lambda: 0.0)
     loop.add([request("a", 12)])
     loop.start()
-    wait_until(lambda: len(sink.steps) == 3)  # the fourth step has just begun
+    wait_until(lambda: len(sink.steps) == 3)  # the fourth step has begun, for ever so long
     loop.add([request("b", 2)])
+    loop.stats().result(PATIENCE)  # "b" is in
+    turnstile.release(100)
     wait_until(lambda: bool(sink.of("b")))
     loop.stop()
     first = next(i for i, step in enumerate(sink.steps) if len(step.outputs) == 2)
@@ -68,14 +73,14 @@ def test_who_comes_early_in_a_step_is_part_of_the_next() -> None:
 
 
 def test_a_running_step_does_not_keep_commands_waiting() -> None:
-    core = make_core(step_seconds=0.5)
-    loop = EngineLoop(core, Sink())
+    turnstile = threading.Semaphore(3)
+    core, sink = make_core(step_seconds=0.5, turnstile=turnstile), Sink()
+    loop = EngineLoop(core, sink, clock=lambda: 0.0)
     loop.add([request("a", 100)])
     loop.start()
-    wait_until(lambda: core.stats().num_steps >= 3)
-    start = time.monotonic()
-    loop.stats().result(5)
-    assert time.monotonic() - start < 0.45
+    wait_until(lambda: len(sink.steps) == 3)
+    assert loop.stats().result(PATIENCE).num_steps == 4, "while the fourth one runs"
+    turnstile.release(1000)
     loop.stop()
 
 
@@ -145,7 +150,7 @@ def test_broken_invariants_are_fatal_and_said_once() -> None:
     assert len(sink.deaths) == 1
     assert core.executor.is_shut_down  # type: ignore[attr-defined]
     with pytest.raises(EngineDead):
-        loop.stats().result(1)
+        loop.stats().result(PATIENCE)
     loop.stop()
     assert len(sink.deaths) == 1
 
@@ -160,7 +165,7 @@ def test_stopped_is_not_dead() -> None:
     assert loop.failure is None
     assert sink.deaths == []
     with pytest.raises(EngineDead, match="shut down"):
-        loop.reset_prefix_cache().result(1)
+        loop.reset_prefix_cache().result(PATIENCE)
 
 
 def test_a_failing_control_call_fails_its_caller_only() -> None:
@@ -169,8 +174,8 @@ def test_a_failing_control_call_fails_its_caller_only() -> None:
     core.reset_prefix_cache = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     loop.start()
     with pytest.raises(ZeroDivisionError):
-        loop.reset_prefix_cache().result(5)
-    assert isinstance(loop.stats().result(5), EngineStats)
+        loop.reset_prefix_cache().result(PATIENCE)
+    assert isinstance(loop.stats().result(PATIENCE), EngineStats)
     loop.stop()
 
 
@@ -199,10 +204,10 @@ def test_step_sizes_are_drained() -> None:
     loop.start()
     loop.add([request("abcd", 3)])
     wait_until(lambda: sink.of("abcd") and sink.of("abcd")[-1].finish_reason)
-    stats = loop.stats(drain=True).result(5)
+    stats = loop.stats(drain=True).result(PATIENCE)
     assert stats.step_tokens[:3] == [4, 1, 1]
     assert stats.block_size == 4
-    assert loop.stats().result(5).step_tokens == []
+    assert loop.stats().result(PATIENCE).step_tokens == []
     loop.stop()
 
 

@@ -42,7 +42,7 @@ class SlowStore(GrammarStore):
         self.fail = False
 
     def _compile(self, constraint):
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         if self.fail:
             raise ValueError("not now")
         return constraint
@@ -101,13 +101,13 @@ def test_a_failed_compilation_goes_on_to_the_worker_and_is_tried_anew(core):
     assert core.scheduler.added == ["a"]
     assert not core.compiled()
     core.grammars.fail = False
-    assert core.grammars.request(one.constraint).result(10) == one.constraint
+    assert core.grammars.request(one.constraint).result(60) == one.constraint
 
 
 async def test_too_many_waiting_constraints_are_refused(monkeypatch):
     monkeypatch.setattr(threads_module, "MAX_COMPILING", 1)
     released = threading.Event()
-    intake = SimpleNamespace(admit=lambda p: released.wait(5), known=lambda p: None)
+    intake = SimpleNamespace(admit=lambda p: released.wait(60), known=lambda p: None)
     threads = IntakeThreads(intake, 2)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     first = asyncio.create_task(threads.admit(params))

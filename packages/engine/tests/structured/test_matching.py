@@ -222,7 +222,7 @@ def test_grammars_are_kept_up_to_their_bytes():
     try:
         for i in range(20):
             spec = GrammarSpec("guidance", "regex", f"a{{{i}}}")
-            store.request(Constraint(spec, (END,), size_bytes=1000)).result(10)
+            store.request(Constraint(spec, (END,), size_bytes=1000)).result(60)
         assert store.size_bytes <= 3000
         again = store.request(Constraint(spec, (END,), size_bytes=1000))
         assert again.done()

@@ -114,7 +114,7 @@ def serving(server: Scripted) -> Iterator[Scripted]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:

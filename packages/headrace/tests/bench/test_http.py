@@ -101,7 +101,7 @@ async def test_connections_are_used_again():
 
 
 async def test_silence_ends_with_the_timeout():
-    with scripted.serving(scripted.Scripted(lambda _: [(5.0, b"late")])) as server:
+    with scripted.serving(scripted.Scripted(lambda _: [(60.0, b"late")])) as server:
         client = Client(server.url, timeout=0.05)
         with pytest.raises(HttpError, match=r"within 0\.05 s"):
             await client.post("/v1/completions", b"{}")

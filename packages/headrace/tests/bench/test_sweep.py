@@ -19,7 +19,7 @@ import socket, sys, time
 port = int(sys.argv[sys.argv.index("--port") + 1])
 open(sys.argv[1], "a").write("start " + " ".join(sys.argv[2:]) + "\\n")
 listening = socket.create_server(("127.0.0.1", port))
-time.sleep(60)
+time.sleep(600)
 """
 
 BENCH = """

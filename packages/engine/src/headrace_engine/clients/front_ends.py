@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 SEND_SECONDS = 30.0
 """Longest wait for a parent that takes no messages; then it counts as gone."""
-LINGER_MILLISECONDS = 1000
+LINGER_SECONDS = 1.0
+"""How long another front end may take to fetch the last messages; the parent has SEND_SECONDS."""
 EXIT_ORPHANED = 70
 _BORDER = "\x1f"
 """Between a front end's name and its request's id; no name holds it."""
@@ -146,7 +147,7 @@ class FrontEnds:
         for inbox in self._inboxes.values():
             inbox.close(linger=0)
         for socket in self._all:
-            socket.close(linger=LINGER_MILLISECONDS)
+            socket.close()
 
     # OutputSink: the loop's thread.
 
@@ -209,6 +210,8 @@ class FrontEnds:
             socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
             socket.setsockopt(zmq.SNDTIMEO, int(SEND_SECONDS * 1000))
+            linger = SEND_SECONDS if name == PARENT else LINGER_SECONDS
+            socket.setsockopt(zmq.LINGER, int(linger * 1000))
             socket.connect(reports_address(self._folder, name))
             outboxes[name] = socket
             self._all.append(socket)

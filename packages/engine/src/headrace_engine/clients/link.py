@@ -139,7 +139,7 @@ class CoreLink(CoreClient):
         while time.monotonic() < deadline:
             if not reports.poll(int(POLL_SECONDS * 1000)):
                 ended = self._ended()
-                if ended is not None and not reports.poll(0):
+                if ended is not None and not self._last_word(reports):
                     raise EngineDead(f"the engine process ended while starting ({ended})")
                 continue
             report = decoder.decode(reports.recv())
@@ -148,6 +148,10 @@ class CoreLink(CoreClient):
             if isinstance(report, Failed):
                 raise as_exception(report.error)
         raise EngineDead(f"the engine process was not ready after {START_SECONDS:g} s")
+
+    def _last_word(self, reports: zmq.Socket[bytes]) -> bool:
+        """Whether there is one of a process that has ended; it may have been on its way."""
+        return bool(reports.poll(int(POLL_SECONDS * 1000)))
 
     def _wait_until_heard(self) -> None:
         """The core's word may come before it has connected to where ours is said.
@@ -215,16 +219,18 @@ class CoreLink(CoreClient):
                 if reports.poll(int(POLL_SECONDS * 1000)):
                     self._take(decoder.decode(reports.recv()), sink)
                 elif (ended := self._ended()) is not None:
-                    if not self._stopping:
+                    if self._stopping:
+                        return
+                    if not self._last_word(reports):
                         raise EngineDead(f"the engine process ended ({ended})")
-                    return
         except BaseException as error:
             self._failure = error
             logger.critical("%s", error)
-            self._give_up()
             sink.on_death(error)
         finally:
             self._fail_calls(self._failure or EngineDead("the engine is shut down"))
+            if self._failure is not None:
+                self._give_up()
             reports.close(linger=0)
 
     def _take(self, report: Report, sink: OutputSink) -> None:

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 15.0
 """How long a child may take to end before it is killed."""
+FAREWELL_SECONDS = 2.0
+"""How long a child that failed may take to end by itself."""
 
 
 class ProcessClient(CoreLink):
@@ -110,8 +112,11 @@ class ProcessClient(CoreLink):
         return None if status is None else describe_status(status)
 
     def _give_up(self) -> None:
+        """End the child, which may live; one that says that it dies may say so to everybody first."""
         assert self._process is not None
-        self._process.kill()  # it may live
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(FAREWELL_SECONDS)
+        self._process.kill()
 
     def _spawn(self) -> zmq.Socket[bytes]:
         """Start the child; returns the socket on which it reports."""

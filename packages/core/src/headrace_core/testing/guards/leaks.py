@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SETTLE_SECONDS = 5.0
+SETTLE_SECONDS = 30.0
 """How long what is ending may take to end."""
 _LASTING = ("/dev/", "anon_inode:", "/proc/", "/sys/")
 """Files of libraries that stay open once they were used (event loops' pollers, terminals)."""
