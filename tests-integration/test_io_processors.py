@@ -53,6 +53,10 @@ def test_fifty_requests_online_and_the_same_offline(tmp_path: Path) -> None:
         args = EngineArgs(model=str(tmp_path), io_processor_plugin="products", **SETTINGS)
         engine = AsyncLLM.from_engine_args(args)
         try:
+            short = await engine.encode(
+                texts[0], None, "bare", pooling_task="plugin", tokenization_kwargs=no_marks
+            )
+            assert short.outputs == pytest.approx(bare.outputs)
             return await asyncio.gather(
                 *(engine.encode(one, None, f"r{i}", pooling_task="plugin")
                   for i, one in enumerate(texts))

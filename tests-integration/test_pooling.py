@@ -320,6 +320,15 @@ def test_parameters_of_single_requests(encoder: Any) -> None:
                 await llm.score("the sea", "the sea", "b", pooling_params=wrong)
             with pytest.raises(RequestError, match="2 given; must be one PoolingParams"):
                 await llm.encode("the sea", [PoolingParams()] * 2, "c")  # type: ignore[arg-type]
+            options = {"add_special_tokens": False, "truncate_prompt_tokens": 2}
+            whole = await llm.encode("the sea", None, "d", pooling_task="embed")
+            for given in ({"tokenization_kwargs": options},
+                          {"tokenization_kwargs": {"add_special_tokens": False},
+                           "truncate_prompt_tokens": 2}):  # fmt: skip
+                cut = await llm.encode("the sea", None, "e", pooling_task="embed", **given)
+                assert cut.prompt_token_ids == whole.prompt_token_ids[1:-1][-2:]
+            with pytest.raises(RequestError, match=r"kwargs: .*padding.* cannot be served"):
+                await llm.encode("the sea", None, "f", tokenization_kwargs={"padding": True})
         finally:
             await llm.shutdown()
 

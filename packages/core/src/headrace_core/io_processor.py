@@ -184,6 +184,7 @@ async def answer(
     request_id: str,
     *,
     priority: int = 0,
+    add_special_tokens: bool | None = None,
 ) -> Any:
     """One request of the task ``plugin``, once it is parsed: the plug-in's output.
 
@@ -191,6 +192,7 @@ async def answer(
         engine: with an IO processor.
         prompt: from :meth:`IOProcessor.parse_request`.
         params: the caller's; None: the plug-in's own.
+        add_special_tokens: see :meth:`~headrace_core.engine.EngineClient.encode`.
 
     Raises:
         UnsupportedFeature: the engine has no IO processor.
@@ -212,7 +214,13 @@ async def answer(
         async with gate:
             own_id = f"{request_id}-{index}"
             return index, await engine.encode(
-                prompts[index], chosen, own_id, task=task, priority=priority, entry=entry
+                prompts[index],
+                chosen,
+                own_id,
+                task=task,
+                priority=priority,
+                add_special_tokens=add_special_tokens,
+                entry=entry,
             )
 
     runs = [asyncio.create_task(run(index)) for index in range(len(prompts))]

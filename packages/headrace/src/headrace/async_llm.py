@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import connect
 from headrace.engine_args import EngineArgs
-from headrace.pooling import as_tensor, chosen_task, completed, for_all, score_inputs
+from headrace.pooling import (
+    as_tensor,
+    chosen_task,
+    completed,
+    for_all,
+    score_inputs,
+    tokenizing,
+)
 from headrace_core.beam import BeamSearchOutput, beam_search
 from headrace_core.engine import EngineStats, ServedModel
 from headrace_core.io_processor import answer
@@ -72,12 +79,15 @@ class AsyncLLM:
         *,
         pooling_task: str | None = None,
         priority: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> PoolingRequestOutput[Any]:
         """Pool one prompt; cancelling the call aborts the request.
 
         Args:
             prompt: as :meth:`generate`; for the task ``plugin`` whatever the IO processor reads.
             pooling_task: one of :data:`headrace_core.pooling.POOLING_TASKS`; None: the parameters' own.
+            truncate_prompt_tokens, tokenization_kwargs: as :meth:`headrace.LLM.embed`.
 
         Returns:
             ``outputs.data`` is a float32 tensor; of the task ``plugin`` ``outputs`` are the IO
@@ -87,15 +97,28 @@ class AsyncLLM:
             UnsupportedFeature: the model does not have the task.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
-        pooling_params = for_all(completed(pooling_params))
+        keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
+        pooling_params = for_all(completed(pooling_params, truncate_prompt_tokens=keep))
         task = chosen_task(pooling_params, pooling_task)
         if task == "plugin":
             processor = self.engine.io_processor
             parsed = processor.parse_request(prompt) if processor is not None else prompt
-            made = await answer(self.engine, parsed, pooling_params, request_id, priority=priority)
+            made = await answer(
+                self.engine,
+                parsed,
+                pooling_params,
+                request_id,
+                priority=priority,
+                add_special_tokens=special,
+            )
             return PoolingRequestOutput(request_id, made, [])
         output = await self.engine.encode(
-            prompt, pooling_params or PoolingParams(), request_id, task=task, priority=priority
+            prompt,
+            pooling_params or PoolingParams(),
+            request_id,
+            task=task,
+            priority=priority,
+            add_special_tokens=special,
         )
         output.outputs.data = as_tensor(output.outputs.data)
         return output
