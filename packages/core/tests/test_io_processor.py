@@ -67,6 +67,7 @@ class Engine:
         *,
         task: str,
         priority: int,
+        add_special_tokens: bool | None,
         entry: CallEntry,
     ) -> PoolingRequestOutput[PoolingOutput]:
         self.calls.append((request_id, task, params, priority))
