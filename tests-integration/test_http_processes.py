@@ -101,11 +101,12 @@ def stopped(pid: int) -> bool:
 
 def patiently(ask: Callable[[], Any]) -> Any:
     """What all processes together tell; again while one of them is too slow to answer another."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return ask()
         except urllib.error.HTTPError as error:
-            if error.code != 503:
+            if error.code != 503 or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
 

@@ -25,6 +25,7 @@ from headrace_core.ops import OpTable, PackedLinear, QuantizedWeight
 from headrace_quant.ignoring import is_ignored
 from headrace_quant.integers import IntegerMethod, scale_spec
 from headrace_quant.none import PlainWeight
+from headrace_quant.stated import listed_names, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,15 +156,9 @@ class BitNet(QuantMethod):
             ("use_rms_norm", config.get("use_rms_norm", False), (False,)),
         ):
             if value not in known:
-                raise ConfigError(
-                    f"quantization_config: {key} = {value!r}: must be "
-                    + " or ".join(repr(one) for one in known)
-                )
-        skip = config.get("modules_to_not_convert") or []
-        if not isinstance(skip, list) or not all(isinstance(name, str) for name in skip):
-            raise ConfigError(
-                f"quantization_config: modules_to_not_convert = {skip!r:.200}: must be a list of names"
-            )
+                raise refusal(key, value, " or ".join(map(repr, known)))
+        key = "modules_to_not_convert"
+        skip = listed_names(key, config.get(key) or [])
         method: LinearMethod = PackedTernary(ops, divides=kind == "bitlinear")
         if kind == "autobitlinear" and mode == "online":
             method = RoundedTernary(ops)

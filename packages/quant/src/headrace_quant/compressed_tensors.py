@@ -21,6 +21,7 @@ from headrace_core.ops import OpTable
 from headrace_quant.ignoring import is_ignored, matches, module_names
 from headrace_quant.integers import PackedWords, StoredInt8, WordFormat
 from headrace_quant.none import PlainWeight
+from headrace_quant.stated import listed_names, refusal
 
 LINEAR_CLASS = "Linear"
 
@@ -109,17 +110,17 @@ class CompressedTensors(QuantMethod):
             )
         for key in ("kv_cache_scheme", "sparsity_config"):
             if config.get(key):
-                raise _refusal(key, config[key], "absent")
+                raise refusal(key, config[key], "absent")
         status = config.get("quantization_status", "compressed")
         if status != "compressed":
-            raise _refusal("quantization_status", status, "'compressed'")
+            raise refusal("quantization_status", status, "'compressed'")
         groups = config.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
-            raise _refusal("config_groups", groups, "an object with at least one group")
+            raise refusal("config_groups", groups, "an object with at least one group")
         return cls(
             ops,
             tuple(_group(name, group, config.get("format")) for name, group in groups.items()),
-            tuple(_names("ignore", config.get("ignore") or [])),
+            tuple(listed_names("ignore", config.get("ignore") or [])),
         )
 
     @classmethod
@@ -162,49 +163,39 @@ def _is_of_class(target: str, name: str) -> bool:
 def _group(name: str, group: object, default_format: object) -> tuple[tuple[str, ...], Scheme]:
     path = f"config_groups.{name}"
     if not isinstance(group, Mapping):
-        raise _refusal(path, group, "an object")
+        raise refusal(path, group, "an object")
     form = group.get("format") or default_format
     if not isinstance(form, str) or form not in _WEIGHTS:
-        raise _refusal(f"{path}.format", form, " or ".join(map(repr, _WEIGHTS)))
+        raise refusal(f"{path}.format", form, " or ".join(map(repr, _WEIGHTS)))
     if group.get("output_activations"):
-        raise _refusal(f"{path}.output_activations", group["output_activations"], "null")
+        raise refusal(f"{path}.output_activations", group["output_activations"], "null")
     inputs = group.get("input_activations")
     if inputs and form == "pack-quantized":
-        raise _refusal(f"{path}.input_activations", inputs, "null in format 'pack-quantized'")
+        raise refusal(f"{path}.input_activations", inputs, "null in format 'pack-quantized'")
     if inputs:
         _check(f"{path}.input_activations", inputs, _ACTIVATIONS)
     weights = _check(f"{path}.weights", group.get("weights"), _WEIGHTS[form])
     words = _words(f"{path}.weights", weights) if form == "pack-quantized" else None
-    targets = tuple(_names(f"{path}.targets", group.get("targets") or []))
+    targets = tuple(listed_names(f"{path}.targets", group.get("targets") or []))
     return targets, Scheme("int8" if inputs else "float", words)
 
 
 def _check(path: str, found: object, rules: Mapping[str, tuple[object, ...]]) -> Mapping[str, Any]:
     """The arguments object at ``path``, if all that it says is served."""
     if not isinstance(found, Mapping):
-        raise _refusal(path, found, "an object")
+        raise refusal(path, found, "an object")
     for key, served in rules.items():
         value = found.get(key, _DEFAULTS.get(key))
         if not any(value == one and type(value) is type(one) for one in served):
-            raise _refusal(f"{path}.{key}", value, " or ".join(map(repr, served)))
+            raise refusal(f"{path}.{key}", value, " or ".join(map(repr, served)))
     return found
 
 
 def _words(path: str, weights: Mapping[str, Any]) -> WordFormat:
     size, by_group = weights.get("group_size"), weights["strategy"] == "group"
     if by_group and not (type(size) is int and size > 0 and size % 8 == 0):
-        raise _refusal(f"{path}.group_size", size, "a multiple of 8 with strategy 'group'")
+        raise refusal(f"{path}.group_size", size, "a multiple of 8 with strategy 'group'")
     if not by_group and size not in (None, -1):
-        raise _refusal(f"{path}.group_size", size, "null with strategy 'channel'")
+        raise refusal(f"{path}.group_size", size, "null with strategy 'channel'")
     has_zeros = not weights.get("symmetric", True)
     return WordFormat(weights["num_bits"], size if by_group else None, has_zeros)
-
-
-def _names(key: str, value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _refusal(key, value, "a list of names")
-    return value
-
-
-def _refusal(key: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"quantization_config: {key} = {value!r}: must be {accepted}")

@@ -23,6 +23,7 @@ from headrace_core.errors import ConfigError, WeightsError
 from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNeed
 from headrace_core.ops import OpTable
 from headrace_quant.none import PlainWeight
+from headrace_quant.stated import listed_names, refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,16 +95,16 @@ class Fp8(QuantMethod):
             )
         for key, value in config.items():
             if key not in (*_SERVED, *_LISTS, _BLOCK) and value is not None:
-                raise _refusal(key, value, "absent: fp8 knows no such key")
+                raise refusal(key, value, "absent: fp8 knows no such key")
         for key, served in _SERVED.items():
             value = config.get(key)
             if not any(value == one and type(value) is type(one) for one in (None, *served)):
-                raise _refusal(key, value, " or ".join(map(repr, served)))
+                raise refusal(key, value, " or ".join(map(repr, served)))
         return cls(
             ops,
             _block(config.get(_BLOCK)),
             has_activation_scales=config.get("activation_scheme") == "static",
-            ignore=[entry for key in _LISTS for entry in _names(key, config.get(key) or [])],
+            ignore=[entry for key in _LISTS for entry in listed_names(key, config.get(key) or [])],
         )
 
     @classmethod
@@ -274,14 +275,4 @@ def _block(value: object) -> tuple[int, int] | None:
         rows, columns = value
         if type(rows) is int and type(columns) is int and min(value) > 0:
             return rows, columns
-    raise _refusal(_BLOCK, value, "a list of two sizes, or null")
-
-
-def _names(key: str, value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise _refusal(key, value, "a list of names")
-    return value
-
-
-def _refusal(key: str, value: object, accepted: str) -> ConfigError:
-    return ConfigError(f"quantization_config: {key} = {value!r:.200}: must be {accepted}")
+    raise refusal(_BLOCK, value, "a list of two sizes, or null")

@@ -20,6 +20,7 @@ from headrace_core.linear import LinearMethod, LinearSpec, QuantMethod, QuantNee
 from headrace_core.ops import OpTable
 from headrace_quant.ignoring import module_names
 from headrace_quant.none import PlainWeight
+from headrace_quant.stated import listed_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,15 +86,10 @@ class Mxfp4(QuantMethod):
                 "quantization 'mxfp4' needs a checkpoint made with it", field="model.quantization"
             )
         unknown = sorted(key for key in config if key not in _KNOWN and config[key] is not None)
-        ignore = config.get("modules_to_not_convert") or []
+        key = "modules_to_not_convert"
         if unknown:
             raise ConfigError(f"quantization_config: {', '.join(unknown)}: mxfp4 has no such key")
-        if not isinstance(ignore, list) or any(not isinstance(entry, str) for entry in ignore):
-            raise ConfigError(
-                f"quantization_config: modules_to_not_convert = {ignore!r:.200}: must be a list of "
-                "names"
-            )
-        return cls(ops, ignore)
+        return cls(ops, listed_names(key, config.get(key) or []))
 
     @classmethod
     def refuse(cls, need: QuantNeed) -> list[str]:

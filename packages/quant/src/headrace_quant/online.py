@@ -27,6 +27,7 @@ from headrace_core.ops import OpTable, Rounding
 from headrace_quant.ignoring import is_ignored
 from headrace_quant.integers import RoundedWeight, StoredInt8
 from headrace_quant.none import PlainWeight
+from headrace_quant.stated import listed_names
 
 HEAD = "lm_head"
 INT8 = Rounding(8)
@@ -65,10 +66,7 @@ class Online(QuantMethod):
                     f"quantization_config: {key} = {config[key]!r}: {cls.name!r} takes only "
                     "quant_method and ignore"
                 )
-        ignore = config.get("ignore", [HEAD])
-        if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-            raise ConfigError(f"quantization_config: ignore = {ignore!r}: must be a list of names")
-        return cls(ops, stored=tuple(ignore))
+        return cls(ops, stored=tuple(listed_names("ignore", config.get("ignore", [HEAD]))))
 
     @classmethod
     def refuse(cls, need: QuantNeed) -> list[str]:
