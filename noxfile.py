@@ -301,6 +301,14 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 @_tidy
+def endurance(session: nox.Session) -> None:
+    """Long runs and crowds at full size: ``nox -s endurance -- soak`` (equal, burst, readers, crowd)."""
+    _everything(session)
+    session.run("python", "tests-integration/endurance.py", *(session.posargs or ["soak"]))
+
+
+@nox.session
+@_tidy
 def fuzz(session: nox.Session) -> None:
     """All malformed requests that we know, and 10,000 generated ones: ``nox -s fuzz``."""
     _everything(session)

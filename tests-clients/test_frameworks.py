@@ -56,6 +56,17 @@ def test_litellm(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     shaped = litellm.completion(messages=messages, response_format=Animal, **common)
     Animal.model_validate_json(shaped.choices[0].message.content)
+    _knows_what_is_too_long(litellm, common)
+    _knows_what_is_too_long(litellm, {**common, "model": f"anthropic/{model}", "api_base": url})
+
+
+def _knows_what_is_too_long(litellm: Any, common: dict[str, Any]) -> None:
+    """Whoever catches this error shortens the conversation and asks again."""
+    long = [{"role": "user", "content": "one two three " * 4000}]
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(messages=long, **common)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        list(litellm.completion(messages=long, stream=True, **common))
 
 
 def test_instructor(url: str, model: str) -> None:

@@ -11,6 +11,7 @@ from families import save_model
 from pooling_checkpoints import bert
 
 from headrace.cli.main import run
+from headrace_engine.execution.memory import readable
 
 pytestmark = pytest.mark.spec("MODEL-INSPECT")
 F32 = 4
@@ -62,7 +63,7 @@ def test_full_attention(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert not short["fits"]
     assert short["longest"] == 4 * 16
     assert short["spare"] == -12 * 16 * token
-    assert f"{12 * 16 * token} bytes more than there are" in short["why_not"]
+    assert f"{readable(12 * 16 * token)} more than there are" in short["why_not"]
     assert memory(path, capsys, "--kv-cache-memory-bytes", str(18 * 16 * token))["spare"] == (
         16 * token
     )

@@ -1,6 +1,7 @@
 """Engine processes that are killed or frozen under load, and clients that leave.
 
-Three kills by default; ``HEADRACE_KILLS=20`` for as many as the promise names.
+Three kills and a hundred disconnects by default; ``HEADRACE_KILLS=20`` and ``HEADRACE_DISCONNECTS=1000``
+for as many as the promises name.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from soak import Stream, run_stream
 
 SIM = ("--device", "sim", "--sim-step-ms", "10", "--disable-uvicorn-access-log")
 NUM_KILLS = int(os.environ.get("HEADRACE_KILLS", "3"))
-NUM_STREAMS = 40
+NUM_DISCONNECTS = int(os.environ.get("HEADRACE_DISCONNECTS", "100"))
+NUM_STREAMS = 50
 
 
 class _Load(threading.Thread):
-    """Forty streams in the background; notes when each ended."""
+    """Fifty streams in the background; notes when each ended."""
 
     def __init__(self, url: str, length: int = 1500) -> None:
         super().__init__(daemon=True)
@@ -139,13 +141,13 @@ def test_a_step_that_hangs_is_told_and_recovers():
 @pytest.mark.req("REL-05")
 @pytest.mark.req("REL-10")
 @pytest.mark.req("F3")
-def test_a_hundred_disconnects_free_everything():
+def test_disconnects_free_everything():
     """Of requests that wait, that compute their prompts and that stream; thrice, files counted."""
     words = ("--max-num-seqs", "16", "--sim-token-us", "20", "--sim-step-ms", "40")
     with serving(*SIM, *words) as server:
         files = []
         for _ in range(3):
-            asyncio.run(_connect_and_leave(server.url, 100))
+            asyncio.run(_connect_and_leave(server.url, NUM_DISCONNECTS))
             wait_for(
                 lambda: (
                     server.metric("num_requests_running") == 0
@@ -186,9 +188,40 @@ async def _connect_and_leave(url: str, number: int) -> None:
 
 @pytest.mark.req("REL-09")
 @pytest.mark.req("F9")
-def test_sigterm_with_forty_streams_lets_all_finish():
-    with serving(*SIM, "--drain-timeout", "120") as server:
+@pytest.mark.parametrize(
+    "words", [(), ("--engine-process",)], ids=["one-process", "engine-process"]
+)
+def test_sigterm_with_fifty_streams_lets_all_finish(words):
+    with serving(*SIM, "--drain-timeout", "120", *words) as server:
         load = _Load(server.url, 400)
-        assert server.stop(signal.SIGTERM, 150) == 0
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, 1 * SLACK, "it is still ready")
+        assert server.process.wait(150) == 0
         load.join(PATIENCE)
     assert [s.wrong for s in load.streams if s.wrong] == []
+
+
+@pytest.mark.req("REL-09")
+@pytest.mark.req("F9")
+def test_past_the_drain_timeout_fifty_streams_get_an_error_event():
+    with serving(*SIM, "--drain-timeout", "0.5") as server:
+        load = _Load(server.url, 1500)
+        assert server.stop(signal.SIGTERM) == 0
+        load.join(PATIENCE)
+    for stream in load.streams:
+        assert b'"error"' in stream.events[0], (stream.seed, stream.events[-2:])
+        assert stream.events[1:] == [b"[DONE]"]
+
+
+@pytest.mark.req("REL-09")
+@pytest.mark.req("F9")
+def test_a_second_signal_ends_fifty_streams_at_once():
+    with serving(*SIM, "--drain-timeout", "120") as server:
+        load = _Load(server.url, 1500)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/readyz") == 503, what="it is still ready")
+        second = time.monotonic()
+        server.stop(signal.SIGTERM)
+        print(f"left {time.monotonic() - second:.2f} s after the second signal")
+        assert time.monotonic() - second < 2 * SLACK
+        load.join(PATIENCE)

@@ -341,10 +341,11 @@ def test_models_say_their_tasks(embedder, reranker):
     assert tasks(embedder) == ["embed", "token_embed"]
     assert tasks(reranker) == ["classify", "score", "token_classify"]
     log = "".join(embedder.server.log)
-    before = log[log.index("the model, as served here") : log.index("start-up took")].splitlines()
+    line = next(line for line in log.splitlines() if "the model, as served here" in line)
+    said_of_it = line.partition("as served here: ")[2].split("; ")
     facts = ("architecture ", "supported_tasks ", "routes ", "pooling ")
-    found = {fact: [line for line in before if fact + " " in line] for fact in facts}
-    assert [len(lines) for lines in found.values()] == [1] * len(facts), found
+    found = {fact: [each for each in said_of_it if each.startswith(fact)] for fact in facts}
+    assert [len(each) for each in found.values()] == [1] * len(facts), found
     [architecture], [said], [routes], [pooler] = found.values()
     assert architecture.endswith(" BertModel")
     assert said.endswith(" embed, token_embed")

@@ -194,6 +194,19 @@ def test_what_leaves_nothing_ends_that_request_alone(llm, bias):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
 
 
+def test_an_ambiguous_grammar_ends_alone_and_early(llm):
+    """Its cost grows with the square of its length; a neighbour gets all of its tokens."""
+    grammar = 's ::= s s | "a" | s s s | ""'
+    wanted = [
+        params(0, grammar=f"root ::= s\n{grammar}", max_tokens=240, bias={EOS: -100.0}),
+        params(0, max_tokens=240, ignore_eos=True),
+    ]
+    slow, free = (o.outputs[0] for o in generate(llm, ["x", "y"], wanted))
+    assert slow.finish_reason == "error"
+    assert len(slow.token_ids) < 200
+    assert (free.finish_reason, len(free.token_ids)) == ("length", 240)
+
+
 @pytest.mark.spec("SO-API")
 @pytest.mark.parametrize(
     ("constraint", "message"),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from headrace_core import plugins
-from headrace_engine.intake.content import detect_content_format, normalize_messages
+from headrace_engine.intake.content import normalize_messages
+from headrace_engine.intake.content_format import detect_content_format
 from headrace_engine.intake.sandbox import TemplateRefused, render_template
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace_models.catalogue import ARCHITECTURES, Architecture
+from headrace_models.catalogue.multimodal import WRAPPERS, Wrapper
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "supported" / "models.md"
 HEADINGS = {
@@ -36,7 +37,21 @@ def page() -> str:
         lines += ["", f"## {heading}", "", f"{len(chosen)} architectures.", ""]
         lines += ["| architecture | known as | cache | other names |", "|---|---|---|---|"]
         lines += [_line(row) for row in chosen]
+    lines += ["", "## Models that also see or hear: text only", ""]
+    lines += [
+        f"{len(WRAPPERS)} architectures. Their language model is served, by the class named; tensors of the",
+        "towers are not read, and a request with images or other media is refused.",
+        "",
+        "| architecture | known as | served by |",
+        "|---|---|---|",
+    ]
+    lines += [_wrapper_line(row) for row in WRAPPERS.values()]
     return "\n".join(lines) + "\n"
+
+
+def _wrapper_line(row: Wrapper) -> str:
+    texts = ", ".join(f"`{text}`" for text in dict.fromkeys(row.texts.values()))
+    return f"| `{row.name}` | {row.models} | {texts} |"
 
 
 def _line(row: Architecture) -> str:

@@ -254,7 +254,7 @@ def test_a_failed_step_ends_the_search_with_its_error() -> None:
 
 def test_what_cannot_be_searched_is_refused_before_anything_runs() -> None:
     engine: Any = TableEngine()
-    with pytest.raises(PromptTooLong, match="context of 64"):
+    with pytest.raises(PromptTooLong, match="length is 64 tokens"):
         asyncio.run(beam_search(engine, [5] * 60, BeamSearchParams(2, 6), "r"))
     with pytest.raises(UnsupportedFeature, match="prompt_embeds"):
         asyncio.run(beam_search(engine, {"prompt_embeds": b""}, BeamSearchParams(2, 6), "r"))

@@ -13,7 +13,7 @@ from headrace_core.catalogue import BUG, CATALOGUE, entry_of
 from headrace_core.errors import HeadraceError, QueueFull
 
 EXIT_BY_AREA = {
-    "CFG": {2}, "MOD": {3}, "MEM": {4}, "DEV": {5}, "NET": {6, 8}, "PLG": {7}, "BUG": {70},
+    "CFG": {2}, "FIL": {2, 8}, "MOD": {3}, "MEM": {4}, "DEV": {5}, "NET": {6, 8}, "PLG": {7}, "BUG": {70},
     "ENG": {70}, "REQ": {2, None}, "QUE": {None}, "SRV": {None},
 }  # fmt: skip
 INTERNAL = {"HeadraceError", "GraphError", "CaptureRefused", "ReplayFailed"}

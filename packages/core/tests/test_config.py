@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import msgspec
@@ -239,3 +240,12 @@ def test_encoder_decoders_share_no_prefixes_and_compute_prompts_whole(
     scales = CacheConfig(kv_cache_dtype="fp8", calculate_kv_scales=True)
     with pytest.raises(ConfigError, match="must be False for encoder-decoder models"):
         resolve(EngineConfig(cache=scales), info, CpuPlatform())
+
+
+def test_the_help_of_capture_sizes_names_the_default_ones() -> None:
+    from headrace_core.graph import DEFAULT_CAPTURE_SIZES
+
+    fields = {field.name: field for field in dataclasses.fields(GraphConfig)}
+    text = str(fields["cudagraph_capture_sizes"].metadata["help"])
+    named = [int(number) for number in re.findall(r"\d+", text.partition("Default:")[2])]
+    assert tuple(named) == DEFAULT_CAPTURE_SIZES

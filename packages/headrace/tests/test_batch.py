@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -301,3 +302,45 @@ def test_required_flags() -> None:
     )
     assert done.returncode == 2
     assert "--output-file" in done.stderr
+
+
+def answered(path: Path) -> Journal:
+    journal = Journal(path, SOURCE, "m")
+    journal.add(1, output_of(read_line(1, json.dumps(line(1)).encode()), 200, "r", b"{}"))
+    return journal
+
+
+def test_a_link_stays_and_its_target_gets_the_answers(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "answers", tmp_path / "out"
+    target.write_text("old")
+    link.symlink_to(target)
+    with answered(tmp_path / "journal") as journal:
+        journal.write_output(link)
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["custom_id"] == "id-1"
+    args = make_parser().parse_args(["-i", "in", "-o", str(link)])
+    assert journal_path(args, tmp_path) == target.with_name("answers.partial")
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """As a device is, which a test must not risk."""
+    pipe = tmp_path / "out"
+    os.mkfifo(pipe)
+    args = make_parser().parse_args(["-i", "in", "-o", str(pipe)])
+    assert journal_path(args, tmp_path / "scratch") == tmp_path / "scratch" / "journal"
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with answered(tmp_path / "journal") as journal:
+            journal.write_output(pipe)
+        assert json.loads(os.read(reading, 1 << 16))["custom_id"] == "id-1"
+    finally:
+        os.close(reading)
+    assert pipe.is_fifo()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["journal", "out"]
+
+
+def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    args = make_parser().parse_args(["-i", "in", "-o", str(tmp_path)])
+    with pytest.raises(ConfigError, match="is a folder"):
+        journal_path(args, tmp_path)

@@ -15,9 +15,9 @@ from headrace.http_processes import supervisor as module
 from headrace.http_processes.hello import CoreEnded
 from headrace.http_processes.process import SharedListener
 from headrace.http_processes.supervisor import MOST_RESTARTS, Sockets, Supervisor
-from headrace.logs import LineFormatter
 from headrace_core.config import EngineConfig, SchedulerConfig
 from headrace_core.errors import EngineDead
+from headrace_core.log_lines import LineFormatter
 from headrace_server.settings import ServerSettings
 
 

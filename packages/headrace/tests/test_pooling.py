@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace import PoolingParams
-from headrace.llm import as_prompts
+from headrace.given import as_prompts
 from headrace.pooling import (
     as_tensor,
     chosen_task,

@@ -186,7 +186,9 @@ class TestIndex:
         with pytest.raises(WeightsError, match=r"two\.safetensors.*'a'"):
             checkpoint_headers(tmp_path)
 
-    @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
+    @pytest.mark.parametrize(
+        "text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', "[" * 100_000]
+    )
     def test_unreadable_index(self, tmp_path: Path, text: str) -> None:
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(WeightsError, match="unreadable index"):

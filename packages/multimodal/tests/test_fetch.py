@@ -271,6 +271,53 @@ async def test_answers_that_are_no_file(
             await fetcher.read(server.url + "/?secret=1")
 
 
+ENDLESS = 1 << 30
+_CAP = 1 << 20
+
+
+@pytest.mark.req("F12")
+@pytest.mark.req("SEC-07")
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("200 OK\r\nContent-Length: 9999999999999", "larger"),
+        ("200 OK\r\nContent-Length: 18446744073709551616", None),
+        ("200 OK\r\nContent-Length: -1", None),
+        ("200 OK\r\nContent-Length: 5\r\nContent-Length: 7", None),
+        ("200 OK", "larger"),  # until the connection ends, which it does not
+        ("200 OK\r\nTransfer-Encoding: chunked", None),  # and then no chunks
+        ("200 OK\r\nContent-Encoding: gzip", "compressed"),
+        ("404 No", "404"),
+        ("500 No\r\nRetry-After: 0", "500"),
+        ("302 Found\r\nLocation: /again", "redirects"),
+        ("200 OK\r\nA: ", None),  # a head without an end
+        ("1" * 1000, None),
+    ],
+)
+async def test_hostile_hosts_get_rid_of_no_byte_past_the_cap(
+    peer: Callable[[Handler], Awaitable[Peer]], tmp_path: Path, head: str, said: str | None
+) -> None:
+    """Hosts that send without end: the connection is closed once the cap is reached."""
+    taken = [0]
+
+    async def endless(peer: Peer, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        ends = b"" if head.endswith(": ") or head[0] == "1" else b"\r\n\r\n"
+        writer.write(b"HTTP/1.1 " + head.encode() + ends)
+        while taken[0] < ENDLESS:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+            taken[0] += 65536
+
+    server = await peer(endless)
+    path = tmp_path / "file"
+    async with Fetcher(FetchRules(allow_private=True, max_bytes=_CAP)) as fetcher:
+        with pytest.raises(FetchError, match=said):
+            await fetcher.save(server.url + "/media", path)
+    assert path.stat().st_size <= _CAP
+    # What the host got rid of beyond that lies in the buffers of its connections' sockets.
+    assert taken[0] < (_CAP + (16 << 20)) * len(server.requests)
+
+
 async def test_slow_and_broken_answers(
     peer: Callable[[Handler], Awaitable[Peer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

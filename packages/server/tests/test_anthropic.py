@@ -271,10 +271,9 @@ async def test_tools_reach_the_template(connect: Any) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
          "no tool_use of that id"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]},
-         "'redacted_thinking'"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}, "'image'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'bash_20250124'"),
+        ({"tools": [{"type": "no_such_20250124", "name": "bash"}]}, "'no_such_20250124'"),
         ({"tools": [{"name": "x"}]}, "input_schema"),
         ({"tool_choice": {"type": "tool"}}, "needs a name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5000}}, "budget_tokens"),
@@ -303,7 +302,8 @@ async def test_errors_have_this_protocols_form(connect: Any) -> None:
     assert unknown.status_code == 404
     assert (await client.get(URL, headers=key)).status_code == 405
     told(await client.get(URL, headers=key))
-    assert told(await client.post(URL + "/other", headers=key)) == "Not Found"
+    nowhere = told(await client.post(URL + "/other", headers=key))
+    assert nowhere == "there is no /v1/messages/other here; did you mean /v1/messages?"
     large = await client.post(URL, json=filled({"system": "x" * 2000}), headers=key)
     assert large.status_code == 413
     told(large)

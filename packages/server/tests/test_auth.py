@@ -92,6 +92,15 @@ async def test_protected_metrics(connect: Any) -> None:
     assert (await client.get("/metrics", headers=KEY)).status_code == 200
 
 
+async def test_protected_metrics_under_the_narrow_rule(connect: Any) -> None:
+    client = connect(api_key=("canary-key",), protect_metrics=True, api_key_scope="v1")
+    for path in ("/metrics", "/%6detrics"):
+        assert (await client.get(path)).status_code == 401, path
+        assert (await client.get(path, headers=KEY)).status_code == 200
+    document = (await client.get("/openapi.json")).json()
+    assert document["paths"]["/metrics"]["get"].get("security")
+
+
 async def test_the_narrow_rule(connect: Any) -> None:
     client = connect(api_key=("canary-key",), api_key_scope="v1")
     assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import GenerateError
+from headrace_core.request import ChatPrompt
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -310,3 +311,100 @@ async def test_parsers_of_another_format_win(connect: Any) -> None:
     client = connect(FakeEngine("<think>x</think>y", model=GPT_OSS), reasoning_parser="qwen3")
     message = (await ask(client, "chat"))["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("x", "y")
+
+
+@pytest.mark.parametrize("dialect", URLS)
+async def test_the_operators_template_wins_over_the_gpt_oss_format(
+    connect: Any, dialect: str
+) -> None:
+    engine = FakeEngine("x", model=GPT_OSS)
+    client = connect(engine, chat_template="{{ messages[0].content }}")
+    await ask(client, dialect)
+    prompt = engine.requests[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.chat_template is None, "the engine has it already"
+
+
+SCHEMA = {
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "type": "object",
+}
+ABOUT = "The weather of a day."
+ARGUMENTS = '{"days": 3, "city": "Bern", "far": 1.5, "big": 12345678901234567890123}'
+TALKS: dict[str, dict[str, Any]] = {
+    "chat": {
+        "tools": [
+            {"type": "function",
+             "function": {"name": "weather", "description": ABOUT, "parameters": SCHEMA}},
+            {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}},
+        ],
+        "messages": [
+            {"role": "system", "content": "Be short."},
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("Rain?", "Or sun?")]},
+            {"role": "assistant", "content": "Let me see.", "reasoning": "Look.",
+             "tool_calls": [{"id": "c1", "type": "function",
+                             "function": {"name": "weather", "arguments": ARGUMENTS}}]},
+            {"role": "tool", "tool_call_id": "c1", "name": "weather",
+             "content": [{"type": "text", "text": t} for t in ("rain", "wind")]},
+            {"role": "user", "content": "Thanks."},
+        ],
+    },
+    "responses": {
+        "tools": [
+            {"type": "function", "description": ABOUT, "parameters": SCHEMA, "name": "weather"},
+            {"type": "function", "name": "stop", "parameters": {"type": "object"}},
+        ],
+        "instructions": "Be short.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": t}
+                                         for t in ("Rain?", "Or sun?")]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Look."}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": ARGUMENTS},
+            {"type": "function_call_output", "call_id": "c1",
+             "output": [{"type": "input_text", "text": t} for t in ("rain", "wind")]},
+            {"role": "user", "content": "Thanks."},
+        ],
+    },
+    "messages": {
+        "tools": [
+            {"input_schema": SCHEMA, "description": ABOUT, "name": "weather"},
+            {"name": "stop", "input_schema": {}},
+        ],
+        "system": "Be short.",
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": t} for t in ("Rain?", "Or sun?")]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "Look.", "signature": ""},
+                {"type": "text", "text": "Let me see."},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": json.loads(ARGUMENTS)},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1",
+                 "content": [{"type": "text", "text": t} for t in ("rain", "wind")]},
+                {"type": "text", "text": "Thanks."},
+            ]},
+        ],
+    },
+}  # fmt: skip
+"""One conversation, as each spells it."""
+
+
+def told(prompt: ChatPrompt) -> str:
+    """What a template sees of a chat, the order of members included."""
+    messages = [dict(sorted(message.items())) for message in prompt.messages]
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return json.dumps([messages, prompt.tools], indent=1)
+
+
+async def test_a_conversation_is_the_same_prompt(connect: Any) -> None:
+    engine = FakeEngine("ok")
+    client = connect(engine, **PARSERS)
+    for dialect in URLS:
+        await ask(client, dialect, **TALKS[dialect])
+    chat, *others = (told(request.prompt) for request in engine.requests)  # type: ignore[arg-type]
+    for other in others:
+        assert other == chat

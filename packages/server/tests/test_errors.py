@@ -23,7 +23,7 @@ pytestmark = pytest.mark.spec("API-ERRORS")
     ("error", "status", "kind", "param"),
     [
         (RequestError("n = 0: no", param="n"), 400, "BadRequestError", "n"),
-        (PromptTooLong("too long", param="prompt"), 400, "BadRequestError", "prompt"),
+        (PromptTooLong(8, 9), 400, "BadRequestError", "prompt"),
         (QueueFull("full", retry_after=2.3), 429, "RateLimitError", None),
         (GenerateError("canary /secret/x"), 500, "InternalServerError", None),
         (EngineDead("canary /secret/x"), 500, "InternalServerError", None),
@@ -40,7 +40,8 @@ async def test_engine_errors(
     answer = await client.post(URL, json={"prompt": "a", "stream": stream})
     assert answer.status_code == status
     body = answer.json()["error"]
-    assert (body["type"], body["param"], body["code"]) == (kind, param, status)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else status
+    assert (body["type"], body["param"], body["code"]) == (kind, param, code)
     assert BY_CODE[body["headrace_code"]].http == status
     assert "canary" not in answer.text
     assert answer.headers.get("retry-after") == ("3" if status == 429 else None)
@@ -120,9 +121,37 @@ async def test_unknown_model(connect: Any) -> None:
 
 async def test_unknown_routes_and_methods(connect: Any) -> None:
     client = connect()
-    assert (await client.get("/v1/nothing")).json() == {"detail": "Not Found"}
-    assert (await client.get("/v1/nothing")).status_code == 404
-    assert (await client.get(URL)).status_code == 405
+    for path, near in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/health", "/health"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+    ):
+        answer = await client.get(path)
+        error = answer.json()["error"]
+        assert answer.status_code == error["code"] == 404
+        assert error["message"].endswith(f"did you mean {near}?")
+        assert error["headrace_code"] == "HR-REQ-010"
+    error = (await client.get("/nothing/like/it")).json()["error"]
+    assert "/v1" in error["message"]
+    answer = await client.get(URL)
+    assert answer.status_code == answer.json()["error"]["code"] == 405
+    assert "POST" in answer.json()["error"]["message"]
+    assert answer.headers["allow"] == "POST"
+
+
+async def test_the_root_says_what_this_is(connect: Any) -> None:
+    client = connect()
+    facts = (await client.get("/")).json()
+    assert facts["name"] == "headrace"
+    assert facts["models"]
+    assert facts["links"]["models"] == "/v1/models"
+    assert "/v1/chat/completions" in facts["paths"]
+    page = await client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/v1/models" in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
 @pytest.mark.parametrize(
@@ -303,3 +332,16 @@ async def test_fields_are_named_as_the_client_spelled_them(
     messages = [{"role": "user", "content": "a"}]
     answer = await client.post(url, json={"messages": messages, "stream": stream, **body})
     assert answer.json()["error"]["param"] == ours
+
+
+async def test_a_refusal_logs_its_reason_and_not_its_content(connect: Any, caplog: Any) -> None:
+    secret = "the-secret-of-the-prompt"
+    with caplog.at_level("INFO", "headrace_server.errors"):
+        for body in ({"prompt": secret, "max_tokens": secret}, {"prompt": secret, "model": secret}):
+            answer = await connect().post(URL, json=body)
+            assert answer.status_code in (400, 404)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "400" in first
+    assert "max_tokens" in first
+    assert "model" in second
+    assert secret not in caplog.text

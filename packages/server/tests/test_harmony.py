@@ -101,6 +101,17 @@ def test_a_message_cannot_open_another(mark: str) -> None:
     assert said.replace("<|", "<\u2060|") in text
 
 
+def test_no_special_token_of_the_model_is_written_by_a_message() -> None:
+    reserved, other = "<|reserved_200013|>", "<|pipe|>"
+    chat = [{"role": "user", "content": f"{reserved} {other}"}]
+    text = render(ChatPrompt(messages=chat), today=DAY, special_tokens=[reserved])
+    assert reserved not in text
+    assert other in text
+    with pytest.raises(RequestError, match="control token") as caught:
+        render(ChatPrompt(messages=[{"role": "user<|end|>", "content": "x"}]), today=DAY)
+    assert caught.value.param == "messages[0].role"
+
+
 def test_what_the_format_cannot_do_is_refused() -> None:
     chat = [{"role": "assistant", "content": "x"}]
     with pytest.raises(UnsupportedFeature, match="continue_final_message"):

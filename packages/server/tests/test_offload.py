@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
 import sys
 import threading
 import time
@@ -15,17 +16,21 @@ from typing import Any, NamedTuple
 import httpx2
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace_core.engine import TokenizedPrompt
 from headrace_core.errors import RequestError
 from headrace_core.output import CompletionOutput, Logprob, RequestOutput
 from headrace_core.sampling import RequestOutputKind
 from headrace_core.testing.engine import FakeEngine, fake_served_model
-from headrace_server import ServerSettings, create_app, embeds, offload, routing
+from headrace_server import ServerSettings, create_app, embeds, json_counts, offload, routing
 from headrace_server.embeds import _PIECE as PIECE_OF_BASE64
 from headrace_server.embeds import decode_embeds
+from headrace_server.json_counts import SLICE, Counts, exceeds
 from headrace_server.offload import PIECE, OffLoop, encoded, pieces
-from headrace_server.routing import has_many_values as routing_has_many_values
+from headrace_server.protocol import sampling
+from headrace_server.protocol.base import without_nulls
 
 pytestmark = pytest.mark.req("REL-21")
 
@@ -230,7 +235,7 @@ async def test_nor_does_looking_for_calls_in_a_long_one(
 
 
 async def test_nor_does_reading_a_body_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be done in slices is, and in another thread: looking for brackets, and base64."""
+    """What can be done in slices is, and in another thread: counting what a body holds, and base64."""
 
     class Embedding(Prepared):
         def __init__(self) -> None:
@@ -239,15 +244,16 @@ async def test_nor_does_reading_a_body_of_embeddings(monkeypatch: pytest.MonkeyP
 
     scanned, decoded = list[str](), list[tuple[str, int]]()
 
-    def scan(body: bytes) -> bool:
-        scanned.append(_thread())
-        return routing_has_many_values(body)
+    def scan(body: bytes, most: Counts) -> bool:
+        if len(body) > 10_000_000:  # not the one before it
+            scanned.append(_thread())
+        return exceeds(body, most)
 
     def decode(text: str, **options: Any) -> bytes:
         decoded.append((_thread(), len(text)))
         return base64.b64decode(text, **options)
 
-    monkeypatch.setattr(routing, "has_many_values", scan)
+    monkeypatch.setattr(routing, "exceeds", scan)
     monkeypatch.setattr(embeds, "base64", SimpleNamespace(b64decode=decode))
     text = base64.b64encode(bytes(9_000_000)).decode()
     await _ask(monkeypatch, Embedding(), "/v1/completions", {"prompt_embeds": text})
@@ -261,10 +267,95 @@ def _thread() -> str:
     return threading.current_thread().name.partition("_")[0]
 
 
-@pytest.mark.parametrize("extra", [0, 1])
-def test_brackets_are_counted_over_all_slices(extra: int) -> None:
-    body = (b"x" * 9 + b"[{") * (routing.MAX_VALUES // 2) + b"[" * extra
-    assert routing_has_many_values(body) is bool(extra)
+@pytest.mark.parametrize("large", [False, True])
+async def test_large_bodies_are_decoded_and_validated_in_a_thread(
+    monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    seen = set[str]()
+
+    def checking(data: Any, keep: frozenset[str]) -> Any:
+        if isinstance(data, dict) and data.get("prompt") == prompt:  # then it is validated
+            seen.add(_thread())
+        return without_nulls(data, keep)
+
+    monkeypatch.setattr(sampling, "without_nulls", checking)
+    prompt = "a" * (300_000 if large else 1000)
+    body = {"prompt": prompt, "max_tokens": 1}
+    await _ask(monkeypatch, Prepared(wide=False), "/v1/completions", body)
+    assert seen == {"headrace-offload" if large else "MainThread"}
+
+
+def _counted(data: bytes) -> Counts:
+    """By looking at every byte, as a decoder does."""
+    names = items = 0
+    inside = escaped = False
+    for byte in data:
+        if inside:
+            inside = escaped or byte != ord('"')
+            escaped = not escaped and byte == ord("\\")
+            continue
+        inside = byte == ord('"')
+        names += byte in b":[{"
+        items += byte == ord(",")
+    return Counts(names, items)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b'"', b"\\", b'\\"', b"[", b"{", b":", b",", b"x" * 5, b"1", b'"a": [1, 2], ']
+        ),
+        max_size=60,
+    ),
+    st.integers(1, 9),
+)
+@settings(deadline=None)
+def test_what_a_body_holds_is_counted_across_slices(parts: list[bytes], size: int) -> None:
+    data = (
+        b'{"a": '
+        + json.dumps("".join(p.decode() for p in parts)).encode()
+        + b", "
+        + b"".join(part for part in parts if b"\\" not in part)
+    )
+    expected = _counted(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_counts, "SLICE", size)
+        assert not exceeds(data, expected)
+        assert exceeds(data, expected._replace(names=expected.names - 1))
+        assert not expected.items or exceeds(data, expected._replace(items=expected.items - 1))
+
+
+def test_texts_are_not_counted() -> None:
+    text = json.dumps({"prompt": '[{"a": 1, "b": "\\""}], ' * SLICE}).encode()
+    assert not exceeds(text, Counts(2, 0))
+    assert exceeds(text, Counts(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (lambda: b'{"prompt": "x", "a": [' + b"[]," * routing.MAX_NAMES + b"[]]}", "more than 131072 names"),
+        (lambda: b'{"prompt": [' + b"1," * (routing.MAX_ITEMS + 1) + b"1]}", "more than 1048576 values"),
+        (lambda: json.dumps({f"a{i}": 1 for i in range(1025)}).encode(), "more than 1024 fields"),
+    ],
+)  # fmt: skip
+async def test_bodies_that_hold_too_much_are_refused(
+    connect: Any, body: Callable[[], bytes], problem: str
+) -> None:
+    answer = await connect().post(
+        "/v1/completions", content=body(), headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert problem in answer.json()["error"]["message"]
+
+
+async def test_a_longer_context_takes_more_values(connect: Any) -> None:
+    engine = FakeEngine(model=fake_served_model(max_model_len=routing.MAX_ITEMS))
+    body = b'{"prompt": [' + b"1," * (routing.MAX_ITEMS + 1) + b"1]}"
+    answer = await connect(engine).post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert "values" not in answer.json()["error"]["message"]
 
 
 def test_a_list_in_slices_is_the_list() -> None:

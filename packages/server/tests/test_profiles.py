@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from headrace_core.errors import ConfigError
-from headrace_core.testing.engine import FakeEngine
+from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_server import ServerSettings, create_app, profiles
+from headrace_server.app import connection_limits
 from headrace_server.settings import from_environment
 
 GOOD_KEY = "k" * profiles.MIN_KEY_LENGTH
@@ -34,6 +35,54 @@ def test_each_row_is_its_own_flag(row: profiles.Row, hardened: bool) -> None:
         if unchanged.name != row.name:
             expected = unchanged.hardened if hardened else unchanged.compatible
             assert getattr(changed, unchanged.name) == expected
+
+
+@pytest.mark.req("SEC-20")
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 2048), ({"max_connections": 100}, 50), ({"max_connections": 20}, 16),
+        ({"max_connections": 3}, 0), ({"hardened": True}, 256),
+        ({"hardened": True, "max_connections": 100}, 0), ({"max_connections_per_peer": 0}, 0),
+        ({"max_connections_per_peer": 9, "hardened": True}, 9),
+    ],
+)  # fmt: skip
+def test_one_peer_leaves_connections_to_others(settings: dict[str, Any], most: int) -> None:
+    made = ServerSettings(**settings)
+    assert profiles.connections_per_peer(made) == most
+    assert connection_limits(made).most_per_peer == most
+
+
+@pytest.mark.req("SEC-17")
+def test_protected_metrics_need_a_key() -> None:
+    with pytest.raises(ConfigError, match="protect_metrics") as caught:
+        create_app(FakeEngine(), ServerSettings(protect_metrics=True))
+    assert caught.value.field == "protect_metrics"
+    create_app(FakeEngine(), ServerSettings(protect_metrics=True, api_key=("k",)))
+
+
+@pytest.mark.req("SEC-20")
+@pytest.mark.parametrize(
+    ("model", "compatible", "hardened"),
+    [
+        ({"max_model_len": 2048}, (4 << 20) + (1 << 19), (4 << 20) + (1 << 19)),
+        ({"max_model_len": 131_072}, 36 << 20, 16 << 20),
+        ({"max_model_len": 1 << 20}, 64 << 20, 16 << 20),
+        ({"max_model_len": 2048, "modalities": ("audio",)}, 64 << 20, 16 << 20),
+        ({"max_model_len": 2048, "prompt_embeds": True}, 64 << 20, 16 << 20),
+        ({"max_model_len": 448, "tasks": ("transcription",)}, 64 << 20, 16 << 20),
+        (None, 64 << 20, 16 << 20),
+    ],
+)
+def test_bodies_are_as_large_as_a_context_may_need(
+    model: dict[str, Any] | None, compatible: int, hardened: int
+) -> None:
+    served = None if model is None else fake_served_model(**model)
+    assert profiles.body_limit(ServerSettings(), served) == compatible
+    assert profiles.body_limit(ServerSettings(hardened=True), served) == hardened
+    for strict in (False, True):
+        settings = ServerSettings(hardened=strict, max_body_bytes=99 << 20)
+        assert profiles.body_limit(settings, served) == 99 << 20
 
 
 @pytest.mark.req("SEC-18")

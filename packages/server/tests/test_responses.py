@@ -18,6 +18,7 @@ from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_server import ServerSettings, create_app
 from headrace_server.routes import responses as routes
+from headrace_server.settings import from_environment
 from headrace_server.tools.base import Namespace, Tool, ToolResult, ToolServer, ToolSession
 
 URL = "/v1/responses"
@@ -251,24 +252,19 @@ async def test_items_become_messages(connect: Any) -> None:
          "tool_choice", "tool"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input",
          "'input_image' are not served"),
-        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input",
-         "encrypted"),
         ({"prompt": {"id": "p"}}, "prompt", "prompt templates"),
-        ({"include": ["reasoning.encrypted_content"]}, "include", "encrypted"),
         ({"include": ["everything"]}, "include", "'everything' must be one of"),
         ({"conversation": "c"}, "conversation", "previous_response_id"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
-        ({"service_tier": "flex"}, "service_tier", "no tiers"),
+        ({"service_tier": "fast"}, "service_tier", "'auto'"),
         ({"background": True}, "background", "--enable-responses-store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "--enable-responses-store"),
         ({"previous_response_id": "x"}, "previous_response_id", "must begin with 'resp_'"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "not summed up"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "say it"),
+        ({"text": {"verbosity": "least"}}, "text.verbosity", "'low'"),
         ({"stream_options": {}}, "stream_options", "only allowed with stream"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools", "--tool-server"),
-        ({"tools": [{"type": "web_search_preview"}]}, "tools", "--tool-server"),
-        ({"tools": [{"type": "image_generation"}]}, "tools", "'image_generation' are not served"),
+        ({"tools": [{"type": "image_creation"}]}, "tools", "'image_creation' are not served"),
         ({"tools": [{"type": "function"}]}, "tools", "tools[0].name"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "must be"),
         ({"max_output_tokens": 100_000}, "input", "context"),
@@ -280,6 +276,34 @@ async def test_refusals_name_the_field(connect: Any, body: Any, param: str, word
     error = await refused(connect(), **body)
     assert words in error["message"]
     assert error["param"].startswith(param)
+
+
+async def test_reasoning_is_carried_by_clients_that_keep_only_what_is_opaque(connect: Any) -> None:
+    engine = FakeEngine("<think>hm</think>Yes.")
+    client = connect(engine, **PARSERS)
+    answer = await post(client, "a", include=["reasoning.encrypted_content"], store=False)
+    thought = answer["output"][0]
+    assert thought["encrypted_content"]
+    for kept in (
+        {"content": None},
+        {"summary": [{"type": "summary_text", "text": "x"}], "content": []},
+    ):
+        await post(
+            client, [{**thought, **kept}, answer["output"][1], {"role": "user", "content": "b"}]
+        )
+        said = engine.requests[-1].prompt.messages[0]  # type: ignore[union-attr]
+        assert said["reasoning"] == "hm"
+    plain = await post(client, "a")
+    assert plain["output"][0]["encrypted_content"] is None
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+    await post(client, [foreign, {"role": "user", "content": "b"}])
+    assert [m["role"] for m in engine.requests[-1].prompt.messages] == ["user"]  # type: ignore[union-attr]
+
+
+async def test_verbosity_reaches_the_template(connect: Any) -> None:
+    engine = FakeEngine("x")
+    await post(connect(engine), "a", text={"verbosity": "low"})
+    assert engine.requests[-1].prompt.chat_template_kwargs["verbosity"] == "low"  # type: ignore[union-attr]
 
 
 async def test_an_unknown_model(connect: Any) -> None:
@@ -855,8 +879,8 @@ async def test_the_real_client(live: Any) -> None:
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve(whole.id)
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.responses.create(model="fake-model", input="x", service_tier="flex")
-        assert caught.value.param == "service_tier"
+            await client.responses.create(model="fake-model", input="x", conversation="c")
+        assert caught.value.param == "conversation"
 
 
 def test_no_tool_is_served_by_default() -> None:
@@ -865,11 +889,8 @@ def test_no_tool_is_served_by_default() -> None:
     create_app(FakeEngine(), ServerSettings())
 
 
-async def test_the_variable_keeps_responses_too(
-    connect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HEADRACE_ENABLE_RESPONSES_API_STORE", "1")
-    client = connect()
+async def test_the_variable_keeps_responses_too(connect: Any) -> None:
+    client = connect(**from_environment({"HEADRACE_ENABLE_RESPONSES_API_STORE": "1"}))
     answer = await post(client)
     assert answer["store"] is True
     assert (await client.get(f"{URL}/{answer['id']}")).status_code == 200

@@ -237,6 +237,23 @@ async def test_a_form_is_read_no_further_than_its_model() -> None:
     assert again == parts
 
 
+@pytest.mark.req("REL-21")
+async def test_a_body_that_holds_too_much_names_nothing(server: Any) -> None:
+    """It is not decoded for its model's name; the model that gets it says what is too much."""
+    fields = ",".join(f'"a{number}":1' for number in range(140_000))
+    for body in ('{"model": "chat", "prompt": "a"}', f'{{"model": "chat", {fields}}}'):
+        answer = await server.client.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
+        assert answer.status_code == (200 if len(body) < 100 else 400), answer.text[:300]
+    assert "131072 names" in answer.json()["error"]["message"]
+    large = await server.client.post(
+        "/v1/completions", json={"model": "chat", "prompt": "a", "user": "b" * 300_000}
+    )
+    assert "user" in large.text
+    assert large.status_code == 400
+
+
 async def test_requests_without_a_body_name_their_model_in_the_query(server: Any) -> None:
     pause = await server.client.post("/pause?model=small")
     assert pause.status_code == 200

@@ -136,7 +136,7 @@ async def test_forced_calls_come_after_the_reasoning(connect: Any, events: Any) 
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [tool("x", [1])]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_surfing"}]}, "tools"),
         ({"tool_choice": "auto"}, "tools"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],

@@ -250,10 +250,7 @@ def check_length(num_prompt_tokens: int, params: BeamSearchParams, model: Served
     """
     if num_prompt_tokens + params.max_tokens > model.max_model_len:
         raise PromptTooLong(
-            f"the prompt's {num_prompt_tokens} tokens and max_tokens = {params.max_tokens} do not "
-            f"fit into the context of {model.max_model_len} tokens",
-            param="max_tokens",
-            value=num_prompt_tokens,
+            model.max_model_len, num_prompt_tokens, params.max_tokens, param="max_tokens"
         )
 
 

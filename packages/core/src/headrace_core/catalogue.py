@@ -45,7 +45,8 @@ CATALOGUE: tuple[ErrorCode, ...] = (
         "HR-REQ-003", "The prompt is too long",
         "The prompt, or the prompt and the output that was asked for, exceed the context.",
         "Shorten the prompt, ask for fewer max_tokens, set truncate_prompt_tokens, or start the "
-        "server with a larger --max-model-len.",
+        "server with a larger --max-model-len. error.code is context_length_exceeded, by which "
+        "clients of OpenAI's API know the case; Anthropic's know the message.",
         400, 2, ("PromptTooLong",),
     ),
     ErrorCode(
@@ -63,8 +64,9 @@ CATALOGUE: tuple[ErrorCode, ...] = (
     ErrorCode(
         "HR-REQ-006", "The body is not JSON",
         "The body cannot be read as JSON (RFC 8259): NaN and Infinity are not part of it, nor are "
-        "comments, trailing commas or anything after the value.",
-        "Send what a JSON library writes, as UTF-8.",
+        "comments, trailing commas or anything after the value. Or it holds more fields, names, lists "
+        "or values than are read.",
+        "Send what a JSON library writes, as UTF-8; the message says what is too much.",
         400,
     ),
     ErrorCode(
@@ -88,9 +90,9 @@ CATALOGUE: tuple[ErrorCode, ...] = (
     ),
     ErrorCode(
         "HR-REQ-010", "No such route",
-        "The path, or the method on it, does not exist here. The body is {\"detail\": ...}, without "
-        "a code.",
-        "/docs lists the routes; some exist only if a flag switches them on.",
+        "The path, or the method on it, does not exist here.",
+        "The message names the nearest path; GET / lists all, some exist only if a flag switches them "
+        "on.",
         404,
     ),
     ErrorCode(
@@ -154,6 +156,22 @@ CATALOGUE: tuple[ErrorCode, ...] = (
         None, 2,
     ),
     ErrorCode(
+        "HR-FIL-001", "A file cannot be used",
+        "A file or folder that was named is not there, is of another kind than what is needed (a "
+        "folder for a file, or a file for a folder), or does not hold text.",
+        "The message names it: check the path.",
+        None, 2, ("FileNotFoundError", "IsADirectoryError", "NotADirectoryError",
+                  "FileExistsError", "UnicodeDecodeError"),
+    ),
+    ErrorCode(
+        "HR-FIL-002", "The system does not allow it",
+        "A file may not be read or written by this user, its disk is full or read-only, or the "
+        "system refused the operation.",
+        "The message names the file and the reason: free space, change its permissions, or name "
+        "another place.",
+        None, 8, ("OSError",),
+    ),
+    ErrorCode(
         "HR-MOD-001", "The model is not supported",
         "No installed implementation serves this architecture with these settings.",
         "The message names what is missing; `headrace plugins` lists what is installed.",
@@ -194,9 +212,12 @@ CATALOGUE: tuple[ErrorCode, ...] = (
     ),
     ErrorCode(
         "HR-NET-001", "Something could not be fetched",
-        "A model is not on this machine and could not be had from the hub.",
-        "Check the name and the network, or pass a folder. HF_HUB_OFFLINE=1 forbids asking.",
-        None, 6, ("NetworkError",),
+        "A model is not on this machine and could not be had from the hub; or a server did not "
+        "answer.",
+        "Check the name or the URL, and the network, or pass a folder. HF_HUB_OFFLINE=1 forbids "
+        "asking.",
+        None, 6, ("NetworkError", "ConnectionError", "TimeoutError", "URLError", "gaierror",
+                  "SSLError"),
     ),
     ErrorCode(
         "HR-PLG-001", "No such plug-in",

@@ -147,6 +147,11 @@ class ModelConfig:
         cost="steps with such a prompt run eagerly; trust in clients: what an embedding makes a "
         "model say cannot be filtered as text can",
     )  # fmt: skip
+    allow_control_tokens_in_messages: bool = option(
+        False, "Let text of special tokens in messages of users and tools, in documents and in tools "
+        "become these tokens. By default it stays text.",
+        cost="whoever writes such a message can write turns of other roles",
+    )  # fmt: skip
     limit_mm_per_prompt: Mapping[str, Any] = option(
         {}, "JSON: most items of a modality in one prompt, as {\"audio\": 2} or "
         "{\"audio\": {\"count\": 2}}; 0: none are taken. Default: 999 each.",
@@ -191,6 +196,10 @@ class ModelConfig:
         names: object = self.served_model_name
         if isinstance(names, str):
             object.__setattr__(self, "served_model_name", (names,))
+        names = self.served_model_name
+        _check(all(names) and len(set(names)) == len(names), "model.served_model_name", names,
+               "different names, none of them empty")  # fmt: skip
+        _check(-(1 << 63) <= self.seed < 1 << 63, "model.seed", self.seed, "a number of 64 bits")
         _check_choice("model.dtype", self.dtype, ("auto", *DTYPES))
         length = self.max_model_len
         _check(length is None or length == -1 or length >= 1, "model.max_model_len", length,
@@ -401,7 +410,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             _check(getattr(self, name) == 1, f"parallel.{name}", getattr(self, name),
-                   "1: no communicator for several processes is installed yet")  # fmt: skip
+                   "1: running on several devices is not built yet")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,7 +488,8 @@ class GraphConfig:
     )
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "Largest numbers of tokens of captured steps; larger steps run eagerly. Default: 16, "
-        "64 and 256.", cost="memory for the intermediate results of the largest",
+        "64, 256, 512 and 2048, as far as max_num_batched_tokens.",
+        cost="memory for the intermediate results of the largest",
     )  # fmt: skip
     max_cudagraph_capture_size: int | None = option(
         None, "Limit of the sizes above. Default: none but max_num_batched_tokens."
@@ -532,6 +542,10 @@ class StructuredOutputsConfig:
         2, "Processes that compile constraints, started when they are needed.",
         cost="some 30 MB each while in use",
     )  # fmt: skip
+    matching_seconds: float = option(
+        0.25, "Processor time that matching one request's constraint may take, beyond 1 ms for "
+        "each of its tokens. The request ends with finish_reason error then.",
+    )  # fmt: skip
     max_source_bytes: int = option(1 << 20, "Longest constraint, as JSON or text.", human_int=True)
     max_depth: int = option(64, "Deepest nesting of a JSON schema or structural tag.")
     max_regex_length: int = option(8192, "Longest regex, also within a JSON schema.")
@@ -553,6 +567,8 @@ class StructuredOutputsConfig:
                f"False with backend {backend!r}; 'guidance' can do it")  # fmt: skip
         _check(self.compile_seconds > 0, "structured_outputs.compile_seconds",
                self.compile_seconds, "above 0")  # fmt: skip
+        _check(self.matching_seconds > 0, "structured_outputs.matching_seconds",
+               self.matching_seconds, "above 0")  # fmt: skip
         for name in ("compile_memory_bytes", "compile_processes", "max_source_bytes", "max_depth",
                      "max_regex_length", "cache_bytes"):  # fmt: skip
             value = getattr(self, name)

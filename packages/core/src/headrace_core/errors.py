@@ -132,7 +132,46 @@ class UnsupportedFeature(RequestError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt, or the prompt plus the least output, does not fit into the context."""
+    """The prompt, or the prompt plus the output, does not fit into the context.
+
+    The message begins with the sentences by which clients of OpenAI's API know this case.
+
+    Args:
+        limit: the context, in tokens.
+        num_prompt_tokens: length of the prompt, in tokens.
+        num_output_tokens: output for which there must be room, in tokens; 0: there is none.
+        at_least: the prompt was not measured to its end.
+        param: the request's field to blame.
+        source: where the prompt's tokens are: ``prompt`` or ``messages``.
+        hint: what the caller can do about it; "": the usual.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        num_prompt_tokens: int,
+        num_output_tokens: int = 0,
+        *,
+        at_least: bool = False,
+        param: str = "prompt",
+        source: str = "prompt",
+        hint: str = "",
+    ) -> None:
+        self.limit = limit
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_output_tokens = num_output_tokens
+        self.at_least = at_least
+        total = f"{'at least ' if at_least else ''}{num_prompt_tokens + num_output_tokens}"
+        parts = f"{num_prompt_tokens} in the {source}"
+        if num_output_tokens:
+            parts += f", {num_output_tokens} in the completion"
+            hint = hint or f"Shorten the {source} or ask for fewer tokens of output."
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested {total} "
+            f"tokens ({parts}). {hint or f'Shorten the {source}.'}",
+            param=param,
+            value=num_prompt_tokens,
+        )
 
 
 class UnknownModel(RequestError):

@@ -1,4 +1,5 @@
-"""Log lines: as JSON, for whatever collects logs; and written by a thread, so that nobody waits.
+"""Log lines: as text for people, as JSON for whatever collects logs; and written by a thread, so that
+nobody waits.
 
 Here, and not with the command line, because processes of the engine's own write such lines too.
 """
@@ -35,6 +36,58 @@ one in whose context they were started."""
 def in_this_context(run: Callable[[], None]) -> Callable[[], None]:
     """``run`` for another thread, in a copy of the context of the one that calls this."""
     return functools.partial(copy_context().run, run)
+
+
+COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
+"""Level -> code of ECMA-48's SGR; INFO is left alone."""
+
+
+class LineFormatter(logging.Formatter):
+    """Level, time, the model if a process has several, place, message; continuation lines get the
+    prefix, too.
+
+    Args:
+        colour: mark levels, for a terminal.
+        process: named in each line; empty: there is one process only.
+    """
+
+    def __init__(self, colour: bool = False, process: str = "") -> None:
+        which = f"({process}) " if process else ""
+        super().__init__(
+            f"%(levelname)s %(asctime)s {which}%(of_model)s[%(name)s:%(lineno)d] %(message)s",
+            "%m-%d %H:%M:%S",
+        )
+        self.colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.of_model = f"({MODEL.get()}) " if MODEL.get() else ""
+        text = super().format(record)
+        first, *rest = text.split("\n")
+        prefix = first[: first.find("] ") + 2]
+        lines = [first, *(prefix + line for line in rest)]
+        code = COLOURS.get(record.levelname) if self.colour else None
+        if code is not None:
+            size = len(record.levelname)
+            lines = [f"\x1b[{code}m{line[:size]}\x1b[0m{line[size:]}" for line in lines]
+        return "\n".join(lines)
+
+
+def log_block(logger: logging.Logger, title: str, block: str, short: str | None = None) -> None:
+    """Log, at INFO, several lines as one; as they are if the logger is enabled for DEBUG.
+
+    Args:
+        title: what the block is.
+        short: in place of the block's lines, joined.
+    """
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.info("%s:\n%s", title, block, stacklevel=2)
+    else:
+        logger.info("%s: %s", title, short or one_line(block), stacklevel=2)
+
+
+def one_line(block: str) -> str:
+    """The lines of a block, without what aligns them."""
+    return "; ".join(" ".join(line.split()) for line in block.splitlines())
 
 
 class JsonLines(logging.Formatter):
@@ -198,9 +251,19 @@ def _own_file(stream: TextIO) -> int | None:
 
 def writes_json(name: str) -> bool:
     """Whether lines of this logger come out as JSON now."""
+    return any(isinstance(each, JsonLines) for each in _formatters(name))
+
+
+def writes_colours(name: str) -> bool:
+    """Whether lines of this logger come out with marked levels now."""
+    return any(isinstance(each, LineFormatter) and each.colour for each in _formatters(name))
+
+
+def _formatters(name: str) -> list[logging.Formatter | None]:
+    """Of the handlers that a logger's lines come to first."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if logger.handlers:
-            return any(isinstance(handler.formatter, JsonLines) for handler in logger.handlers)
+            return [handler.formatter for handler in logger.handlers]
         logger = logger.parent if logger.propagate else None
-    return False
+    return []

@@ -216,23 +216,32 @@ def _claimed_twice(group: str, name: str, first: Plugin, second: Plugin) -> Plug
     )
 
 
-def load(group: str, name: str) -> Any:
-    """Import the plug-in that a user asked for by name.
+def find(group: str, name: str) -> Plugin:
+    """The plug-in that a user asked for by name, not imported.
 
     Raises:
         PluginNotFound: names the nearest and all installed names.
-        PluginConflict, PluginLoadError: see :func:`installed` and :meth:`Plugin.load`.
+        PluginConflict: see :func:`installed`.
     """
     plugins = installed(group)
-    try:
-        return plugins[name].load()
-    except KeyError:
-        near = difflib.get_close_matches(name, plugins, n=5)
-        hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
-        names = ", ".join(plugins) or "none"
-        raise PluginNotFound(
-            f"no plug-in {name!r} in group {group!r} ({GROUPS[group]}).{hint} Installed: {names}"
-        ) from None
+    if name in plugins:
+        return plugins[name]
+    near = difflib.get_close_matches(name, plugins, n=5)
+    hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+    names = ", ".join(plugins) or "none"
+    raise PluginNotFound(
+        f"no plug-in {name!r} in group {group!r} ({GROUPS[group]}).{hint} Installed: {names}"
+    )
+
+
+def load(group: str, name: str) -> Any:
+    """:func:`find` the plug-in, and import it.
+
+    Raises:
+        PluginNotFound, PluginConflict: see :func:`find`.
+        PluginLoadError: see :meth:`Plugin.load`.
+    """
+    return find(group, name).load()
 
 
 def forget() -> None:

@@ -38,8 +38,8 @@ def resolve(config: EngineConfig, info: ModelInfo, platform: Platform) -> Engine
     if block_size is None:
         block_size = chosen["block_size"] = platform.default_block_size
     names = config.model.served_model_name or (config.model.model or info.name,)
-    for name, value in chosen.items():
-        logger.info("%s: auto -> %s", name, value)
+    if chosen:
+        logger.info("%s", ", ".join(f"{name}: auto -> {value}" for name, value in chosen.items()))
     return dataclasses.replace(
         config,
         model=dataclasses.replace(

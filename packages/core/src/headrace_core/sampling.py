@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.foreign import own_mapping, own_value, own_values
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ GREEDY_BELOW = 1e-5
 LEAST_TEMPERATURE = 1e-2
 """Non-greedy temperatures below this are raised to it: dividing by less overflows."""
 MAX_N = 16384
+MAX_BIAS = 1e30
+"""Largest ``logit_bias``; float32 holds it and what is computed of it."""
 MAX_LOGPROB_TOKEN_IDS = 16
 
 
@@ -71,6 +74,7 @@ class StructuredOutputsParams:
     """Objects hold the properties that the schema names, and no others."""
 
     def __post_init__(self) -> None:
+        self.choice = own_values(self.choice)
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -113,6 +117,9 @@ class StructuredOutputsParams:
 @dataclass
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
+
+    Numbers, lists and arrays of other libraries (numpy, torch) become Python's own
+    (:mod:`headrace_core.foreign`).
 
     Raises:
         RequestError: naming the field, its value and the accepted range; on construction and from
@@ -161,7 +168,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
     logit_bias: dict[int, float] | None = None
-    """Token id -> value added to its logit."""
+    """Token id -> value added to its logit; -inf: the token is never chosen."""
     allowed_token_ids: list[int] | None = None
     """Only these may be chosen."""
     bad_words: list[str] | None = None
@@ -181,11 +188,11 @@ class SamplingParams:
     """:meth:`clone` returns the object itself; for objects dedicated to one request."""
 
     def __post_init__(self) -> None:
+        self.validate()
         if self.seed == -1:
             self.seed = None
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.validate()
         if self.greedy:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         elif self.temperature < LEAST_TEMPERATURE:
@@ -229,7 +236,8 @@ class SamplingParams:
         self.stop_token_ids = sorted({*(self.stop_token_ids or ()), *eos})
 
     def validate(self) -> None:
-        """Check every field and every pair that must agree."""
+        """Check every field and every pair that must agree; numbers of other libraries become Python's."""
+        self._make_own()
         self._check_kinds()
         self._check_ranges()
         self._check_pairs()
@@ -239,6 +247,18 @@ class SamplingParams:
                 param="logits_processors",
             )
 
+    def _make_own(self) -> None:
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in (int, float, bool, type(None)):
+                setattr(self, name, own_value(value))
+        for name in _LISTS:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, own_values(value))
+        if self.logit_bias is not None:
+            self.logit_bias = own_mapping(self.logit_bias)
+
     def _check_kinds(self) -> None:
         for name, accepted in _LISTS.items():
             value = getattr(self, name)
@@ -246,8 +266,9 @@ class SamplingParams:
             if value is not None and is_one and not (name == "stop" and isinstance(value, str)):
                 _fail(name, value, accepted)
         for name in _FLAGS:
-            if getattr(self, name) not in (True, False):
-                _fail(name, getattr(self, name), "True or False")
+            value = getattr(self, name)
+            if type(value) is list or value not in (True, False):
+                _fail(name, value, "True or False")
         bias: object = self.logit_bias
         if bias is not None and not isinstance(bias, Mapping):
             _fail("logit_bias", bias, "a mapping of token ids to numbers")
@@ -288,7 +309,8 @@ class SamplingParams:
                   f"a list of at most {MAX_LOGPROB_TOKEN_IDS} token ids")  # fmt: skip
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, None)
-            _real("logit_bias", bias, -math.inf, math.inf)
+            if bias != -math.inf:
+                _real("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         if self.extra_args is not None:
             check_plain("extra_args", self.extra_args, dict)
 
@@ -318,6 +340,11 @@ _LISTS: Mapping[str, str] = {
 _FLAGS = (
     "ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "skip_clone",
+)  # fmt: skip
+_NUMBERS = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p",
+    "top_k", "min_p", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    "truncate_prompt_tokens", "thinking_token_budget", *_FLAGS,
 )  # fmt: skip
 
 MAX_BEAM_WIDTH = 256
@@ -352,12 +379,18 @@ class BeamSearchParams:
         self.validate()
 
     def validate(self) -> None:
-        """Check every field."""
+        """Check every field; numbers of other libraries become Python's."""
+        for name in vars(self):
+            setattr(self, name, own_value(getattr(self, name)))
         _whole("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
         _whole("max_tokens", self.max_tokens, 1, None)
         _real("temperature", self.temperature, 0, math.inf)
         _real("length_penalty", self.length_penalty, -math.inf, math.inf)
-        if self.early_stopping not in (True, False, "never"):
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, getattr(self, name), "True or False")
+        early: object = self.early_stopping
+        if not isinstance(early, bool) and early != "never":
             _fail("early_stopping", self.early_stopping, "True, False or 'never'")
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 
 class EncodedPair(NamedTuple):
@@ -79,6 +79,31 @@ class Tokenizer(Protocol):
 
     def token_string(self, token_id: int) -> str:
         """The vocabulary's own spelling of one token; "" outside the vocabulary."""
+        ...
+
+
+@runtime_checkable
+class GuardableTokenizer(Tokenizer, Protocol):
+    """A tokenizer that can keep text of special tokens apart from the tokens.
+
+    One that cannot is served too, but chats whose messages hold such text are refused then.
+    """
+
+    @property
+    def special_texts(self) -> Mapping[int, str]:
+        """Special tokens -> the texts that :meth:`encode` reads as them."""
+        ...
+
+    def guarded(self, guard: str) -> Tokenizer | None:
+        """A tokenizer that encodes as this one does, except for one character, which it drops: where
+        that stands behind the first character of a special token's text, the text is plain text.
+
+        Args:
+            guard: the character; in no token, and changed by no letter case.
+
+        Returns:
+            None: this vocabulary spells that text with the special token even then.
+        """
         ...
 
 

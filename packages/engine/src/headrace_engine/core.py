@@ -18,6 +18,7 @@ from headrace_core.engine import EngineStats
 from headrace_core.errors import RequestError
 from headrace_core.executor import Executor, MemoryProfile
 from headrace_core.kv import CacheSpec
+from headrace_core.log_lines import log_block
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.messages import CoreOutput
@@ -141,7 +142,7 @@ class EngineCore:
             from headrace_engine.kv.making import make_manager
         with timeline.phase("start workers"):
             executor.start()
-        with timeline.phase("load model"):
+        with timeline.phase("load model", is_long=True):
             executor.call("load")
         with timeline.phase("profile memory"):
             specs = executor.call("kv_specs")[0]
@@ -149,9 +150,9 @@ class EngineCore:
         with timeline.phase("allocate cache"):
             plan = _plan_memory(profile, specs, config, max_model_len, fit_context)
             max_model_len = plan.max_model_len
-            logger.info("memory plan:\n%s", plan.describe())
+            log_block(logger, "memory plan", plan.describe())
             executor.call("allocate_cache", plan.config)
-        with timeline.phase("warm up"):
+        with timeline.phase("warm up", is_long=True):
             executor.call("warm_up")
         overlapped = bool(config.scheduler.async_scheduling)
         with timeline.phase("scheduler"):

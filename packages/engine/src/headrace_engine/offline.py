@@ -1,15 +1,13 @@
 """The synchronous engine, for scripts: intake in front of a core, emission behind it.
 
-The calling thread takes each step's outputs from a queue itself, so no event loop and no task switch
-stands between two tokens.
+A calling thread takes each step's outputs from a queue itself, so no event loop and no task switch
+stands between two tokens (:mod:`headrace_engine.calls`).
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import logging
-import queue
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,26 +20,21 @@ from headrace_core.request import Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.scoring import ScoreInput
 from headrace_core.text import Tokenizer
+from headrace_engine.calls import Call, Calls, News
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
-from headrace_engine.clients.sink import WeakSink, dead_again
+from headrace_engine.clients.sink import WeakSink
 from headrace_engine.emission.pooled import PooledOutput
-from headrace_engine.emission.processor import Followed, OutputProcessor
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.messages import CoreOutputs
 from headrace_engine.pooling.jobs import Gathering, Job, read_job, requests_of
 from headrace_engine.pooling.scores import Scored
 
-logger = logging.getLogger(__name__)
-
 FED_AT_ONCE = 1024
 """Pooling requests of one call that are under way together; the others are read meanwhile."""
-RECEIVE_WAIT = 1.0
-"""Seconds after which a waiting :class:`OfflineEngine` looks whether the core still lives."""
 
 
 class OfflineEngine:
-    """The synchronous engine. Used from one thread.
+    """The synchronous engine. Thread-safe: calls of several threads run together, in the same steps.
 
     The constructor starts the core and waits until it is ready.
 
@@ -56,11 +49,10 @@ class OfflineEngine:
     def __init__(self, client: CoreClient, intake: Intake) -> None:
         self._client = client
         self._intake = intake
-        self._processor = OutputProcessor(intake.tokenizer)
-        self._inbox: queue.SimpleQueue[CoreOutputs | BaseException] = queue.SimpleQueue()
-        self._aborted: list[Followed] = []
-        self._serial = 0
-        client.start(WeakSink(self))
+        self._calls = Calls(client, intake.tokenizer)
+        self._own = self._calls.open()
+        self._serial = itertools.count(1)  # next() is atomic
+        client.start(WeakSink(self._calls))
         intake.limit_context(client.max_model_len)
 
     @property
@@ -114,7 +106,7 @@ class OfflineEngine:
                 )
         pending: dict[str, int] = {}
         finals: dict[int, RequestOutput] = {}
-        try:
+        with self._calls.open() as call:
             for index, prompt in enumerate(prompts):
                 request_id = self._next_id()
                 self.add_request(
@@ -123,22 +115,21 @@ class OfflineEngine:
                     every[index],
                     priority=priority[index] if priority is not None else 0,
                     add_special_tokens=add_special_tokens,
+                    call=call,
                 )
                 pending[request_id] = index
-            while pending:
-                for output in self.step():
-                    index = pending.get(output.request_id, -1)
-                    if index < 0 or not isinstance(output, RequestOutput):
-                        continue  # a request that was added beside this run
+            while call.num_unfinished:
+                for request_id, output, _, _ in call.wait():
+                    assert isinstance(output, RequestOutput)
+                    index = pending[request_id]
                     _collect(finals, index, output, every[index])
                     if on_output is not None:
                         on_output(index, output)
-                    if output.finished:
-                        del pending[output.request_id]
-        except BaseException:
-            self._drop(list(pending))
-            raise
         return [finals[index] for index in range(len(prompts))]
+
+    def open_call(self) -> Call:
+        """A place for requests whose outputs :meth:`step` does not return, but the call itself."""
+        return self._calls.open()
 
     def add_request(
         self,
@@ -148,10 +139,12 @@ class OfflineEngine:
         *,
         priority: int = 0,
         add_special_tokens: bool | None = None,
+        call: Call | None = None,
     ) -> None:
         """Queue one request; :meth:`step` returns its outputs.
 
         Args:
+            call: of :meth:`open_call`, which returns them instead.
             params: of pooling, with a ``task``: the request has one output, a
                 :class:`~headrace_core.output.PoolingRequestOutput`.
 
@@ -159,24 +152,34 @@ class OfflineEngine:
             RequestError: the prompt or its parameters are wrong, or the id is in use.
             EngineDead: the engine stopped.
         """
+        (call or self._own).add(
+            self._prepared(request_id, prompt, params, priority, add_special_tokens)
+        )
+
+    def _prepared(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        priority: int,
+        add_special_tokens: bool | None,
+    ) -> PreparedRequest:
         if isinstance(params, PoolingParams):
             if params.task is None:
                 tasks = ", ".join(self.model.tasks)
                 raise RequestError(
                     f"task = None: must be one of those that the model has: {tasks}", param="task"
                 )
-            job = Job(prompt, params, params.task, request_id, priority, add_special_tokens)
-            self._add(self._pooling_request(job))
-            return
-        self._add(
-            self._intake.prepare(
-                prompt,
-                params,
-                request_id,
-                priority=priority,
-                add_special_tokens=add_special_tokens,
-                clamp_max_tokens=True,
+            return self._pooling_request(
+                Job(prompt, params, params.task, request_id, priority, add_special_tokens)
             )
+        return self._intake.prepare(
+            prompt,
+            params,
+            request_id,
+            priority=priority,
+            add_special_tokens=add_special_tokens,
+            clamp_max_tokens=True,
         )
 
     def _pooling_request(self, job: Job) -> PreparedRequest:
@@ -187,14 +190,6 @@ class OfflineEngine:
                 param="prompt",
             )
         return self._intake.pooling.request(prompt)
-
-    def _add(self, request: PreparedRequest) -> None:
-        state = self._processor.add(request)
-        try:
-            self._client.add(request.core_requests)
-        except BaseException:
-            self._processor.remove(state)
-            raise
 
     def encode(
         self,
@@ -273,19 +268,14 @@ class OfflineEngine:
         """
         pending: dict[str, int] = {}
         found: dict[int, PackedArray] = {}
-        try:
+        with self._calls.open() as call:
             for index, prompt in enumerate(prompts):
                 request = self._intake.alignment.prepare(prompt, self._next_id())
-                self._add(request)
+                call.add(request)
                 pending[request.request_id] = index
-            while pending:
-                for state in self._advance():
-                    request_id = state.request.request_id
-                    if state.finished and request_id in pending:
-                        found[pending.pop(request_id)] = _pooled(state).outputs.data
-        except BaseException:
-            self._drop(list(pending))
-            raise
+            while call.num_unfinished:
+                for news in call.wait():
+                    found[pending[news.request_id]] = _pooled(news).outputs.data
         return [found[index] for index in range(len(prompts))]
 
     def _pool(
@@ -295,26 +285,20 @@ class OfflineEngine:
         feed = self._feed(jobs)
         pending: dict[str, tuple[int, int, Gathering]] = {}
         results: dict[int, PooledOutput] = {}
-        try:
+        with self._calls.open() as call:
             while True:
-                for request, place in itertools.islice(feed, FED_AT_ONCE - len(pending)):
-                    self._add(request)
+                for request, place in itertools.islice(feed, FED_AT_ONCE - call.num_unfinished):
+                    call.add(request)
                     pending[request.request_id] = place
-                if not pending:
+                if not call.num_unfinished:
                     return [results[index] for index in range(len(jobs))]
-                for state in self._advance():
-                    request_id = state.request.request_id
-                    if not state.finished or request_id not in pending:
-                        continue
-                    index, part, gathering = pending.pop(request_id)
-                    gathering.add(part, _pooled(state))
+                for news in call.wait():
+                    index, part, gathering = pending.pop(news.request_id)
+                    gathering.add(part, _pooled(news))
                     if gathering.complete:
                         results[index] = gathering.output()
                         if on_output is not None:
                             on_output(index, results[index])
-        except BaseException:
-            self._drop(list(pending))
-            raise
 
     def _feed(
         self, jobs: Sequence[Job]
@@ -329,39 +313,19 @@ class OfflineEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has anything to wait for."""
-        return bool(self._processor.states)
+        return bool(self._own.num_unfinished)
 
     def step(self) -> list[RequestOutput | PooledOutput]:
-        """Wait for the next outputs; [] at once if nothing is under way.
+        """Wait for the next outputs of what :meth:`add_request` queued; [] at once if that is nothing.
 
         Raises:
             EngineDead: the engine stopped; all requests are gone.
         """
-        outputs = (state.take() for state in self._advance())
-        return [output for output in outputs if output is not None]
-
-    def _advance(self) -> list[Followed]:
-        """Wait for news; whose last has come is followed no longer."""
-        if not self.has_unfinished_requests():
-            return []
-        changed, self._aborted = self._aborted, []
-        if not changed:
-            processed = self._processor.process(self._receive())
-            if processed.abort_core_ids:
-                self._client.abort(processed.abort_core_ids)
-            changed = processed.changed
-        for state in changed:
-            if state.finished:
-                self._processor.remove(state)
-                if state.error is not None:
-                    logger.error("%s", state.error)
-        return changed
+        return [news.output for news in self._own.wait() if news.output is not None]
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """End requests with finish reason ``abort``; their last outputs come with :meth:`step`."""
-        processed = self._processor.end(request_ids, "abort")
-        self._client.abort(processed.abort_core_ids)
-        self._aborted += processed.changed
+        self._own.abort(request_ids)
 
     def stats(self, *, drain: bool = False) -> EngineStats:
         """Counters and gauges of the core."""
@@ -372,7 +336,8 @@ class OfflineEngine:
         return self._client.reset_prefix_cache(reset_running_requests).result(CONTROL_TIMEOUT)
 
     def shutdown(self) -> None:
-        """Stop the core and free everything. Idempotent."""
+        """Stop the core and free everything; calls that still wait raise. Idempotent."""
+        self._calls.close()
         try:
             self._client.shutdown()
         finally:
@@ -410,55 +375,19 @@ class OfflineEngine:
             PROFILE_TIMEOUT if timeout is None else timeout
         )
 
-    # OutputSink: called from a thread of the client's.
-
-    def on_outputs(self, outputs: CoreOutputs) -> None:
-        """Queue a step's outputs for :meth:`step`."""
-        self._inbox.put(outputs)
-
-    def on_death(self, error: BaseException) -> None:
-        """Make :meth:`step` raise."""
-        self._inbox.put(error)
-
-    def _receive(self) -> CoreOutputs:
-        while True:
-            try:
-                received = self._inbox.get(timeout=RECEIVE_WAIT)
-            except queue.Empty:
-                if self._client.failure is None:
-                    continue
-                received = self._client.failure
-            if isinstance(received, CoreOutputs):
-                return received
-            for state in self._processor.states:
-                self._processor.remove(state)
-            raise dead_again(received)
-
-    def _drop(self, request_ids: Sequence[str]) -> None:
-        """End requests of which nobody will ask for more."""
-        core_ids = []
-        for request_id in request_ids:
-            state = self._processor.get(request_id)
-            if state is not None:
-                core_ids += self._processor.remove(state)
-        if core_ids and self._client.failure is None:
-            self._client.abort(core_ids)
-
     def _next_id(self) -> str:
-        self._serial += 1
-        return f"offline-{self._serial}"
+        return f"offline-{next(self._serial)}"
 
 
-def _pooled(state: Followed) -> PooledOutput:
+def _pooled(news: News) -> PooledOutput:
     """The result of a pooling request that has ended.
 
     Raises:
         GenerateError: there is none.
     """
-    output = state.take()
-    if isinstance(output, PoolingRequestOutput):
-        return output
-    raise state.error or GenerateError(f"request {state.request.request_id!r} was aborted")
+    if isinstance(news.output, PoolingRequestOutput):
+        return news.output
+    raise news.error or GenerateError(f"request {news.request_id!r} was aborted")
 
 
 def _collect(

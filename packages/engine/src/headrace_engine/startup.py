@@ -53,12 +53,16 @@ class StartupTimeline:
         return timeline
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the body as one phase; recorded also if it raises."""
+    def phase(self, name: str, *, is_long: bool = False) -> Iterator[None]:
+        """Time the body as one phase; recorded also if it raises.
+
+        Args:
+            is_long: it may take minutes, so that people are told when it begins.
+        """
         begin = self.clock()
         part_of = self._open[0] if self._open else None
         self._open.append(name)
-        logger.info("start: %s ...", name)
+        logger.log(logging.INFO if is_long else logging.DEBUG, "start: %s ...", name)
         try:
             yield
         finally:
@@ -102,6 +106,11 @@ class StartupTimeline:
             f"{name:<{width}}  {seconds:8.3f} s  {seconds / wall if wall else 1:6.1%}"
             for name, seconds in rows
         )
+
+    def summary(self) -> str:
+        """One line: the wall time, then the seconds of each phase without its pieces."""
+        spent = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
+        return f"{self._wall():.2f} s in total: {spent}"
 
     def _sums(self, part_of: str | None) -> dict[str, float]:
         totals: dict[str, float] = {}

@@ -24,6 +24,7 @@ from headrace_engine.execution.memory import (
     CachePlan,
     fit_max_model_len,
     plan_cache,
+    readable,
     spare_bytes,
 )
 
@@ -105,7 +106,7 @@ def test_too_little_memory_says_what_is_missing_and_what_fits(device: str) -> No
         plan(CacheConfig(kv_cache_memory_bytes=11 * BLOCK), device=device)
     message = str(caught.value)
     assert "max_model_len = 1000" in message
-    assert f"{(63 + 1 - 11) * BLOCK} bytes more" in message
+    assert f"{readable((63 + 1 - 11) * BLOCK)} more" in message
     length = int(re.search(r"at most (\d+) would fit", message).group(1))  # type: ignore[union-attr]
     assert length == 160
     assert plan(CacheConfig(kv_cache_memory_bytes=11 * BLOCK), max_model_len=length)
@@ -237,7 +238,7 @@ def test_one_request_needs_a_state_and_the_one_it_begins_from() -> None:
         assert got.config.pools == (64, states + 1)
         short = CacheConfig(kv_cache_memory_bytes=least - 1)
         with pytest.raises(
-            CapacityError, match=r"for the states of recurrent layers\), \d+ bytes more"
+            CapacityError, match=r"for the states of recurrent layers\), [0-9.]+ [KM]iB more"
         ):
             plan(short, groups=MIXED, caching=caching)
         assert longest(short, 1000, groups=MIXED, caching=caching) == 62 * 16
@@ -260,7 +261,7 @@ def test_the_override_is_of_the_pools_of_tokens() -> None:
 def test_what_is_missing_is_of_the_pool_that_is_too_small() -> None:
     """Another pool may have more than it needs."""
     cache = CacheConfig(num_gpu_blocks_override=10)
-    with pytest.raises(CapacityError, match=f", {53 * BLOCK} bytes more than there are"):
+    with pytest.raises(CapacityError, match=f", {readable(53 * BLOCK)} more than there are"):
         plan(cache, groups=MIXED)
     assert spare_bytes(profile(), MIXED, cache, Limits(1000, 8)) == -53 * BLOCK
 

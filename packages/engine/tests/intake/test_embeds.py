@@ -301,7 +301,7 @@ def test_what_a_prompt_without_tokens_cannot_do() -> None:
         intake().prepare({**prompt, "prompt": "x"}, SamplingParams(), "r")
     with pytest.raises(RequestError, match="str"):
         intake().prepare({"prompt_embeds": "AAAA"}, SamplingParams(), "r")
-    with pytest.raises(RequestError, match="context of 64"):
+    with pytest.raises(RequestError, match="context length is 64"):
         intake().prepare({"prompt_embeds": rows(64)}, SamplingParams(), "r")
 
 

@@ -14,7 +14,8 @@ import pytest
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
 from headrace_engine.intake import template as template_module
-from headrace_engine.intake.content import detect_content_format, normalize_messages
+from headrace_engine.intake.content import normalize_messages
+from headrace_engine.intake.content_format import detect_content_format
 from headrace_engine.intake.render_worker import RenderFailed, RenderTimeout, RenderWorker
 from headrace_engine.intake.sandbox import render_template
 from headrace_engine.intake.template import ChatRenderer
@@ -39,6 +40,7 @@ USER = {"role": "user", "content": "hi"}
 
 class FakeTokenizer:
     special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}  # noqa: RUF012
+    special_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, template: str | None = CHATML, **named: str) -> None:
         self.chat_template = template
@@ -51,7 +53,7 @@ def renderer(default: str | None = CHATML, **options: Any) -> ChatRenderer:
 
 
 def render(template: str, *messages: dict[str, Any], **options: Any) -> str:
-    return renderer(template).render(ChatPrompt(messages or (USER,), **options))
+    return renderer(template).render(ChatPrompt(messages or (USER,), **options)).text
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +126,10 @@ def test_which_template() -> None:
     named = {"tool_use": "T", "rag": "R"}
     prompt = ChatPrompt([USER])
     with_tools = ChatPrompt([USER], tools=[{}])
-    assert renderer("D", named=named).render(prompt) == "D"
-    assert renderer("D", named=named).render(with_tools) == "T"
-    assert renderer("D", named=named, template="O").render(with_tools) == "O"
-    assert renderer("D", named=named).render(ChatPrompt([USER], chat_template="rag")) == "R"
+    assert renderer("D", named=named).render(prompt).text == "D"
+    assert renderer("D", named=named).render(with_tools).text == "T"
+    assert renderer("D", named=named, template="O").render(with_tools).text == "O"
+    assert renderer("D", named=named).render(ChatPrompt([USER], chat_template="rag")).text == "R"
     with pytest.raises(RequestError, match="no chat template"):
         renderer(None).render(prompt)
 
@@ -138,23 +140,34 @@ def test_request_templates_need_trust_and_run_elsewhere(monkeypatch: pytest.Monk
     with pytest.raises(RequestError, match="refused") as caught:
         renderer().render(prompt)
     assert caught.value.param == "chat_template"
-    trusting = renderer(trust_request_template=True)
+    trusting = renderer(prompt_templates="isolated")
 
     def here(*_: object) -> str:
         raise AssertionError("rendered in this process")
 
     monkeypatch.setattr(template_module, "render_template", here)
-    assert trusting.render(prompt) == "hi!"
+    assert trusting.render(prompt).text == "hi!"
     trusting.close()
+
+
+def test_a_trusted_caller_s_template_renders_like_the_operator_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = renderer(prompt_templates="trusted")
+    monkeypatch.setattr(made._worker, "render", None)
+    prompt = ChatPrompt([USER], chat_template="{{ messages[0].content }}!")
+    assert made.render(prompt).text == "hi!"
+    with pytest.raises(RequestError, match="unsafe"):
+        made.render(ChatPrompt([USER], chat_template="{{ messages.__class__.mro() }}"))
 
 
 def test_large_inputs_render_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_module, "WORKER_ABOVE", 1000)
     made = renderer()
     monkeypatch.setattr(template_module, "render_template", lambda *_: "here")
-    assert made.render(ChatPrompt([USER])) == "here"
+    assert made.render(ChatPrompt([USER])).text == "here"
     big = {"role": "user", "content": "é" * 2000}
-    assert "é" * 2000 in made.render(ChatPrompt([big]))
+    assert "é" * 2000 in made.render(ChatPrompt([big])).text
     made.close()
 
 
@@ -199,7 +212,7 @@ def test_the_sandbox_holds(source: str) -> None:
     messages = [{"role": "user", "content": "hi"}]
     params: list[str | None] = []
     try:
-        text = renderer(source).render(ChatPrompt(messages))
+        text = renderer(source).render(ChatPrompt(messages)).text
     except RequestError as error:
         text = str(error)
         params.append(error.param)
@@ -328,7 +341,7 @@ def test_content_in_both_forms() -> None:
     assert whole[1]["content"] == [{"type": "text", "text": "hi"}]
     assert whole[2]["content"] == []
     assert render(PARTS, message) == "[a][b][c][d]"
-    assert renderer(PARTS).render(ChatPrompt([USER], content_format="string")) == "[][]"
+    assert renderer(PARTS).render(ChatPrompt([USER], content_format="string")).text == "[][]"
 
 
 def test_tool_calls_get_their_arguments_as_objects() -> None:
@@ -352,8 +365,6 @@ def test_tool_calls_get_their_arguments_as_objects() -> None:
         ([{"role": "user", "content": [3]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "a", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
-        ([{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}],
-         "messages[0].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip
 def test_malformed_messages(messages: Any, param: str) -> None:

@@ -221,15 +221,21 @@ async def test_poured_outputs_are_those_of_iteration(engine: Engine) -> None:
     await until_free(engine)
 
 
+@pytest.mark.parametrize("overlapped", [True, False], ids=["overlapped", "simple"])
 @pytest.mark.parametrize("n", [1, 2])
-async def test_text_is_poured_without_outputs(engine: Engine, n: int) -> None:
+async def test_text_is_poured_without_outputs(overlapped: bool, n: int) -> None:
     """Whatever one completion says before its end; several, and log-probabilities, need outputs."""
+    turnstile = threading.Semaphore(0)
+    engine = make_engine(turnstile=turnstile, overlapped=overlapped)
+    loop = asyncio.get_running_loop()
     for logprobs in (None, 1):
         params = SamplingParams(
             max_tokens=40, ignore_eos=True, output_kind=DELTA, n=n, logprobs=logprobs
         )
         stream = engine.generate("text", params, f"text {logprobs}")
+        turnstile.release()
         outputs, texts = [await anext(stream)], []
+        loop.call_soon(turnstile.release, 39)  # once it is being poured
         while not outputs[-1].finished:
             await stream.pour(
                 lambda output: outputs.append(output) is not None,  # noqa: B023
@@ -243,6 +249,7 @@ async def test_text_is_poured_without_outputs(engine: Engine, n: int) -> None:
             assert text == text_of(expected_tokens("text", params))
         else:
             assert not texts
+    await engine.shutdown()
 
 
 async def test_pouring_switches_no_task() -> None:

@@ -23,6 +23,8 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
+from headrace.unbuilt import unbuilt
+
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -205,13 +207,22 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2; an unknown flag gets the nearest known ones."""
-        match = re.search(r"unrecognized arguments: (--[\w.-]+)", message)
-        if match:
+        """Say in two lines what is wrong and where help is, and exit with status 2; an unknown flag
+        gets the nearest known ones."""
+        match = re.search(r"unrecognized arguments: (-[\w.-]+)", message)
+        refusal = unbuilt(match.group(1)) if match else None
+        if refusal is not None:
+            message = refusal
+        elif match:
             known = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(match.group(1), known, n=3)
             message += f". Did you mean {' or '.join(near)}?" if near else ""
-        super().error(f"HR-CFG-002: {message}")
+        flag = re.match(r"argument (?:-\w+/)?--([\w-]+)", message)
+        where = (
+            f"--help={flag.group(1)} says what it takes" if flag else "--help=all lists the flags"
+        )
+        print(f"hint: {self.prog} {where} (docs/errors/HR-CFG-002.md)", file=sys.stderr)
+        self.exit(2, f"{self.prog}: HR-CFG-002: {' '.join(message.split())}\n")
 
     def _with_config_file(self, words: list[str]) -> list[str]:
         """Put the file's flags before the command line's, which then win."""

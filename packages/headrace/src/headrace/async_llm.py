@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import connect
+from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
+from headrace.given import need
 from headrace.pooling import (
     as_tensor,
     chosen_task,
@@ -37,7 +39,7 @@ class AsyncLLM:
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        self.engine = connect(args.create_engine_config())
+        self.engine = connect(args.create_engine_config(), PYTHON)
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -59,16 +61,21 @@ class AsyncLLM:
     ) -> Outputs:
         """Run one request: an async iterator of outputs; closing it aborts the request.
 
-        Raises (on first iteration):
-            RequestError: the prompt or a parameter is wrong.
+        Raises:
+            RequestError: an argument is of the wrong kind; on first iteration: the prompt or a
+                parameter is wrong.
             QueueFull, EngineDead: it cannot be taken.
         """
+        need("sampling_params", sampling_params, SamplingParams)
+        need("request_id", request_id, str)
         return self.engine.generate(prompt, sampling_params, request_id, priority=priority)
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str, *, priority: int = 0
     ) -> BeamSearchOutput:
         """Find the likeliest continuations; see :func:`headrace_core.beam.beam_search`."""
+        need("params", params, BeamSearchParams)
+        need("request_id", request_id, str)
         return await beam_search(self.engine, prompt, params, request_id, priority=priority)
 
     async def encode(
@@ -97,6 +104,7 @@ class AsyncLLM:
             UnsupportedFeature: the model does not have the task.
             RequestError, QueueFull, GenerateError, EngineDead: as :meth:`generate`.
         """
+        need("request_id", request_id, str)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         pooling_params = for_all(completed(pooling_params, truncate_prompt_tokens=keep))
         task = chosen_task(pooling_params, pooling_task)
@@ -134,6 +142,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
         """How well the texts of each pair fit; see :meth:`headrace.LLM.score`."""
+        need("request_id", request_id, str)
         return await self.engine.score(
             score_inputs(data_1),
             score_inputs(data_2),

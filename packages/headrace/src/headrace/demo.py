@@ -9,6 +9,8 @@ from headrace_core.errors import MissingDependency
 
 NAME = "headrace-demo"
 """Served name of the demo model."""
+SKILLS = "The demo model makes small talk and adds small numbers, in conversations only."
+"""For users who meet it in a terminal."""
 
 
 def path() -> Path:

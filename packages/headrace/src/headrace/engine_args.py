@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
+from headrace.unbuilt import unbuilt
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
 from headrace_core.pooling import PoolerConfig
@@ -70,12 +71,15 @@ class EngineArgs:
 
     Raises:
         TypeError: an unknown keyword; names the nearest known ones.
+        ConfigError: an option of a feature that is not built; names the feature.
         ConfigError: from :meth:`create_engine_config`, a value is out of range.
     """
 
     def __init__(self, **settings: Any) -> None:
         for name in settings:
             if name not in ENGINE_OPTIONS:
+                if (refusal := unbuilt(name)) is not None:
+                    raise ConfigError(refusal, field=name)
                 near = difflib.get_close_matches(name, ENGINE_OPTIONS, n=3)
                 hint = f"; did you mean {' or '.join(near)}?" if near else ""
                 raise TypeError(f"unknown engine argument {name!r}{hint}")

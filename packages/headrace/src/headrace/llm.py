@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import default_sampling_params, front_end, starting
+from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
+from headrace.given import (
+    as_conversations,
+    as_priorities,
+    as_prompts,
+    as_sampling_params,
+    need,
+    need_one_each,
+)
 from headrace.pooling import (
     OfflinePooling,
     chosen_task,
     completed,
     for_all,
-    listed,
     score_inputs,
     tokenizing,
 )
@@ -29,7 +38,7 @@ from headrace_core.output import (
 )
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import ChatPrompt, Prompt, TokensPrompt, brings_media
-from headrace_core.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
+from headrace_core.sampling import BeamSearchParams, SamplingParams
 from headrace_core.scoring import ScoreInput
 
 if TYPE_CHECKING:
@@ -60,6 +69,10 @@ class LLM:
 
     Leaving a ``with`` block, :meth:`close` or dropping the object frees model and cache.
 
+    Any thread may call any method at any time, a callback of another call included. Calls of several
+    threads run together, in the same steps of one engine, and each gets its own outputs. :meth:`close`
+    makes calls that still run raise :class:`~headrace_core.errors.EngineDead`.
+
         >>> llm = LLM()
         >>> llm.generate("Hello", SamplingParams(temperature=0))[0].outputs[0].text
     """
@@ -69,7 +82,7 @@ class LLM:
         if model is not None:
             engine_args["model"] = model
         with starting() as timeline:
-            front = front_end(EngineArgs(**engine_args).create_engine_config(), None, timeline)
+            front = front_end(EngineArgs(**engine_args).create_engine_config(), PYTHON, timeline)
             from headrace_engine.offline import OfflineEngine
 
             self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
@@ -80,6 +93,7 @@ class LLM:
         self._io_processor = front.io_processor
         self._speech = front.speech
         self._decoder: AudioDecoder | None = None
+        self._decoder_lock = threading.Lock()
 
     @property
     def engine(self) -> Any:
@@ -104,7 +118,8 @@ class LLM:
         """Complete one prompt or many; batches as memory allows.
 
         Args:
-            prompts: text, token ids, or the dictionaries of :mod:`headrace.inputs`; one or a list.
+            prompts: text, token ids (lists, or arrays of numpy or torch), or the dictionaries of
+                :mod:`headrace.inputs`; one or a list.
             sampling_params: None: the model's defaults; one for all; or one per prompt.
             use_tqdm: show a progress bar; or a callable that makes one (tqdm's signature).
             lora_request: refused unless None; adapters are not served by this version.
@@ -186,9 +201,7 @@ class LLM:
                 "continue_final_message = True: must be False while add_generation_prompt is True",
                 param="continue_final_message",
             )
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations = messages if several else [messages]
-        return [ChatPrompt(messages=conversation, **options) for conversation in conversations]
+        return [ChatPrompt(messages=each, **options) for each in as_conversations(messages)]
 
     def _run(
         self,
@@ -200,18 +213,11 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if not isinstance(sampling_params, SamplingParams) and len(sampling_params) != len(prompts):
-            raise RequestError(
-                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts",
-                param="sampling_params",
-            )
-        if priority is not None and len(priority) != len(prompts):
-            raise RequestError(
-                f"priority: {len(priority)} given for {len(prompts)} prompts", param="priority"
-            )
+        every = as_sampling_params(sampling_params, len(prompts))
+        priorities = as_priorities(priority, len(prompts))
         with prompt_bar(len(prompts), use_tqdm) as on_output:
             outputs: list[RequestOutput] = self.engine.run(
-                prompts, _final_only(sampling_params), priority=priority, on_output=on_output
+                prompts, every, priority=priorities, on_output=on_output
             )
         return outputs
 
@@ -261,7 +267,7 @@ class LLM:
         _refuse_adapters(lora_request)
         from headrace.beams import OfflineBeams
 
-        beams = OfflineBeams(self.engine, self._intake, params)
+        beams = OfflineBeams(self.engine, self._intake, need("params", params, BeamSearchParams))
         return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)
 
     def start_profile(self) -> None:
@@ -529,8 +535,9 @@ class LLM:
         from headrace.transcripts import need_speech
 
         speech = need_speech(self.engine, self._speech)
-        if self._decoder is None:
-            self._decoder = offline_decoder(self.engine_config.speech)
+        with self._decoder_lock:
+            if self._decoder is None:
+                self._decoder = offline_decoder(self.engine_config.speech)
         listening = OfflineListening(self.engine, speech, self._decoder)
         return listening.run(as_recordings(audio), Wanted(task=task, **wanted), use_tqdm)
 
@@ -576,10 +583,7 @@ class LLM:
         from headrace.transcripts import word_times
 
         every = as_prompts(prompts)
-        if len(every) != len(outputs):
-            raise RequestError(
-                f"outputs: {len(outputs)} given for {len(every)} prompts", param="outputs"
-            )
+        need_one_each("outputs", outputs, len(every))
         return word_times(self.engine, self._speech, every, outputs, language)
 
     def _pooling(self, call: str, task: str | None) -> OfflinePooling:
@@ -619,33 +623,8 @@ class LLM:
                 self.close()
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many, as a list: a list of integers is one prompt.
-
-    Raises:
-        RequestError: it is neither.
-    """
-    if isinstance(prompts, (str, Mapping, ChatPrompt)):
-        return [cast("Prompt", prompts)]
-    several = listed("prompts", prompts)
-    if several and isinstance(several[0], int):
-        return [cast("Prompt", several)]
-    return cast("list[Prompt]", several)
-
-
 def _refuse_adapters(lora_request: object) -> None:
     if lora_request is not None:
         raise UnsupportedFeature(
             "lora_request: adapters are not served by this version", param="lora_request"
         )
-
-
-def _final_only(
-    params: SamplingParams | Sequence[SamplingParams],
-) -> SamplingParams | list[SamplingParams]:
-    """Nobody sees what a batch yields on the way, so nothing is built for it."""
-    if isinstance(params, SamplingParams):
-        params = params.clone()
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
-    return [cast("SamplingParams", _final_only(one)) for one in params]

@@ -47,6 +47,10 @@ class LLMEngine:
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.
         """
+        if not isinstance(request_id, str):
+            raise RequestError(
+                f"request_id = {request_id!r:.100}: must be text", param="request_id"
+            )
         if not isinstance(params, SamplingParams | PoolingParams):
             raise RequestError(
                 f"params = {params!r:.100}: must be SamplingParams, or PoolingParams for a model that "

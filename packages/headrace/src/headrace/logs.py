@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from headrace_core.errors import ConfigError
-from headrace_core.log_lines import MODEL, JsonLines, QueuedText, ThreadedHandler
+from headrace_core.log_lines import JsonLines, LineFormatter, QueuedText, ThreadedHandler
 
 Choice = TypeVar("Choice")
 
@@ -31,38 +31,8 @@ ROOTS = (
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
-COLOURS = {"DEBUG": 2, "WARNING": 33, "ERROR": 31, "CRITICAL": 31}
-"""Level -> code of ECMA-48's SGR; INFO is left alone."""
-
-
-class LineFormatter(logging.Formatter):
-    """Level, time, the model if a process has several, place, message; continuation lines get the
-    prefix, too.
-
-    Args:
-        colour: mark levels, for a terminal.
-        process: named in each line; empty: there is one process only.
-    """
-
-    def __init__(self, colour: bool = False, process: str = "") -> None:
-        which = f"({process}) " if process else ""
-        super().__init__(
-            f"%(levelname)s %(asctime)s {which}%(of_model)s[%(name)s:%(lineno)d] %(message)s",
-            "%m-%d %H:%M:%S",
-        )
-        self._colour = colour
-
-    def format(self, record: logging.LogRecord) -> str:
-        record.of_model = f"({MODEL.get()}) " if MODEL.get() else ""
-        text = super().format(record)
-        first, *rest = text.split("\n")
-        prefix = first[: first.find("] ") + 2]
-        lines = [first, *(prefix + line for line in rest)]
-        code = COLOURS.get(record.levelname) if self._colour else None
-        if code is not None:
-            size = len(record.levelname)
-            lines = [f"\x1b[{code}m{line[:size]}\x1b[0m{line[size:]}" for line in lines]
-        return "\n".join(lines)
+RESOLUTION = ("headrace_core.resolution", "headrace_models.resolve", "headrace_models.runner")
+"""Loggers of what every process finds out of the same model by itself."""
 
 
 def configure(
@@ -135,6 +105,14 @@ def queue_prints() -> None:
             continue
         handler = next((h for h in handlers if h.stream is stream), None)
         setattr(sys, name, QueuedText(stream, handler or ThreadedHandler(stream)))
+
+
+def leave_to_another(*names: str) -> None:
+    """Have these loggers keep to warnings: another process says the same. At DEBUG all is shown."""
+    if logging.getLogger(ROOTS[0]).isEnabledFor(logging.DEBUG):
+        return
+    for name in names:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def flush() -> None:

@@ -33,6 +33,7 @@ class OfflineSteps:
 
     def __init__(self, engine: OfflineEngine) -> None:
         self._engine = engine
+        self._call = engine.open_call()
         self._generating: dict[str, _Running] = {}
         self._aligning: list[tuple[Prompt, _Running]] = []
 
@@ -56,10 +57,10 @@ class OfflineSteps:
             EngineDead: the engine stopped.
         """
         if self._generating:
-            for output in self._engine.step():
-                running = self._generating.pop(output.request_id, None) if output.finished else None
-                if running is not None:
-                    self._go_on(running, _completion(output))
+            for news in self._call.wait():
+                if news.finished:
+                    running = self._generating.pop(news.request_id)
+                    self._go_on(running, _completion(news.output))
             return
         waiting, self._aligning = self._aligning, []
         aligned = self._engine.align([prompt for prompt, _ in waiting])
@@ -83,7 +84,7 @@ class OfflineSteps:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.abort_request(list(self._generating))
+        self._call.close()
         self._generating, self._aligning = {}, []
 
     def _go_on(self, running: _Running, answer: Any) -> None:
@@ -97,7 +98,7 @@ class OfflineSteps:
             match ask:
                 case Generate(prompt, params):
                     request_id = uuid.uuid4().hex
-                    self._engine.add_request(request_id, prompt, params)
+                    self._engine.add_request(request_id, prompt, params, call=self._call)
                     self._generating[request_id] = running
                     return
                 case Align(prompt):

@@ -16,12 +16,14 @@ from headrace_core import plugins
 from headrace_core.errors import UnsupportedModel
 from headrace_core.model import WeightRule
 from headrace_models.architectures import generates, served_by
+from headrace_models.catalogue.multimodal import WRAPPERS, text_architecture
 from headrace_models.layers.decoder import Decoder
 from headrace_models.layers.embedding import Embedding
 from headrace_models.pooling.classifier import Classifier, HeadLinear
 from headrace_models.pooling.head_rows import HeadRows
 from headrace_models.pooling.pooler import make_pooler
 from headrace_models.reranker import TokenClassifier, token_classifier
+from headrace_models.text_part import text_of
 from headrace_models.vocabulary import token_ids
 
 if TYPE_CHECKING:
@@ -43,9 +45,10 @@ def model_class(info: ModelInfo) -> type[Any]:
         pools = info.pooling is not None
         return backend.TransformersForPooling if pools else backend.TransformersForCausalLM
     known = plugins.installed("headrace.models")
-    own: type[Any] = plugins.load(
-        "headrace.models", served_by(info.architecture, known) or info.architecture
-    )
+    architecture = text_architecture(info.architecture, info.whole_config)
+    own: type[Any] = plugins.load("headrace.models", served_by(architecture, known) or architecture)
+    if architecture != info.architecture:
+        own = text_of(own, WRAPPERS[info.architecture])
     if info.convert == "none":
         return own
     assert info.pooling is not None

@@ -14,6 +14,7 @@ from headrace_core.config import ModelConfig
 from headrace_core.errors import MissingDependency, UnsupportedModel
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import served_by
+from headrace_models.catalogue.multimodal import text_architecture
 from headrace_models.pooling.traits import TRAITS
 from headrace_models.transformers_backend import checkpoint_code, library
 
@@ -51,9 +52,9 @@ def choose_implementation(
         [a for a in architectures if isinstance(a, str)] if isinstance(architectures, list) else []
     )
     known = plugins.installed("headrace.models")
-    own = next((a for a in found if served_by(a, known) is not None), None)
+    own = next((a for a in found if served_by(text_architecture(a, whole), known)), None)
     if own is not None and config.model_impl != TRANSFORMERS:
-        return Implementation(own, source_of(own))
+        return Implementation(own, source_of(text_architecture(own, whole)))
     if config.model_impl == "headrace":
         raise _unsupported(architectures, name, "model_impl = 'headrace' allows no other class")
     other = _offered(config, whole, found, name, architectures)

@@ -39,6 +39,7 @@ from headrace_core.model import (
 )
 from headrace_core.registry import check_constructor
 from headrace_models.convert import model_class
+from headrace_models.finite import check_finite
 from headrace_models.formats.dummy import dummy_tensors
 from headrace_models.formats.mistral_config import PARAMS
 from headrace_models.layers.base import Slot, WeightLayer, walk
@@ -74,6 +75,7 @@ def load_model(
     load: LoadConfig | None = None,
     seed: int = 0,
     progress: ProgressCallback = ignore_progress,
+    admit: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Build ``info.architecture`` and fill it; see the module's docstring.
 
@@ -83,17 +85,20 @@ def load_model(
         load: format and strategy; default: ``LoadConfig()``.
         seed: of ``load_format="dummy"``.
         progress: told the bytes that are done.
+        admit: called with the built model before a weight is read; what it raises ends the loading.
 
     Raises:
         UnsupportedModel: the config asks for something that the family cannot do, or the class does
             not pool though it is to.
         PluginError: the class cannot be imported, or has another constructor.
         ConfigError: ``load.load_format`` does not fit the checkpoint.
-        WeightsError: a tensor is missing, left over, repeated, or of the wrong shape or dtype; or
-            a file is unreadable. Names tensor and file.
+        WeightsError: a tensor is missing, left over, repeated, of the wrong shape or dtype, or not finite;
+            or a file is unreadable. Names tensor and file.
     """
     load = load or LoadConfig()
     built = Built.of(info, context)
+    if admit is not None:
+        admit(built.model)
     wanted = load.load_format.lower()
     chosen = None if wanted == "dummy" else choose_format(info.path, load)
     with torch.no_grad():  # not inference_mode: graph capture and compilers want plain tensors
@@ -307,6 +312,7 @@ class _Filling:
                 return
             logger.debug("%s: tensor %r passed over", file, name)
             return
+        check_finite(name, tensor, file)
         places, rule = self.weights.stack(match), match.rule
         rows = _unstacked(tensor, len(places), rule, name, file) if rule.stacked else [tensor]
         for place, row in zip(places, rows, strict=True):

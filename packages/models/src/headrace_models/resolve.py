@@ -18,6 +18,8 @@ from headrace_core.platform import Platform
 from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import without_head
 from headrace_models.catalogue import ARCHITECTURES
+from headrace_models.catalogue.key_names import by_first_names
+from headrace_models.catalogue.multimodal import text_architecture, ties_by_tensors
 from headrace_models.formats.contents import (
     stated_config,
     stated_generation_config,
@@ -32,6 +34,7 @@ from headrace_models.implementation import (
     transformers_traits,
 )
 from headrace_models.json_object import read_object
+from headrace_models.lfs import refuse_pointers
 from headrace_models.overrides import merged, overridden
 from headrace_models.pooling.converted import converted_traits
 from headrace_models.pooling.info import pooling_info
@@ -40,7 +43,7 @@ from headrace_models.pooling.sentence_transformers import SentenceModules, read_
 from headrace_models.pooling.traits import configured, pooling_traits, said_by_files
 from headrace_models.positions import first_position
 from headrace_models.reranker import scored_by
-from headrace_models.rope import scaled_context
+from headrace_models.rope import announce_both, scaled_context
 from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
@@ -68,17 +71,24 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
         ConfigError: the model cannot be found, or a setting does not fit it.
         UnsupportedModel: no installed family serves it, or its config.json is unusable.
         WeightsError: a weight file's header is damaged.
+        ModelError: files are pointers of Git LFS.
         PluginError: a general plug-in failed.
     """
     plugins.run_general()
     path = checkpoint_folder(config, load)
     assert config.model is not None
+    refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
     whole = overridden(stated, config.hf_overrides)
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS
-    text = transformers_facts(config, whole, path) if by_transformers else text_part(whole)
+    text = (
+        transformers_facts(config, whole, path)
+        if by_transformers
+        else _own_facts(architecture, whole)
+    )
     entries = list(stored_tensors(path, load))
+    text = ties_by_tensors(architecture, text, (entry.name for entry in entries))
     sentence = _sentence_modules(config, path, architecture, entries)
     text = scored_by(text, sentence.score_tokens)
     if by_transformers:
@@ -189,6 +199,13 @@ def _run(
         return run, None
     traits = own or converted_traits(architecture, text, run.convert, config.pooler)
     return run, said_by_files(architecture, configured(traits, text), sentence)
+
+
+def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's settings as its class reads them."""
+    text = by_first_names(text_architecture(architecture, whole), text_part(whole))
+    announce_both(text)
+    return text
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Rotary settings as written in config.json, old spelling or new. No torch.
 
 Up to transformers 4 a config holds ``rope_theta`` and an optional ``rope_scaling``; from 5 on one
-``rope_parameters``, which may hold one block per layer type.
+``rope_parameters``, which may hold one block per layer type. Of a config with both blocks ``rope_scaling``
+counts, as in transformers (``RotaryEmbeddingConfigMixin.convert_rope_params_to_dict``); where that would
+lose a setting of the other without a word, the config is refused.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +16,16 @@ from typing import Any
 from headrace_core.errors import UnsupportedModel
 from headrace_models.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "ntk")
 _ALIASES = {"su": "longrope", "mrope": "default"}
 _AXES = 3
 """Time, height and width."""
-_BLOCKS = ("rope_parameters", "rope_scaling")
+_NEW, _OLD = "rope_parameters", "rope_scaling"
+_BLOCKS = (_OLD, _NEW)
 """Names of the block, the one that is read first."""
+_LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 _BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Settings that configs have in the block or beside it."""
 _SCALES_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
@@ -69,16 +76,25 @@ def rope_settings(
         max_positions: replaces ``max_position_embeddings``, if the config has another name for it.
 
     Raises:
-        UnsupportedModel: an unknown kind, or a value that is no number.
+        UnsupportedModel: an unknown kind, a value that is no number, or two blocks that contradict each
+            other.
     """
+    settings = _read(config, layer_type, theta, partial, max_positions)
+    _check_nothing_is_lost(config, settings)
+    return settings
+
+
+def _read(
+    config: Mapping[str, Any],
+    layer_type: str | None = None,
+    theta: float | None = None,
+    partial: float = 1.0,
+    max_positions: int | None = None,
+) -> RopeSettings:
+    """See :func:`rope_settings`."""
     block = scaling_block(config, layer_type)
     own, whole = Settings(block), Settings(config)
-    kind = block.get("rope_type") or block.get("type") or "default"
-    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in KINDS:
-        raise UnsupportedModel(
-            f"config.json: rope_type = {kind!r}: must be one of {', '.join(KINDS)}"
-        )
+    kind = _kind(block)
     limit = max_positions or whole.integer("max_position_embeddings", 2048)
     original = whole.integer(  # beside the block it wins: Phi-3 writes both
         "original_max_position_embeddings",
@@ -109,21 +125,108 @@ def _sections(block: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(value)
 
 
+def _kind(block: Mapping[str, Any]) -> str:
+    kind = block.get("rope_type") or block.get("type") or "default"
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in KINDS:
+        raise UnsupportedModel(
+            f"config.json: rope_type = {kind!r}: must be one of {', '.join(KINDS)}"
+        )
+    return str(kind)
+
+
 def scaling_block(config: Mapping[str, Any], layer_type: str | None = None) -> Mapping[str, Any]:
-    """``rope_parameters`` or ``rope_scaling``, of the layer type if it is kept by layer type."""
+    """``rope_scaling`` or ``rope_parameters``, of the layer type if it is kept by layer type.
+
+    Raises:
+        UnsupportedModel: it is no object, of an unknown kind, or contradicted by the other.
+    """
     block = _written(config)
-    if is_per_layer_type(block):
-        block = block.get(layer_type or "full_attention") or {}
-    if not isinstance(block, Mapping):
-        raise UnsupportedModel(f"config.json: rope settings are {block!r}: must be an object")
-    return block
+    return _of_type(block, layer_type or "full_attention") if is_per_layer_type(block) else block
 
 
 def _written(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    block = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """The block that counts. Kinds are checked in both, so that none is passed over."""
+    new, old = (_checked(name, config.get(name)) for name in (_NEW, _OLD))
+    if not (new and old):
+        return old or new
+    if not is_per_layer_type(new):
+        return old
+    full = _of_type(new, "full_attention")
+    if old == new or (_kind(old) == _kind(full) and all(full.get(k) == old[k] for k in _own(old))):
+        return new
+    raise UnsupportedModel(
+        f"config.json: {_OLD} = {_shown(old)} contradicts {_NEW}, which is by layer type and says "
+        f"{_shown(full)} of full_attention: write the scaling into {_NEW} and remove {_OLD}"
+    )
+
+
+def _checked(name: str, block: object) -> Mapping[str, Any]:
+    if not block:
+        return {}
     if not isinstance(block, Mapping):
-        raise UnsupportedModel(f"config.json: rope settings are {block!r}: must be an object")
+        raise UnsupportedModel(f"config.json: {name} = {_shown(block)}: must be an object")
+    if not is_per_layer_type(block):
+        _kind(block)
+        return block
+    for layer_type in block:
+        if layer_type in _LAYER_TYPES:
+            _kind(_of_type(block, layer_type))
     return block
+
+
+def _of_type(block: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    found = block.get(layer_type) or {}
+    if not isinstance(found, Mapping):
+        raise UnsupportedModel(
+            f"config.json: rope settings of {layer_type} are {_shown(found)}: must be an object"
+        )
+    return found
+
+
+def _own(block: Mapping[str, Any]) -> list[str]:
+    """Keys besides that of the kind, which has two names."""
+    return [key for key in block if key not in ("rope_type", "type")]
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.200}"
+
+
+def _check_nothing_is_lost(config: Mapping[str, Any], used: RopeSettings) -> None:
+    """``rope_scaling`` takes the place of the whole other block, with what only that one says: a base of
+    1,000,000 would become the family's default.
+
+    Raises:
+        UnsupportedModel: it says something else than what would be used.
+    """
+    new, old = config.get(_NEW), config.get(_OLD)
+    if not (isinstance(new, Mapping) and isinstance(old, Mapping) and old):
+        return
+    scales = used.kind in _SCALES_FROM_ORIGINAL
+    for name in _BESIDE if scales else _BESIDE[:-1]:
+        lost, value = new.get(name), getattr(used, name.removeprefix("rope_"))
+        if lost is None or lost == value or not old.get(name) == config.get(name) is None:
+            continue
+        raise UnsupportedModel(
+            f"config.json: {_OLD} = {_shown(old)} takes the place of {_NEW} = {_shown(new)}, whose "
+            f"{name} = {lost!r} would be lost ({value:g} would be used): write {name} into {_OLD}, or the "
+            f"scaling into {_NEW} and remove {_OLD}"
+        )
+
+
+def announce_both(config: Mapping[str, Any]) -> None:
+    """Warn of a config with two blocks that differ.
+
+    Raises:
+        UnsupportedModel: they contradict each other, or one is of an unknown kind.
+    """
+    used, other = _written(config), config.get(_NEW)
+    if other and used is config.get(_OLD) and used != other:
+        logger.warning(
+            "config.json has both %s and %s: %s = %s counts, as in transformers; %s = %s does not",
+            _OLD, _NEW, _OLD, _shown(used), _NEW, _shown(other),
+        )  # fmt: skip
 
 
 def respelled(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,10 +259,7 @@ def respelled(overrides: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 def is_per_layer_type(block: Mapping[str, Any]) -> bool:
     """Whether the block holds one block per layer type."""
-    return any(
-        isinstance(block.get(kind), Mapping)
-        for kind in ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
-    )
+    return any(isinstance(block.get(kind), Mapping) for kind in _LAYER_TYPES)
 
 
 def of_windows(config: Mapping[str, Any], theta: Any) -> Mapping[str, Any]:
@@ -198,7 +298,7 @@ def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
         "gemma3"
     ):
         return max_positions
-    rope = rope_settings(config, max_positions=max_positions)
+    rope = _read(config, max_positions=max_positions)
     if rope.kind == "linear":
         return _context(max_positions * rope.number("factor"))
     if rope.kind == "yarn":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace_core.errors import WeightsError
+from headrace_models.finite import check_finite
 from headrace_models.layers.base import Slot, WeightLayer
 from headrace_models.mapping import listed
 
@@ -33,8 +34,8 @@ def fill_slots(
         path: of the checkpoint; for messages.
 
     Raises:
-        WeightsError: tensors are missing, left over, repeated, or of the wrong shape or dtype; lists
-            them, up to :data:`~headrace_models.mapping.SHOWN`.
+        WeightsError: a tensor is not finite; or some are missing, left over, repeated, or of the wrong
+            shape or dtype, listed up to :data:`~headrace_models.mapping.SHOWN`.
     """
     places = {f"{leaf}.{key}": (leaf, key) for leaf in slots for key in slots[leaf]}
     waiting: dict[str, dict[str, Tensor]] = {leaf: {} for leaf in leaves}
@@ -51,6 +52,7 @@ def fill_slots(
             faults.append(f"{file.name}: tensor {name!r} {list(tensor.shape)} {fault}")
         if faults:  # the rest is only looked at, for a whole list
             continue
+        check_finite(name, tensor, file)
         waiting[leaf][key] = _own(leaves[leaf], context, tensor)
         if len(waiting[leaf]) == len(slots[leaf]):
             leaves[leaf].load(waiting.pop(leaf))

@@ -40,6 +40,7 @@ from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
 from headrace_server.routes.health import installed_version
+from headrace_server.routes.root import root_router
 from headrace_server.settings import ServerSettings, read_chat_template
 from headrace_server.siblings import Siblings
 from headrace_server.state import ServerState, Serving
@@ -84,8 +85,19 @@ def create_app(
     )
     add_gauges(state)
     add_control(app, state, gates)
+    add_root(app, state, lambda: engine.model.names)
     close_in(app, state, gates)
     return app
+
+
+def add_root(app: FastAPI, state: Serving, names: Callable[[], Sequence[str]]) -> None:
+    """Add ``GET /``, unless the server is for tokens only.
+
+    Args:
+        names: of the models that are served now.
+    """
+    if not state.settings.tokens_only:
+        app.include_router(root_router(state, names, not state.settings.disable_fastapi_docs))
 
 
 def new_app(settings: ServerSettings) -> FastAPI:
@@ -109,6 +121,7 @@ def gates_of(settings: ServerSettings) -> Gates:
     """
     gates = Gates(public_keys(settings), admin_keys(settings))
     profiles.check_listening(settings, len(gates.public))
+    profiles.check_metrics(settings, len(gates.public))
     return gates
 
 
@@ -116,7 +129,7 @@ def connection_limits(settings: ServerSettings) -> Connections:
     """Of the public port."""
     return Connections(
         settings.share(settings.max_connections),
-        settings.share(settings.max_connections_per_peer),
+        settings.share(profiles.connections_per_peer(settings)),
         settings.header_timeout,
     )
 
@@ -231,7 +244,7 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
             continue
         router = plugin.load()
         if router.tasks and not set(router.tasks) & tasks:
-            logger.info("router %s left out: it serves %s", name, ", ".join(router.tasks))
+            logger.debug("router %s left out: it serves %s", name, ", ".join(router.tasks))
             continue
         if name == "metrics" and state.settings.disable_log_stats:
             continue
@@ -305,7 +318,7 @@ def _may_be_keyless(settings: ServerSettings) -> bool:
 
 def _close_in_admin(admin: FastAPI, state: Serving, gates: Gates) -> None:
     settings = state.settings
-    _add_limits(admin, settings)
+    _add_limits(admin, state)
     if gates.control or gates.public:
         admin.add_middleware(
             KeyGate, keys=gates.control or gates.public, scope="all", open_paths=()
@@ -330,10 +343,10 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     if settings.enable_server_load_tracking:
         app.add_middleware(LoadCounter, state=state, paths={*INFERENCE_ROUTES, INVOCATIONS})
     for path in settings.middleware:
-        _add_foreign(app, path)
+        _add_foreign(app, foreign_middleware(path))
     app.add_middleware(TraceHeaders, enabled=settings.otlp_traces_endpoint is not None)
     app.add_middleware(DrainGate, lifecycle=state.lifecycle)
-    _add_limits(app, settings)
+    _add_limits(app, state)
     if gates.public or (gates.control and state.admin is None):
         _add_gate(app, state, gates)
     keyless_control = bool(state.paths & _CONTROLLED) and not (gates.public or gates.control)
@@ -362,11 +375,13 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
         app.add_middleware(RootPath, root_path=settings.root_path)
 
 
-def _add_limits(app: FastAPI, settings: ServerSettings) -> None:
+def _add_limits(app: FastAPI, state: Serving) -> None:
+    settings = state.settings
+    model = state.engine.model if isinstance(state, ServerState) else None
     app.add_middleware(
         Limits,
         max_headers=settings.h11_max_header_count,
-        max_body=settings.max_body_bytes,
+        max_body=profiles.body_limit(settings, model),
         body_timeout=settings.body_timeout,
         min_rate=settings.min_body_rate,
     )
@@ -383,6 +398,7 @@ def _add_gate(app: FastAPI, state: Serving, gates: Gates) -> None:
         keys=gates.public,
         scope=settings.api_key_scope,
         open_paths=_open_paths(settings),
+        closed_paths={"/metrics"} if settings.protect_metrics else (),
         control_paths=_CONTROLLED if state.admin is None else (),
         control_keys=gates.control,
     )
@@ -394,7 +410,8 @@ def _log_what_is_open(state: Serving, gates: Gates) -> None:
     if gates.public and settings.api_key_scope == "all":
         logger.info("these routes need no key: %s", ", ".join(sorted(_open_paths(settings))))
     elif gates.public:
-        outside = sorted(path for path in state.paths if not path.startswith("/v1"))
+        closed = {"/metrics"} - _open_paths(settings)
+        outside = sorted(p for p in state.paths - closed if not p.startswith("/v1"))
         logger.info("these routes need no key: %s", ", ".join(outside))
     lines = profiles.warnings(settings, len(gates.public))
     if lines:
@@ -402,23 +419,31 @@ def _log_what_is_open(state: Serving, gates: Gates) -> None:
         logger.warning("open settings:\n%s%s", "\n".join(f"- {line}" for line in lines), hint)
 
 
-def _add_foreign(app: FastAPI, path: str) -> None:
-    """Middleware by import path: a class is ASGI middleware, a coroutine function is HTTP's."""
+def foreign_middleware(path: str) -> Any:
+    """Middleware by import path: a class is ASGI middleware, a coroutine function is HTTP's.
+
+    Raises:
+        ConfigError: it cannot be imported, whatever its module raises, or is neither.
+    """
     module, _, name = path.rpartition(".")
     try:
         found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(
-            f"middleware = {path!r}: could not be imported ({type(error).__name__})",
+            f"middleware = {path!r}: could not be imported: {type(error).__name__}: {error}",
             field="middleware",
         ) from error
-    if inspect.isclass(found):
-        app.add_middleware(cast(Any, found))
-    elif inspect.iscoroutinefunction(found):
-        app.middleware("http")(found)
-    else:
+    if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ConfigError(
             f"middleware = {path!r}: must be a class or a coroutine function, not "
             f"{type(found).__name__}",
             field="middleware",
         )
+    return found
+
+
+def _add_foreign(app: FastAPI, found: Any) -> None:
+    if inspect.isclass(found):
+        app.add_middleware(cast(Any, found))
+    else:
+        app.middleware("http")(found)

@@ -31,6 +31,7 @@ class KeyGate:
         open_paths: paths that need no key (scope ``all``).
         control_paths: these need one of ``control_keys``, whatever the scope.
         control_keys: None or empty: ``keys``.
+        closed_paths: these need a key, whatever the scope.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class KeyGate:
         open_paths: Iterable[str],
         control_paths: Iterable[str] = (),
         control_keys: KeyRing | None = None,
+        closed_paths: Iterable[str] = (),
     ) -> None:
         self._app = app
         self._keys = keys
         self._narrow = scope == "v1"
         self._open = frozenset(open_paths)
         self._control = frozenset(control_paths)
+        self._closed = frozenset(closed_paths)
         self._control_keys = control_keys if control_keys else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +80,8 @@ class KeyGate:
         if self._narrow:
             if scope.get("method") == "OPTIONS":
                 return False
-            return path.startswith("/v1") or raw.startswith("/v1")
+            closed = path in self._closed or raw in self._closed
+            return closed or path.startswith("/v1") or raw.startswith("/v1")
         return not (path in self._open and raw == path)
 
 

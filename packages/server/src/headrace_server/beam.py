@@ -121,9 +121,5 @@ async def _room(engine: EngineClient, prompt: Prompt, add_special_tokens: bool |
     tokens = await engine.tokenize(prompt, add_special_tokens=add_special_tokens)
     limit = engine.model.max_model_len
     if len(tokens.token_ids) >= limit:
-        raise PromptTooLong(
-            f"the prompt's {len(tokens.token_ids)} tokens and one output token do not fit into the "
-            f"context of {limit} tokens",
-            param="prompt",
-        )
+        raise PromptTooLong(limit, len(tokens.token_ids), 1)
     return limit - len(tokens.token_ids)

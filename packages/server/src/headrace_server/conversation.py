@@ -314,6 +314,7 @@ def chat_of(body: ChatRequest, state: ServerState) -> ChatPrompt:
         salt=body.cache_salt,
         with_tools=not (drops and body.tool_choice == "none"),
         effort=body.reasoning_effort,
+        verbosity=body.verbosity,
     )
 
 
@@ -330,9 +331,12 @@ def spelled(
     Raises:
         RequestError: the format cannot say something; naming the field.
     """
-    if not is_harmony(state.engine.model) or chat.chat_template is not None:
+    brought = chat.chat_template is not None or state.chat_template is not None
+    if not is_harmony(state.engine.model) or brought:
         return chat
-    text = TextPrompt(prompt=render(chat, builtin))
+    text = TextPrompt(
+        prompt=render(chat, builtin, special_tokens=state.engine.model.special_tokens)
+    )
     if chat.cache_salt is not None:
         text["cache_salt"] = chat.cache_salt
     return text

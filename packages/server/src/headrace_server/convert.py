@@ -363,6 +363,7 @@ def chat_prompt(
     salt: str | None = None,
     with_tools: bool = True,
     effort: str | None = None,
+    verbosity: str | None = None,
 ) -> ChatPrompt:
     """The conversation, its messages brought to one form.
 
@@ -370,6 +371,7 @@ def chat_prompt(
         salt: keeps its cached blocks apart.
         with_tools: False leaves the tools out.
         effort: ``reasoning_effort``, which templates read as a variable.
+        verbosity: likewise.
 
     Raises:
         RequestError: naming the message and part.
@@ -397,10 +399,11 @@ def chat_prompt(
             for i, message in enumerate(body.messages)
         ],
         tools=(body.tools or None) if with_tools else None,
-        chat_template=body.chat_template or state.chat_template,
+        chat_template=body.chat_template,
         chat_template_kwargs={
             **settings.default_chat_template_kwargs,
             **_effort_kwargs(effort),
+            **({} if verbosity is None else {"verbosity": verbosity}),
             **kwargs,
         },
         content_format=settings.chat_template_content_format,

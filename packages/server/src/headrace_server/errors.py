@@ -6,8 +6,10 @@ the text of any other exception goes to the log, under the request's id, never t
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +25,12 @@ from headrace_core.catalogue import BUG, entry_of
 from headrace_core.errors import (
     EngineDead,
     GenerateError,
+    PromptTooLong,
     QueueFull,
     RequestError,
     UnknownModel,
 )
+from headrace_server.paths import route_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ TYPES: Mapping[int, str] = {
     400: "BadRequestError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    405: "MethodNotAllowedError",
     408: "BadRequestError",
     409: "ConflictError",
     413: "BadRequestError",
@@ -49,7 +54,14 @@ CODES: Mapping[int, str] = {
     431: "HR-REQ-009", 499: "HR-REQ-012", 500: "HR-SRV-002", 503: "HR-SRV-001",
 }  # fmt: skip
 """The catalogue's code for answers that no exception stands behind."""
+NO_ROUTE = "HR-REQ-010"
+"""The catalogue's code for paths and methods that do not exist."""
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code for what does not fit into the context; clients shorten the conversation then."""
 _MAX_MESSAGE = 2000
+_MAX_PATH = 200
+_FIELD = re.compile(r"[a-z_][a-z0-9_.\[\]]{0,79}")
+"""Names of fields as log lines show them."""
 
 
 class ErrorInfo(BaseModel):
@@ -58,13 +70,14 @@ class ErrorInfo(BaseModel):
     message: str
     type: str
     param: str | None = None
-    code: int
+    code: int | str
+    """The HTTP status; ``context_length_exceeded`` where clients go by this word."""
     headrace_code: str | None = None
     """Stable; see docs/errors."""
 
 
 class ErrorResponse(BaseModel):
-    """Body of every error answer but 401 and unknown routes."""
+    """Body of every error answer but 401."""
 
     error: ErrorInfo
 
@@ -99,11 +112,14 @@ class Answer(msgspec.Struct, frozen=True):
     headers: dict[str, str] = {}
     headrace_code: str = ""
     """Of the catalogue; empty: the status's own."""
+    code: str = ""
+    """A word that clients of OpenAI's API go by; empty: the status."""
 
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "APIError")
         message = self.message[:_MAX_MESSAGE]
-        told = {"message": message, "type": kind, "param": self.param, "code": self.status}
+        code = self.code or self.status
+        told = {"message": message, "type": kind, "param": self.param, "code": code}
         return {"error": told | {"headrace_code": self.headrace_code or CODES.get(self.status)}}
 
     def response(self) -> Response:
@@ -117,14 +133,18 @@ class Answer(msgspec.Struct, frozen=True):
 def answer(error: BaseException) -> Answer:
     """What a client is told about an exception."""
     entry, told = entry_of(error), _answer(error)
-    # What nobody foresaw keeps the code of its status, which says less.
-    return told if entry is BUG else msgspec.structs.replace(told, headrace_code=entry.code)
+    # What nobody foresaw keeps the code of its status, which says less; as does what the system
+    # refused the server, which is no affair of the client's.
+    own = entry is BUG or isinstance(error, (OSError, UnicodeError))
+    return told if own else msgspec.structs.replace(told, headrace_code=entry.code)
 
 
 def _answer(error: BaseException) -> Answer:
     match error:
         case UnknownModel():
             return Answer(404, str(error), error.param or "model")
+        case PromptTooLong():
+            return Answer(400, str(error), error.param, code=CONTEXT_LENGTH_EXCEEDED)
         case RequestError():
             return Answer(400, str(error), error.param)
         case RequestValidationError():
@@ -149,8 +169,17 @@ def _answer(error: BaseException) -> Answer:
 
 
 def report(error: BaseException, request_id: str = "") -> Answer:
-    """:func:`answer`, and a log line if the fault is ours."""
+    """:func:`answer`, and a log line: a stack if the fault is ours; the field, not its content, if it
+    is the client's."""
     told = answer(error)
+    if 400 <= told.status < 500 and not isinstance(error, ClientGone):
+        logger.info(
+            "request %s refused: %d %s (%s)",
+            request_id or "(no id)",
+            told.status,
+            told.headrace_code or CODES.get(told.status),
+            _reason(error, told),
+        )
     if told.status >= 500 and not isinstance(error, ShuttingDown):
         expected = isinstance(error, (GenerateError, EngineDead))
         logger.error(
@@ -161,6 +190,16 @@ def report(error: BaseException, request_id: str = "") -> Answer:
             exc_info=None if expected else error,
         )
     return told
+
+
+def _reason(error: BaseException, told: Answer) -> str:
+    """Why a request was refused, in words that hold nothing which it brought: a message may quote it."""
+    where = (told.param or "").split("\n")[0]
+    if isinstance(error, RequestValidationError):
+        kinds = [str(problem["type"]) for problem in error.errors()[:3]]
+        return ", ".join([where, *kinds] if _FIELD.fullmatch(where) else kinds)
+    field = f", {where}" if _FIELD.fullmatch(where) else ""
+    return type(error).__name__ + field
 
 
 def install(app: FastAPI, *, stacks: bool = False) -> None:
@@ -192,14 +231,40 @@ def install(app: FastAPI, *, stacks: bool = False) -> None:
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
-    """The framework's own refusals: unknown routes and methods keep its ``detail`` body."""
+    """The framework's own refusals: unknown routes, wrong methods, bodies that are not read."""
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    if error.status_code in (404, 405):
-        return JSONResponse({"detail": error.detail}, error.status_code, headers)
+    if error.status_code == 404:
+        told = Answer(404, unknown_path(request), headers=headers, headrace_code=NO_ROUTE)
+        return told.response()
+    if error.status_code == 405:
+        allowed = ", ".join(sorted(headers.get("allow", headers.get("Allow", "")).split(", ")))
+        message = f"{request.url.path[:_MAX_PATH]} does not take {request.method[:16]}"
+        return Answer(405, f"{message}; it takes {allowed}" if allowed else message,
+                      headers=headers, headrace_code=NO_ROUTE).response()  # fmt: skip
     code = error.headrace_code if isinstance(error, BodyRefused) else ""
     told = Answer(error.status_code, str(error.detail), headers=headers, headrace_code=code)
     return told.response()
+
+
+def unknown_path(request: Request) -> str:
+    """What a client is told that asks for a path which no route has."""
+    path = route_path(request.scope)
+    served: set[str] = request.app.state.headrace.paths
+    message = f"there is no {path[:_MAX_PATH]} here"
+    candidates = ["/v1" + path, path.removeprefix("/v1"), path.rstrip("/"), _after_v1(path)]
+    found = next((one for one in candidates if one != path and one in served), None)
+    if found is None:
+        near = difflib.get_close_matches(path[:_MAX_PATH], sorted(served), n=1, cutoff=0.8)
+        found = near[0] if near else None
+    if found is not None:
+        return f"{message}; did you mean {found}?"
+    return f"{message}; the API is below /v1, GET / lists the paths"
+
+
+def _after_v1(path: str) -> str:
+    """The path from its last ``/v1`` on: bases that clients put twice, or below a prefix."""
+    return "/v1" + path.rpartition("/v1")[2]
 
 
 def _validation(problems: Sequence[Any]) -> Answer:

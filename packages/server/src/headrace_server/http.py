@@ -19,8 +19,14 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from headrace_server.framing import StrictConnection
+
 DIRECT = "headrace.direct_write"
 """Key in the scope's ``extensions``; the value is a :data:`DirectWrite`."""
+
+WRITE_BUFFER = 32 * 1024
+"""Bytes of answers that wait for one reader; beyond it nothing more is taken from the engine. With what
+else a stream holds it stays below the 64 KiB that a slow reader may cost."""
 
 DirectWrite = Callable[[bytes], bool]
 """Writes a piece of the body and returns True; False: not now, send it through ASGI."""
@@ -91,6 +97,9 @@ def _whole_answer(status: bytes, kind: bytes, message: bytes) -> bytes:
 _TOO_MANY = _whole_answer(
     b"503 Service Unavailable", b"ServiceUnavailableError", b"too many open connections"
 )
+_INVALID = _whole_answer(
+    b"400 Bad Request", b"BadRequestError", b"the request is not valid HTTP, or ambiguous"
+)
 _TOO_SLOW = _whole_answer(
     b"408 Request Timeout", b"BadRequestError", b"the request's head did not come in time"
 )
@@ -114,6 +123,9 @@ class Protocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._peer: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        largest = self.config.h11_max_incomplete_event_size
+        assert largest is not None, "every server has this limit"
+        self.conn = StrictConnection(h11.SERVER, largest)
         app: ASGIApp = self.app
 
         async def offering(scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,6 +138,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self._peer = self.client[0] if self.client else None
         if not self.limits.enter(self._peer):
             transport.abort()
@@ -149,6 +162,12 @@ class Protocol(H11Protocol):
             self._stop_timer()
         elif self._head_timer is None and self.conn.trailing_data[0]:
             self._await_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say that the request cannot be read, unless its answer has begun already; then close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_INVALID)
+        self.transport.close()
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.limits.header_timeout, self._give_up)

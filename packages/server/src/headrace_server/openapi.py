@@ -14,20 +14,6 @@ from headrace_server.paths import OPEN_PATHS
 _ERROR = {
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
 }
-_ERROR_OR_DETAIL = {
-    "application/json": {
-        "schema": {
-            "anyOf": [
-                {"$ref": "#/components/schemas/ErrorResponse"},
-                {
-                    "type": "object",
-                    "properties": {"detail": {"type": "string"}},
-                    "required": ["detail"],
-                },
-            ]
-        }
-    }
-}
 _UNAUTHORIZED = {
     "description": "No key, or a wrong one.",
     "content": {
@@ -65,9 +51,12 @@ def install(
         inner: applications that answer what this one does not; their routes are told of, too.
     """
     opened = OPEN_PATHS | ({"/metrics"} if metrics_open else set())
+    closed = set() if metrics_open else {"/metrics"}
 
     def needs_key(path: str) -> bool:
-        return has_keys and (path.startswith("/v1") if narrow else path not in opened)
+        if narrow:
+            return has_keys and (path in closed or path.startswith("/v1"))
+        return has_keys and path not in opened
 
     def make() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -108,9 +97,6 @@ def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:
             if responses.pop("422", None) is not None:
                 responses.setdefault("400", {"description": "The request is wrong.", **_ERROR})
             texts = {**_ALWAYS, **(_BODY_ERRORS if "requestBody" in operation else {})}
-            if "{" in path and "404" in responses:
-                # A parameter that no route takes (a line break, say) has the framework's body.
-                responses["404"]["content"] = _ERROR_OR_DETAIL
             if path not in OPEN_PATHS:
                 for status, text in texts.items():
                     responses.setdefault(status, {"description": text, **_ERROR})

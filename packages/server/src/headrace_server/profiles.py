@@ -13,11 +13,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headrace_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from headrace_core.engine import ServedModel
     from headrace_server.settings import ServerSettings
 
 HARDENED_VARIABLE = "HEADRACE_HARDENED"
 MIN_KEY_LENGTH = 22
 """Characters of a key under the hardened profile: 128 bits in base64."""
+
+
+HARDENED_CONNECTIONS = 256
+"""Of one address."""
+FEW_CONNECTIONS = 16
+"""That one address may hold, however few there may be in all."""
+LARGEST_BODY, HARDENED_BODY = 64 << 20, 16 << 20
+BODY_WITHOUT_TEXT = 4 << 20
+"""Bytes of a body for tools, schemas and the like, or for many short texts."""
+_TEXTLESS = frozenset({"transcription", "plugin"})
+BODY_BYTES_PER_TOKEN = 256
+"""And for each token of the context: of one that is as long as tokens are, or of many texts."""
 
 
 class Row(NamedTuple):
@@ -39,13 +52,11 @@ TABLE = (
         "requests with different keys share cached prefixes, which shows in their latency"),
     Row("h11_max_incomplete_event_size", 4 << 20, 64 << 10),
     Row("h11_max_header_count", 256, 100),
-    Row("max_body_bytes", 64 << 20, 16 << 20),
     Row("min_body_rate", 0, 1024, "a body may be sent as slowly as body_timeout allows"),
     Row("request_limits", {},
         {"n": 16, "prompt": 256, "stop": 16, "logit_bias": 1024, "bad_words": 256, "tools": 128},
         "one request may ask for 128 completions of 2,048 prompts"),
     Row("max_connections", 4096, 2048),
-    Row("max_connections_per_peer", 0, 256, "one peer may hold all connections"),
 )  # fmt: skip
 """Section 0a and the limits of section 5 of the security requirements, as far as they are settings
 of the HTTP front end."""
@@ -67,6 +78,20 @@ def resolve(settings: ServerSettings) -> Iterator[tuple[str, Any]]:
     for row in TABLE:
         if getattr(settings, row.name) is None:
             yield row.name, row.hardened if settings.hardened else row.compatible
+
+
+def body_limit(settings: ServerSettings, model: ServedModel | None) -> int:
+    """Bytes of a request body: what the operator says; else what requests to this model may need.
+
+    Args:
+        model: None: several models, which come and go.
+    """
+    if settings.max_body_bytes is not None:
+        return settings.max_body_bytes
+    most = HARDENED_BODY if settings.hardened else LARGEST_BODY
+    if model is None or model.modalities or model.prompt_embeds or _TEXTLESS & set(model.tasks):
+        return most  # what they are sent is no text
+    return min(most, BODY_WITHOUT_TEXT + BODY_BYTES_PER_TOKEN * model.max_model_len)
 
 
 def check(settings: ServerSettings) -> None:
@@ -104,6 +129,28 @@ def check_listening(settings: ServerSettings, num_keys: int) -> None:
             "only; set HEADRACE_API_KEY or --api-key-file",
             field="host",
         )
+
+
+def check_metrics(settings: ServerSettings, num_keys: int) -> None:
+    """Refuse to protect metrics by a key where there is none.
+
+    Raises:
+        ConfigError: naming setting and keys.
+    """
+    if settings.protect_metrics and not num_keys:
+        raise ConfigError(
+            "protect_metrics = True: needs a key; set HEADRACE_API_KEY or --api-key-file",
+            field="protect_metrics",
+        )
+
+
+def connections_per_peer(settings: ServerSettings) -> int:
+    """Open connections that one address may hold; 0: as many as there may be."""
+    if settings.max_connections_per_peer is not None:
+        return settings.max_connections_per_peer
+    total = settings.max_connections
+    share = HARDENED_CONNECTIONS if settings.hardened else max(total // 2, FEW_CONNECTIONS)
+    return share if share < total else 0
 
 
 def check_key(settings: ServerSettings, key: str, where: str) -> None:
@@ -148,6 +195,8 @@ def warnings(settings: ServerSettings, num_keys: int) -> list[str]:
     if settings.trust_request_chat_template:
         lines.append("trust_request_chat_template: requests bring their own templates")
     if not local:
+        if settings.max_connections_per_peer == 0:
+            lines.append("max_connections_per_peer = 0: one peer may hold all connections")
         for row in TABLE:
             value = getattr(settings, row.name)
             if row.risk and value == row.compatible and value != row.hardened:

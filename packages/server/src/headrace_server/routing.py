@@ -7,26 +7,31 @@ from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_core.errors import RequestError
-from headrace_server.errors import BodyRefused, ErrorResponse
+from headrace_server.errors import BodyRefused, ClientGone, ErrorResponse
+from headrace_server.json_counts import Counts, exceeds
 from headrace_server.offload import pieces
-from headrace_server.state import ServerState
+from headrace_server.state import ServerState, serving_of
 from headrace_server.stream import Events, start_stream, wait_watching
 
-MAX_VALUES = 1_000_000
-"""Arrays and objects of one body (brackets in texts count too). No request needs as many, and one of
-64 MB may hold twenty million, for which decoding stops every thread for seconds."""
+MAX_NAMES = 1 << 17
+"""Names in objects, and objects and lists, of one body: decoding and validating as many takes some 50 ms
+each, and cannot be interrupted."""
+MAX_ITEMS = 1 << 20
+"""Values in the objects and lists of one body; more where the context holds more tokens."""
+MAX_FIELDS = 1024
+"""Fields of a body, unknown ones included."""
 
-_SCANNED = 1 << 13
-"""Bytes that are looked through, for one unit of cost (:mod:`headrace_server.offload`)."""
-_SLICE = 1 << 20
-"""Bytes that are looked through in one call."""
+_READ = 1 << 8
+"""Bytes of a body, for one unit of cost (:mod:`headrace_server.offload`): from 256 KiB on, bodies are
+read in a thread."""
 
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorResponse, "description": "The request is wrong."},
@@ -44,17 +49,68 @@ STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
 
 
 class JsonRequest(Request):
-    """Decodes its body with msgspec: strict JSON (no NaN), no deep recursion."""
+    """A request whose body is decoded by msgspec: strict JSON (no NaN), no deep recursion.
+
+    Args:
+        field: what the body must be; None: nobody has said.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, field: BodyField | None) -> None:
+        super().__init__(scope, receive)
+        self._field = field
+        self._read: Any = None
+
+    async def read(self) -> None:
+        """Take the body in, decode and validate it; a large one beside the event loop.
+
+        Raises:
+            BodyRefused: it is not JSON, or holds too much.
+            RequestValidationError: it is not what the route takes.
+            ClientGone: the client left before its end.
+        """
+        try:
+            body = await self.body()
+        except ClientDisconnect as error:
+            raise ClientGone from error
+        if body:
+            state = serving_of(self)
+            context = state.engine.model.max_model_len if isinstance(state, ServerState) else 0
+            most = Counts(MAX_NAMES, max(MAX_ITEMS, 2 * context))
+            self._read = await state.off_loop(len(body) // _READ, self._taken_in, body, most)
 
     async def json(self) -> Any:
-        body = await self.body()
-        off_loop = self.app.state.headrace.off_loop
-        if len(body) > MAX_VALUES and await off_loop(len(body) // _SCANNED, has_many_values, body):
-            raise BodyRefused("HR-REQ-006", f"the body has more than {MAX_VALUES} opening brackets")
+        return self._read
+
+    def _taken_in(self, body: bytes, most: Counts) -> Any:
+        if exceeds(body, most):
+            raise BodyRefused(
+                "HR-REQ-006",
+                f"the body has more than {most.names} names, objects and lists, or more than "
+                f"{most.items} values",
+            )
         try:
-            return msgspec.json.decode(body)
+            data = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BodyRefused("HR-REQ-006", "the body is not valid JSON") from error
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise BodyRefused("HR-REQ-006", f"the body has more than {MAX_FIELDS} fields")
+        if self._field is None:
+            return data
+        # Once more by the framework: what is an instance of its model already passes as it is.
+        value, errors = self._field.validate(data, {}, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return value
+
+
+class BodyField(Protocol):
+    """What a route's body must be, as FastAPI knows it."""
+
+    def validate(
+        self, value: Any, values: dict[str, Any], *, loc: tuple[int | str, ...]
+    ) -> tuple[Any, Any]:
+        """The value and no errors, or errors."""
+        ...
 
 
 class JsonRoute(APIRoute):
@@ -64,26 +120,18 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
-            if request.method == "POST":
-                declared = request.headers.get("content-type", "").partition(";")[0]
-                if declared.strip().lower() != "application/json":
-                    raise BodyRefused(
-                        "HR-REQ-007", "Content-Type must be application/json; nothing else is read"
-                    )
-            return await handle(JsonRequest(request.scope, request.receive))
+            if request.method != "POST":
+                return await handle(request)
+            declared = request.headers.get("content-type", "").partition(";")[0]
+            if declared.strip().lower() != "application/json":
+                raise BodyRefused(
+                    "HR-REQ-007", "Content-Type must be application/json; nothing else is read"
+                )
+            read = JsonRequest(request.scope, request.receive, self.body_field)
+            await read.read()
+            return await handle(read)
 
         return checked
-
-
-def has_many_values(body: bytes) -> bool:
-    """Whether it has more opening brackets than :data:`MAX_VALUES`. In slices, as each call keeps other
-    threads waiting."""
-    found = 0
-    for at in range(0, len(body), _SLICE):
-        found += body.count(b"[", at, at + _SLICE) + body.count(b"{", at, at + _SLICE)
-        if found > MAX_VALUES:
-            return True
-    return False
 
 
 def json_router() -> APIRouter:

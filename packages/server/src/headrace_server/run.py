@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from headrace_core.errors import AddressError, ConfigError
-from headrace_server.access_log import quiet_access_log
+from headrace_server.access_log import careful_access_log, quiet_lifecycle_log
 from headrace_server.http import Connections, protocol
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState, Serving
@@ -129,16 +129,16 @@ async def serve(
     state: Serving = app.state.headrace
     config = _config(app, settings, state.connections)
     config.load()
-    server = _Server(config)
+    server = _Server(config, address(sock, settings))
     watch = asyncio.create_task(_watch(state, server))
     refresher = None
     if settings.enable_ssl_refresh and config.ssl is not None:
         refresher = CertificateRefresher(config.ssl, settings)
         refresher.start()
-    logger.info("routes: %s", ", ".join(sorted(state.paths)))
-    logger.info("serving at %s", address(sock, settings))
+    logger.debug("routes: %s", ", ".join(sorted(state.paths)))
+    quiet_lifecycle = quiet_lifecycle_log(settings.uvicorn_log_level)
     try:
-        with quiet_access_log(settings.quiet_paths):
+        with careful_access_log(settings.quiet_paths), quiet_lifecycle:
             async with _with_siblings(state), _serving_admin(state, settings, admin_sock):
                 await server.serve(sockets=[sock])
     finally:
@@ -219,7 +219,7 @@ def _config(app: FastAPI, settings: ServerSettings, connections: Connections) ->
         access_log=not settings.disable_uvicorn_access_log,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_keep_alive(os.environ),
+        timeout_keep_alive=keep_alive_seconds(os.environ),
         h11_max_incomplete_event_size=settings.h11_max_incomplete_event_size,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
@@ -228,7 +228,12 @@ def _config(app: FastAPI, settings: ServerSettings, connections: Connections) ->
     )
 
 
-def _keep_alive(environ: Mapping[str, str]) -> int:
+def keep_alive_seconds(environ: Mapping[str, str]) -> int:
+    """How long an idle connection is kept (:data:`KEEP_ALIVE_VARIABLE`).
+
+    Raises:
+        ConfigError: the variable holds no whole number.
+    """
     given = environ.get(KEEP_ALIVE_VARIABLE, "5")
     if not given.isascii() or not given.isdigit():
         raise ConfigError(
@@ -236,6 +241,18 @@ def _keep_alive(environ: Mapping[str, str]) -> int:
             field=KEEP_ALIVE_VARIABLE,
         )
     return int(given)
+
+
+def stays_when_dead(environ: Mapping[str, str]) -> bool:
+    """Whether the server goes on answering once its engine has died (:data:`STAY_VARIABLE`).
+
+    Raises:
+        ConfigError: the variable is neither 0 nor 1.
+    """
+    given = environ.get(STAY_VARIABLE, "")
+    if given not in ("", "0", "1"):
+        raise ConfigError(f"{STAY_VARIABLE} = {given!r}: must be 0 or 1", field=STAY_VARIABLE)
+    return given == "1"
 
 
 class _SideServer(uvicorn.Server):
@@ -247,10 +264,15 @@ class _SideServer(uvicorn.Server):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with our meaning of signals: the first drains, the second stops."""
+    """uvicorn, with our meaning of signals: the first drains, the second stops.
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    Args:
+        url: where it listens; logged once it takes requests, as the last line of a start.
+    """
+
+    def __init__(self, config: uvicorn.Config, url: str) -> None:
         super().__init__(config)
+        self._url = url
         self.num_signals = 0
         self.signalled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -267,6 +289,12 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See :meth:`uvicorn.Server.startup`."""
+        await super().startup(sockets=sockets)
+        if self.started:
+            logger.info("serving at %s", self._url)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self.interrupt)
 
@@ -279,7 +307,7 @@ class _Server(uvicorn.Server):
 async def _watch(state: Serving, server: _Server) -> None:
     """Wait for the first of: a signal, a drain begun in code, the engine's death; then leave."""
     lifecycle = state.lifecycle
-    stay = os.environ.get(STAY_VARIABLE) == "1"
+    stay = stays_when_dead(os.environ)
     while not server.signalled.is_set() and not lifecycle.draining:
         if state.engine.dead_error is not None and not stay:
             await _leave_dead(state, server)

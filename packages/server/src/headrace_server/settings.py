@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from headrace_core.config import option
 from headrace_core.errors import ConfigError
@@ -55,8 +58,10 @@ class ServerSettings:
     h11_max_header_count: int = option(
         None, "Most header lines of a request; more is a 431. Default: 256; hardened: 100."
     )
-    max_body_bytes: int = option(
-        None, "Most bytes of a request body; more is a 413. Default: 64 MiB; hardened: 16 MiB.",
+    max_body_bytes: int | None = option(
+        None, "Most bytes of a request body; more is a 413. Default: 4 MiB and 256 bytes for each token "
+        "of the context, for models that take media or embeddings 64 MiB; at most 64 MiB, hardened: "
+        "16 MiB.",
         human_int=True,
     )  # fmt: skip
     max_answer_numbers: int = option(
@@ -81,9 +86,9 @@ class ServerSettings:
         None, "JSON: most of what one request may hold, by field: n, prompt (prompts), stop, "
         "logit_bias, bad_words, tools. Default: what the OpenAPI document says; hardened: narrow.",
     )  # fmt: skip
-    max_connections_per_peer: int = option(
-        None, "Most open connections of one address; more are closed. 0: no limit. Default: 0; "
-        "hardened: 256.",
+    max_connections_per_peer: int | None = option(
+        None, "Most open connections of one address; more are closed. 0: no limit, for a server behind "
+        "a proxy. Default: half of max_connections; hardened: 256.",
     )  # fmt: skip
     api_server_count: int = option(
         1, "HTTP processes that share the port, in front of one engine in a process of its own: for "
@@ -105,7 +110,9 @@ class ServerSettings:
         "all", "Routes that need a key: all (but /health, /livez, /readyz, /ping, /version, "
         "/metrics), or v1 (only paths below /v1).",
     )  # fmt: skip
-    protect_metrics: bool = option(False, "/metrics needs a key, too.")
+    protect_metrics: bool = option(
+        False, "/metrics needs a key, too, whatever api_key_scope says; refused without keys."
+    )
     allowed_origins: tuple[str, ...] = option(
         (), "Web origins that may call this server from a browser (CORS); words, or a JSON list. "
         "Default: none.", json_list=True,
@@ -303,7 +310,9 @@ class ServerSettings:
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.responses_store_seconds > 0, "responses_store_seconds",
                self.responses_store_seconds, "above 0")  # fmt: skip
-        for name in ("h11_max_incomplete_event_size", "h11_max_header_count", "max_body_bytes",
+        _check(self.max_body_bytes is None or self.max_body_bytes >= 1, "max_body_bytes",
+               self.max_body_bytes, "at least 1")  # fmt: skip
+        for name in ("h11_max_incomplete_event_size", "h11_max_header_count",
                      "max_answer_numbers"):  # fmt: skip
             _check(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _check(self.max_log_len is None or self.max_log_len >= 0, "max_log_len", self.max_log_len,
@@ -317,6 +326,7 @@ class ServerSettings:
         _check_choice("chat_template_content_format", self.chat_template_content_format,
                       ("auto", "string", "openai"))  # fmt: skip
         _check_choice("ssl_cert_reqs", self.ssl_cert_reqs, (0, 1, 2))
+        self._check_partners()
         _check((self.ssl_keyfile is None) or (self.ssl_certfile is not None), "ssl_certfile",
                self.ssl_certfile, "given along with ssl_keyfile")  # fmt: skip
         _check(self.ssl_cert_reqs == 0 or self.ssl_ca_certs is not None, "ssl_cert_reqs",
@@ -344,9 +354,10 @@ class ServerSettings:
                "left out with api_server_count above 1: responses are kept in one process and the "
                "next request may reach another")  # fmt: skip
         for name in ("header_timeout", "body_timeout"):
-            _check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+            value = getattr(self, name)
+            _check(0 < value < float("inf"), name, value, "above 0, and finite")
         for name in ("min_body_rate", "max_connections_per_peer"):
-            _check(getattr(self, name) >= 0, name, getattr(self, name), "at least 0")
+            _check((getattr(self, name) or 0) >= 0, name, getattr(self, name), "at least 0")
         for name, most in self.request_limits.items():
             _check(name in LIMITED_FIELDS, "request_limits", name,
                    "one of " + ", ".join(LIMITED_FIELDS))  # fmt: skip
@@ -364,9 +375,30 @@ class ServerSettings:
                self.enable_log_outputs, "given along with enable_log_requests")  # fmt: skip
         _check(not self.enable_ssl_refresh or self.ssl_certfile is not None, "enable_ssl_refresh",
                self.enable_ssl_refresh, "given along with ssl_certfile")  # fmt: skip
-        endpoint = self.otlp_traces_endpoint
-        _check(endpoint is None or endpoint.startswith(("http://", "https://")),
-               "otlp_traces_endpoint", endpoint, "a URL that begins with http:// or https://")  # fmt: skip
+        _check_endpoint(self.otlp_traces_endpoint)
+        for path in self.quiet_paths:
+            _check(path.startswith("/"), "disable_access_log_for_endpoints", path,
+                   "a path, which begins with '/'")  # fmt: skip
+        for origin in self.allowed_origins:
+            _check(_is_origin(origin), "allowed_origins", origin,
+                   "'*', 'null' or an origin such as https://example.org, without a path")  # fmt: skip
+
+    def _check_partners(self) -> None:
+        """Refuse what has an effect only along with another setting."""
+        _check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs",
+               self.ssl_ca_certs, "given along with ssl_certfile")  # fmt: skip
+        _check(self.admin_host == "127.0.0.1" or self.admin_port is not None, "admin_host",
+               self.admin_host, "given along with admin_port")  # fmt: skip
+        neutral = {option.name: option.default for option in fields(self)}
+        for name in ("allow_credentials", "allowed_methods", "allowed_headers"):
+            value = getattr(self, name)
+            _check(value == neutral[name] or bool(self.allowed_origins), name, value,
+                   "given along with allowed_origins")  # fmt: skip
+        for name in ("responses_store_count", "responses_store_bytes", "responses_store_seconds",
+                     "max_background_responses"):  # fmt: skip
+            value = getattr(self, name)
+            _check(value == neutral[name] or self.enable_responses_store, name, value,
+                   "given along with enable_responses_store")  # fmt: skip
 
     def share(self, limit: int) -> int:
         """One HTTP process's part of a limit of the whole server, rounded up; 0 stays 0."""
@@ -383,6 +415,7 @@ ENVIRONMENT: Mapping[str, str] = {
     profiles.HARDENED_VARIABLE: "hardened",
     "HEADRACE_SERVER_DEV_MODE": "dev_mode",
     "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "log_responses",
+    "HEADRACE_ENABLE_RESPONSES_API_STORE": "enable_responses_store",
 }
 """Variable -> boolean setting that it switches on."""
 
@@ -412,21 +445,37 @@ def read_chat_template(settings: ServerSettings) -> str | None:
     given = settings.chat_template
     if given is None:
         return None
-    if "\n" not in given and len(given) < 4096 and Path(given).is_file():
+    if os.path.isfile(given):  # unlike Path's, false for a name that is too long to be one
         try:
             return Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"chat_template = {given!r}: could not be read ({type(error).__name__})",
+                f"chat_template = {given!r} (--chat-template): could not be read "
+                f"({type(error).__name__})",
                 field="chat_template",
             ) from error
     if any(mark in given for mark in _JINJA_MARKS):
         return given
     raise ConfigError(
-        f"chat_template = {given[:200]!r}: must be an existing file or a Jinja template (it holds "
-        "none of '{{', '{%', '{#')",
+        f"chat_template = {given[:200]!r} (--chat-template): must be an existing file or a Jinja "
+        "template (it holds none of '{{', '{%', '{#')",
         field="chat_template",
     )
+
+
+def _check_endpoint(url: str | None) -> None:
+    try:
+        parts = urlsplit(url or "http://none")
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError:
+        usable = False
+    _check(usable, "otlp_traces_endpoint", url,
+           "a URL that begins with http:// or https:// and names a host")  # fmt: skip
+
+
+def _is_origin(text: str) -> bool:
+    return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", text) is not None
 
 
 def _is_metric_prefix(text: str) -> bool:

@@ -120,18 +120,24 @@ class Lifecycle:
             work.stop()
 
 
-class UnknownFields:
-    """Names of request fields that nobody knew: each logged once, within bounds."""
+class LoggedOnce:
+    """What requests hold and nobody heeds: each name is logged once, within bounds.
 
-    def __init__(self, limit: int = 1000) -> None:
+    Args:
+        message: of the warning, with a place (``%r``) for the name.
+        limit: most names that are kept.
+    """
+
+    def __init__(self, message: str, limit: int = 1000) -> None:
+        self._message = message
         self._seen: set[str] = set()
         self._limit = limit
 
     def note(self, name: str) -> None:
-        name = name[:64]
+        name = name[:128]
         if name not in self._seen and len(self._seen) < self._limit:
             self._seen.add(name)
-            logger.warning("request field %r is unknown and has no effect", name)
+            logger.warning(self._message, name)
 
 
 class Running(Protocol):
@@ -176,7 +182,15 @@ class ServerState(Serving):
     chat_template: str | None = None
     """Text of the operator's template, replacing the model's."""
     parsers: Parsers = field(default_factory=Parsers)
-    unknown_fields: UnknownFields = field(default_factory=UnknownFields)
+    unknown_fields: LoggedOnce = field(
+        default_factory=lambda: LoggedOnce("request field %r is unknown and has no effect")
+    )
+    left_out: LoggedOnce = field(
+        default_factory=lambda: LoggedOnce(
+            "requests hold %r, which only the API's own company serves: it is left out of the prompt"
+        )
+    )
+    """Tools and parts of conversations that are skipped."""
 
 
 def serving_of(request: Request) -> Serving:

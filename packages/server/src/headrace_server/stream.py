@@ -4,7 +4,7 @@ A stream is an async iterator of encoded events, or of :class:`Pour` for a stret
 task of its own. :class:`EventStream` sends them, straight to the
 socket where the server allows it (:mod:`headrace_server.http`), else as one ASGI message
 each, and ends with exactly one ``data: [DONE]``; an error on the way becomes an event before it.
-Memory is bounded: nothing is fetched from the engine while the socket's buffer (64 KiB) is full,
+Memory is bounded: nothing is fetched from the engine while the socket's buffer (32 KiB) is full,
 and the engine merges what piles up there. Closing the iterator aborts the request.
 """
 

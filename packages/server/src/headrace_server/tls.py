@@ -8,12 +8,66 @@ import os
 import ssl
 from collections.abc import Callable
 
+from headrace_core.errors import ConfigError
 from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 2.0
 """Seconds between looks at the files."""
+
+
+def check_certificates(settings: ServerSettings) -> None:
+    """Read the files of TLS as a server would.
+
+    Raises:
+        ConfigError: one cannot be read, holds nothing of its kind, or key and certificate are no
+            pair; names the setting and the file.
+    """
+    chain, key, authorities = settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for name, file in (
+        ("ssl_certfile", chain), ("ssl_keyfile", key), ("ssl_ca_certs", authorities),
+    ):  # fmt: skip
+        if file is not None:
+            _check_readable(name, file)
+    try:
+        name, file = ("ssl_certfile", chain) if key is None else ("ssl_keyfile", key)
+        if chain is not None:
+            context.load_cert_chain(chain, key, password=_no_passphrase)
+        name, file = "ssl_ca_certs", authorities
+        if authorities is not None:
+            context.load_verify_locations(authorities)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"{name} = {file!r}: must be a PEM file that holds {_HELD[name]}: {_reason(error)}",
+            field=name,
+        ) from error
+
+
+_HELD = {
+    "ssl_certfile": "a certificate and, without ssl_keyfile, its private key",
+    "ssl_keyfile": "the private key of ssl_certfile's certificate, without a passphrase",
+    "ssl_ca_certs": "certificates",
+}
+
+
+def _check_readable(name: str, file: str) -> None:
+    try:
+        with open(file, "rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{name} = {file!r}: could not be read: {error.strerror}", field=name
+        ) from error
+
+
+def _no_passphrase() -> str:
+    raise ValueError("it has a passphrase, which nobody is there to type")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)
 
 
 class CertificateRefresher:

@@ -130,6 +130,17 @@ def check_tools(tools: Sequence[Tool]) -> None:
             )
 
 
+def function_tool(
+    name: str, description: object, parameters: object, strict: object = None
+) -> dict[str, Any]:
+    """A tool in the chat's form. Templates write it as it stands, so whichever protocol it came by, its
+    members are in one order: name, description, parameters, strict. None: not given.
+    """
+    given = {"description": description, "parameters": parameters, "strict": strict}
+    known = {key: value for key, value in given.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **known}}
+
+
 def parameters_of(tool: Tool) -> dict[str, Any]:
     """The JSON schema of a call's arguments, which are always an object."""
     schema = tool["function"].get("parameters")

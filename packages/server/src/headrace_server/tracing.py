@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -274,9 +274,15 @@ def _provider(exporter: SpanExporter, counts: SpanCounts) -> TracerProvider:
     return provider
 
 
-def _otlp(endpoint: str) -> SpanExporter:
+def check_exporter(environ: Mapping[str, str] = os.environ) -> type[SpanExporter]:
+    """The class that sends spans, with nothing made of it yet.
+
+    Raises:
+        MissingDependency: OpenTelemetry is not installed.
+        ConfigError: the environment asks for another protocol.
+    """
     for variable in PROTOCOL_VARIABLES:
-        wanted = os.environ.get(variable)
+        wanted = environ.get(variable)
         if wanted is not None and wanted != "http/protobuf":
             raise ConfigError(
                 f"{variable} = {wanted!r}: must be 'http/protobuf'; others are not spoken here",
@@ -284,9 +290,16 @@ def _otlp(endpoint: str) -> SpanExporter:
             )
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: F401 - needed, too
     except ImportError as error:
         raise _missing(error) from error
-    return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)
+    return OTLPSpanExporter
+
+
+def _otlp(endpoint: str) -> SpanExporter:
+    exporter: Any = check_exporter()
+    made: SpanExporter = exporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT)
+    return made
 
 
 def _counting(exporter: SpanExporter, counts: SpanCounts) -> SpanExporter:

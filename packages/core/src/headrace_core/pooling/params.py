@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import RequestError
+from headrace_core.foreign import own_value, own_values
 from headrace_core.pooling.info import PoolingInfo
 from headrace_core.pooling.tasks import (
     CLASSIFY_TASKS,
@@ -34,6 +35,10 @@ VALID_PARAMS: Mapping[str, tuple[str, ...]] = {
 """Task -> fields of :class:`PoolingParams` that mean something to it."""
 _MODEL_DEFAULTS = ("dimensions", "normalize", "use_activation")
 """Of these, what a :class:`PoolingInfo` has by the same name."""
+_NUMBERS = (
+    "truncate_prompt_tokens", "dimensions", "normalize", "softmax", "activation", "use_activation",
+    "step_tag_id", "requires_token_ids", "skip_reading_prefix_cache", "num_left_out",
+)  # fmt: skip
 _STEP_PARAMS = ("step_tag_id", "returned_token_ids")
 
 
@@ -71,6 +76,7 @@ class PoolingParams:
     (:attr:`PoolingInfo.include_prompt`), else none."""
 
     def __post_init__(self) -> None:
+        self._make_own()
         if self.output_kind is not RequestOutputKind.FINAL_ONLY:
             _fail("output_kind", self.output_kind, "RequestOutputKind.FINAL_ONLY: pooling has final "
                   "outputs only")  # fmt: skip
@@ -86,6 +92,15 @@ class PoolingParams:
                 param="truncate_prompt_tokens",
                 value=value,
             )
+
+    def _make_own(self) -> None:
+        """Numbers of other libraries become Python's (:mod:`headrace_core.foreign`)."""
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) not in (int, bool, type(None)):
+                setattr(self, name, own_value(value))
+        if self.returned_token_ids is not None:
+            self.returned_token_ids = own_values(self.returned_token_ids)
 
     def clone(self) -> PoolingParams:
         """A deep copy."""
@@ -130,6 +145,7 @@ class PoolingParams:
 
     def _check_values(self, info: PoolingInfo | None) -> None:
         """What a task makes of them is another question."""
+        self._make_own()
         for name in ("normalize", "use_activation", "softmax", "activation"):
             if getattr(self, name) not in (None, True, False):
                 _fail(name, getattr(self, name), "True, False or None")

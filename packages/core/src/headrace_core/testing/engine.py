@@ -275,10 +275,7 @@ class FakeEngine:
             raise UnsupportedFeature(f"{self._model.name}: has no task 'align'", param="model")
         _, ids = self._tokens(prompt, False)
         if len(ids) > self._model.max_model_len:
-            raise PromptTooLong(
-                f"prompt: {len(ids)} tokens; must be 1 to {self._model.max_model_len}",
-                param="prompt",
-            )
+            raise PromptTooLong(self._model.max_model_len, len(ids))
         weights = array("f", [0.0] * len(ids) ** 2)
         weights[:: len(ids) + 1] = array("f", [1.0] * len(ids))
         return PackedArray("float32", (len(ids), len(ids)), weights.tobytes())
@@ -330,9 +327,7 @@ class FakeEngine:
         if not ids:
             raise RequestError("prompt: must not be empty", param="prompt")
         if len(ids) > most:
-            raise PromptTooLong(
-                f"prompt of {len(ids)} tokens exceeds the context of {most}", param="prompt"
-            )
+            raise PromptTooLong(most, len(ids))
         return text, ids
 
     async def _play_pooling(self, request_id: str, calls: Sequence[RecordedPooling]) -> None:
@@ -480,11 +475,7 @@ class FakeEngine:
         if not ids:
             raise RequestError("prompt: must not be empty", param="prompt")
         if len(ids) + (params.max_tokens or 1) > model.max_model_len:
-            raise PromptTooLong(
-                f"prompt of {len(ids)} tokens and max_tokens = {params.max_tokens} exceed the "
-                f"context of {model.max_model_len}",
-                param="prompt",
-            )
+            raise PromptTooLong(model.max_model_len, len(ids), params.max_tokens or 1)
         if params.logprobs is not None and params.logprobs > model.max_logprobs:
             raise RequestError(
                 f"logprobs = {params.logprobs}: at most {model.max_logprobs}", param="logprobs"

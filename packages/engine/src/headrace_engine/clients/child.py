@@ -22,8 +22,9 @@ from typing import Any, TextIO, cast
 import msgspec
 import zmq
 
+from headrace_core.catalogue import BUG, entry_of
 from headrace_core.engine import EngineStats
-from headrace_core.log_lines import JsonLines, QueuedText, ThreadedHandler
+from headrace_core.log_lines import MODEL, JsonLines, LineFormatter, QueuedText, ThreadedHandler
 from headrace_engine.clients.front_ends import EXIT_ORPHANED, FrontEnds
 from headrace_engine.clients.wire import (
     HEARTBEAT_SECONDS,
@@ -75,13 +76,16 @@ def main() -> None:
 
 
 def _configure_logging(hello: Hello) -> None:
-    handler = ThreadedHandler(sys.stderr)
-    text = logging.Formatter("%(levelname)s %(asctime)s %(message)s")
+    """Lines of the form, and to the stream, of the process that this one belongs to."""
+    MODEL.set(hello.log_model)
+    stderr, stdout = ThreadedHandler(sys.stderr), ThreadedHandler(sys.stdout)
+    handler = stdout if os.environ.get("HEADRACE_LOGGING_STREAM") == "stdout" else stderr
+    text = LineFormatter(hello.log_colour, process="engine")
     handler.setFormatter(JsonLines() if hello.log_json else text)
     logging.getLogger().addHandler(handler)
     logging.getLogger().setLevel(hello.log_level)
-    sys.stderr = cast(TextIO, QueuedText(sys.stderr, handler))
-    sys.stdout = cast(TextIO, QueuedText(sys.stdout, ThreadedHandler(sys.stdout)))
+    sys.stderr = cast(TextIO, QueuedText(sys.stderr, stderr))
+    sys.stdout = cast(TextIO, QueuedText(sys.stdout, stdout))
 
 
 def _serve(hello: Hello, front_ends: FrontEnds) -> None:
@@ -89,7 +93,8 @@ def _serve(hello: Hello, front_ends: FrontEnds) -> None:
     try:
         core = _build(hello, timeline)
     except BaseException as error:
-        logger.exception("the engine could not be started")
+        if entry_of(error) is BUG:  # of all else the parent says what is to be said
+            logger.exception("the engine could not be started")
         front_ends.send(Failed(as_data(error)))
         return
     loop = EngineLoop(core, front_ends)

@@ -22,7 +22,7 @@ import zmq
 
 from headrace_core.config import EngineConfig
 from headrace_core.errors import EngineDead
-from headrace_core.log_lines import writes_json
+from headrace_core.log_lines import MODEL, writes_colours, writes_json
 from headrace_engine.clients.base import OutputSink
 from headrace_engine.clients.link import CoreLink
 from headrace_engine.clients.wire import Hello, Join, Leave, Stop
@@ -129,6 +129,8 @@ class ProcessClient(CoreLink):
             folder=str(self._folder),
             log_level=logger.getEffectiveLevel(),
             log_json=writes_json(__name__),
+            log_colour=writes_colours(__name__),
+            log_model=MODEL.get(),
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headrace_engine.clients.child"],

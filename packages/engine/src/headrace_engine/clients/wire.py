@@ -48,6 +48,10 @@ class Hello(msgspec.Struct, frozen=True):
     log_level: int
     log_json: bool = False
     """Log lines as JSON, as this process writes them."""
+    log_colour: bool = False
+    """Levels marked, as this process marks them."""
+    log_model: str = ""
+    """Name of the model, for log lines, where a server has several."""
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -191,11 +195,17 @@ class FrameDecoder(Generic[MessageT]):
             raise BadFrame(f"a frame of {len(frame)} bytes is no message: {error}") from error
 
 
+_DETAILS = (
+    "field", "param", "library", "install", "retry_after",
+    "limit", "num_prompt_tokens", "num_output_tokens", "at_least",
+)  # fmt: skip
+
+
 def as_data(error: BaseException) -> RemoteError:
     """An exception on its way to the other process."""
     details = {
         name: value
-        for name in ("field", "param", "library", "install", "retry_after")
+        for name in _DETAILS
         if isinstance(value := getattr(error, name, None), (str, int, float))
     }
     return RemoteError(type(error).__name__, str(error), details)
@@ -208,7 +218,7 @@ def as_exception(data: RemoteError) -> BaseException:
     if isinstance(found, type) and issubclass(found, HeadraceError):
         error = found.__new__(found)
         error.args = (data.message,)
-        for name in ("field", "param", "value", "library", "install", "retry_after"):
+        for name in (*_DETAILS, "value"):
             setattr(error, name, data.details.get(name))
         return error
     if data.kind == "MemoryError":

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Protocol
 import torch
 
 from headrace_core.platform import CpuPlatform
-from headrace_engine.execution.populate import populated_bytes
+from headrace_engine import freed_memory
+from headrace_engine.execution.populate import populated_bytes, unwritten_bytes
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class ProcessMeter:
     other threads make resident meanwhile, of whichever engine."""
 
     def available(self) -> int:
-        return CpuPlatform().available_memory()
+        return max(0, CpuPlatform().available_memory() - unwritten_bytes())
 
     def used(self) -> int:
         return resident_bytes() - populated_bytes()
@@ -71,19 +70,12 @@ class ProcessMeter:
         result.bytes = max(0, highest - before)
 
     def trim(self) -> None:
-        trim()
+        freed_memory.trim()
 
 
 def resident_bytes() -> int:
     """This process's resident set."""
     return _status_bytes("VmRSS:") or _highest_resident()
-
-
-def trim() -> None:
-    """Give memory that is free within the C library back to the system, where it can."""
-    give_back = _malloc_trim()
-    if give_back is not None:
-        give_back(0)
 
 
 class CudaMeter:
@@ -123,16 +115,6 @@ def _status_bytes(field: str) -> int:
     except OSError:
         pass
     return 0
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's function that returns free memory to the system (malloc_trim(3)); None elsewhere."""
-    try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):
-        return None
-    return found
 
 
 def _reset_high_water() -> None:

@@ -311,12 +311,12 @@ def _too_small(
         f"max_model_len of at most {fits} would fit; or raise kv_cache_memory_bytes, "
         f"max_memory_bytes or gpu_memory_utilization"
         if fits
-        else "no context fits at all: free memory, use a smaller model or fewer "
-        "max_num_batched_tokens"
+        else "no context fits at all: free memory, use a smaller model, one that is stored in fewer bits, "
+        "or fewer max_num_batched_tokens"
     )
     return (
         f"the KV cache is too small for one request of max_model_len = {max_model_len}: it needs "
-        f"{readable(least)}{of_states}, {missing} bytes more than there are (size by "
+        f"{readable(least)}{of_states}, {readable(missing)} more than there are (size by "
         f"{budget.decided_by}; {readable(profile.available)} free at start, weights "
         f"{readable(profile.weights)}, activations {readable(profile.activations)}). {advice}"
     )

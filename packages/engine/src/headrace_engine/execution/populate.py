@@ -36,6 +36,12 @@ def populated_bytes() -> int:
     return sum(populator.num_bytes for populator in list(_LIVING))
 
 
+def unwritten_bytes() -> int:
+    """Bytes of this process's caches that are promised and that the system has not given yet: it still
+    calls them free."""
+    return sum(populator.total_bytes - populator.num_bytes for populator in list(_LIVING))
+
+
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: fault pages in, change no content
 _PIECE = 8 << 20
 """Bytes populated by one call: how long a stop waits."""
@@ -69,7 +75,8 @@ class CachePopulator:
         self._buffers = list(buffers)
         self._num_blocks = num_blocks
         self._whole, self._num_threads = ahead_bytes == WHOLE, num_threads
-        total = sum(buffer.numel() for buffer in self._buffers)
+        self.total_bytes = total = sum(buffer.numel() for buffer in self._buffers)
+        """Of the whole cache."""
         self._ahead = num_blocks if self._whole else -(-ahead_bytes * num_blocks // max(1, total))
         self._target = min(self._ahead, num_blocks)
         self._done = 0
@@ -113,7 +120,7 @@ class CachePopulator:
         if self._thread is not None:
             self._thread.join()
         self._buffers = []
-        self.num_bytes = 0
+        self.num_bytes = self.total_bytes = 0
 
     def _populate_whole(self) -> None:
         begin, madvise = time.perf_counter(), _madvise()

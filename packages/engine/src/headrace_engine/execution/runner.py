@@ -280,6 +280,8 @@ class ModelRunner:
     ) -> None:
         """Report the rows that failed, and keep them from running again."""
         for r, reason in output.errors.items():
+            constraint = self.requests.sampling.constraints.get(int(rows[r]))
+            reason = (constraint and constraint.failure) or reason
             results.setdefault(ids[r], RequestStepResult()).error = reason
             self.requests.fail(int(rows[r]), reason)
 

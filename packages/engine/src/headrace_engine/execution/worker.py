@@ -47,9 +47,11 @@ from headrace_engine.execution.kv_scales import (
 )
 from headrace_engine.execution.largest import LargestStep
 from headrace_engine.execution.measure import MemoryMeter, memory_meter
+from headrace_engine.execution.memory import readable
 from headrace_engine.execution.pooling import PoolingRunner, needs_all_rows
 from headrace_engine.execution.populate import WHOLE, CachePopulator
 from headrace_engine.execution.profiling import StepProfiler
+from headrace_engine.execution.refusal import memory_errors
 from headrace_engine.execution.reloading import load_changes
 from headrace_engine.execution.runner import ModelRunner
 from headrace_engine.sampling.processors import ProcessorStage
@@ -162,7 +164,8 @@ class ModelWorker:
         self._binding.enter()
         self._available = self._meter.available()
         before = self._meter.used()
-        model = self._build_model()
+        with memory_errors("the model's weights"):
+            model = self._build_model()
         self._hold(model)
         if self._prompt_embeds and not takes_prompt_embeds(model):
             raise ConfigError(
@@ -241,7 +244,8 @@ class ModelWorker:
         """Allocate the cache, bind it to the layers, and get ready for steps."""
         model = self._loaded()
         backends = group_backends(self._layers, config)
-        self._buffers = bind_cache(self._layers, self._states, config, self._device)
+        with memory_errors(f"a KV cache of {readable(config.num_bytes)}"):
+            self._buffers = bind_cache(self._layers, self._states, config, self._device)
         self._cache = config
         if self._device.type == "cpu":
             self._populators = list(self._make_populators(config))

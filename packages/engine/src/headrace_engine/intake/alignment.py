@@ -56,13 +56,10 @@ class AlignmentIntake:
         tokens = self._prompts.read(prompt, None)
         if not tokens.media:
             raise RequestError("multi_modal_data: must be given", param="multi_modal_data")
-        if not 0 < len(tokens.ids) <= model.max_model_len:
-            raise PromptTooLong(
-                f"prompt: {len(tokens.ids)} tokens; must be 1 to {model.max_model_len}, which the "
-                "context holds",
-                param="prompt",
-                value=len(tokens.ids),
-            )
+        if not tokens.ids:
+            raise RequestError("prompt: must hold at least one token", param="prompt")
+        if len(tokens.ids) > model.max_model_len:
+            raise PromptTooLong(model.max_model_len, len(tokens.ids))
         params = PoolingParams(task=ALIGN_TASK, skip_reading_prefix_cache=True)
         core = CoreRequest(
             request_id=f"{request_id}#a{next(self._serial):x}",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_engine.intake.arguments import MAX_ARGUMENTS, arguments_object
 from headrace_engine.intake.media import ChatMedia
-from headrace_engine.intake.sandbox import COMPILED_TEMPLATES, environment
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 TEXT_PARTS = {
@@ -25,70 +20,13 @@ TEXT_PARTS = {
 """Part type -> the key that holds its text."""
 
 
-@functools.lru_cache(COMPILED_TEMPLATES)
-def detect_content_format(source: str) -> str:
-    """``openai`` if the template goes through the parts of a message's content, else ``string``.
-
-    What counts: a ``for`` over ``<something>.content`` (or ``['content']``), over a variable that
-    was set to it, or over a macro's parameter that is called with it.
-    """
-    try:
-        tree = environment().parse(source)
-    except jinja2.TemplateSyntaxError:
-        return "string"  # rendering will say what is wrong
-    names = _content_names(tree)
-    loops = tree.find_all(nodes.For)
-    return "openai" if any(_is_content(loop.iter, names) for loop in loops) else "string"
-
-
-def _content_names(tree: nodes.Template) -> set[str]:
-    """Variables and macro parameters that (somewhere) hold a message's content."""
-    names: set[str] = set()
-    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
-    while True:
-        known = len(names)
-        for assign in tree.find_all(nodes.Assign):
-            if isinstance(assign.target, nodes.Name) and _is_content(assign.node, names):
-                names.add(assign.target.name)
-        for call in tree.find_all(nodes.Call):
-            macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
-            names.update(_content_parameters(call, macro, names))
-        if len(names) == known:
-            return names
-
-
-def _content_parameters(
-    call: nodes.Call, macro: nodes.Macro | None, names: set[str]
-) -> Iterator[str]:
-    if macro is None:
-        return
-    for parameter, argument in zip(macro.args, call.args):
-        if _is_content(argument, names):
-            yield parameter.name
-    for keyword in call.kwargs:
-        if _is_content(keyword.value, names):
-            yield keyword.key
-
-
-def _is_content(node: nodes.Node | None, names: set[str]) -> bool:
-    if isinstance(node, nodes.Filter):
-        return _is_content(node.node, names)
-    if isinstance(node, nodes.Name):
-        return node.name in names
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return False
-
-
 def normalize_messages(
     messages: object, content_format: str, media: ChatMedia | None = None
 ) -> list[dict[str, Any]]:
     """Messages with ``content`` as one string, or as a list of typed parts.
 
     Tool calls' arguments, JSON text on the wire, become objects: templates write them as JSON
-    themselves.
+    themselves. What was cut counts as far as it came (:mod:`headrace_engine.intake.arguments`).
 
     Args:
         media: takes parts that are no text. In their place is a part of the modality's type, which
@@ -184,8 +122,9 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str) or arguments is None:
         name = f"{path}.function.arguments"
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except (ValueError, RecursionError):
-            raise RequestError(f"{name}: must be JSON text", param=name) from None
+        if len(arguments or "") > MAX_ARGUMENTS:
+            raise RequestError(
+                f"{name}: {len(arguments or '')} characters; at most {MAX_ARGUMENTS}", param=name
+            )
+        arguments = arguments_object(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

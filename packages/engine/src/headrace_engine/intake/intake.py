@@ -17,7 +17,7 @@ from headrace_core.engine import ServedModel, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.grammar import Vocabulary
 from headrace_core.logits_processor import LogitsProcessor
-from headrace_core.request import CoreRequest, Prompt
+from headrace_core.request import ChatPrompt, CoreRequest, Prompt
 from headrace_core.sampling import SamplingParams
 from headrace_core.text import ReasoningParser, Tokenizer
 from headrace_engine.intake.alignment import AlignmentIntake
@@ -29,7 +29,8 @@ from headrace_engine.intake.lengths import max_tokens, truncate
 from headrace_engine.intake.media import MediaReader, cuts_media
 from headrace_engine.intake.pooling import PoolingIntake, check_generates, check_priority
 from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.intake.prompts import PromptReader, PromptTokens
+from headrace_engine.intake.prompts import Fit, PromptReader, PromptTokens
+from headrace_engine.intake.template import PromptTemplates
 from headrace_engine.intake.thinking import thinking_budget
 from headrace_engine.intake.tokens import check_ids, need_tokenizer
 from headrace_engine.pooling.scores import ScorePlanner
@@ -44,7 +45,8 @@ class Intake:
         model: facts and limits.
         chat_template: replaces the tokenizer's own template.
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
-        trust_request_chat_template: let prompts bring templates of their own.
+        prompt_templates: how templates are treated that prompts bring.
+        allow_control_tokens: text of special tokens in messages becomes these tokens.
         structured_outputs: backend and limits of constraints on outputs.
         processors: logits processors that the engine runs; they check requests.
         reasoning_parser: knows where the model's reasoning begins and ends; where it ends,
@@ -61,7 +63,8 @@ class Intake:
         *,
         chat_template: str | None = None,
         content_format: str = "auto",
-        trust_request_chat_template: bool = False,
+        prompt_templates: PromptTemplates = "refused",
+        allow_control_tokens: bool = False,
         structured_outputs: StructuredOutputsConfig | None = None,
         processors: Sequence[type[LogitsProcessor]] = (),
         reasoning_parser: type[ReasoningParser] | None = None,
@@ -79,7 +82,8 @@ class Intake:
             model,
             chat_template=chat_template,
             content_format=content_format,
-            trust_request_chat_template=trust_request_chat_template,
+            prompt_templates=prompt_templates,
+            allow_control_tokens=allow_control_tokens,
             media=media,
         )
         self.pooling = PoolingIntake(lambda: self.model, self._prompts, clock)
@@ -108,6 +112,7 @@ class Intake:
         """
         if 0 < max_model_len < self.model.max_model_len:
             self.model = dataclasses.replace(self.model, max_model_len=max_model_len)
+            self._prompts.limit_context(max_model_len)
 
     def default_params(self, **changes: object) -> SamplingParams:
         """Parameters as the model's generation config sets them.
@@ -155,7 +160,8 @@ class Intake:
         params.validate()
         check_priority(priority, self.model)
         self._checks.check(params)
-        tokens = self._shortened(self._prompts.read(prompt, add_special_tokens), params)
+        fit = Fit(cut=params.truncate_prompt_tokens is not None)
+        tokens = self._shortened(self._prompts.read(prompt, add_special_tokens, fit), params)
         ids = tokens.ids
         request = PreparedRequest(
             request_id=request_id,
@@ -167,7 +173,8 @@ class Intake:
         )
         serial = next(self._serial)
         stop_token_ids = params.all_stop_token_ids(self.model.eos_token_ids)
-        longest = max_tokens(len(ids), params, self.model, clamp=clamp_max_tokens)
+        source = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        longest = max_tokens(len(ids), params, self.model, clamp=clamp_max_tokens, source=source)
         constraint = self._constraints.of(prompt, tokens, params, admitted)
         bad_words = self._checks.bad_words(params)
         thinking = thinking_budget(params, self._reasoning_parser, self.tokenizer, tokens)
@@ -208,17 +215,19 @@ class Intake:
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool | None = None, strings: bool = False
     ) -> TokenizedPrompt:
-        """Tokens of any prompt, chats included; lengths are not checked.
+        """Tokens of any prompt, chats included, however many; text is bounded
+        (:mod:`headrace_engine.intake.text_limits`).
 
         Raises:
             RequestError: the prompt is malformed.
+            PromptTooLong: its text is beyond what is tokenized.
         """
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             raise UnsupportedFeature(
                 "prompt_embeds: embeddings have no tokens that could be shown",
                 param="prompt_embeds",
             )
-        ids = self._prompts.read(prompt, add_special_tokens).ids
+        ids = self._prompts.read(prompt, add_special_tokens, Fit(cut=True)).ids
         if not strings:
             return TokenizedPrompt(ids)
         tokenizer = need_tokenizer(self.tokenizer, "prompt")

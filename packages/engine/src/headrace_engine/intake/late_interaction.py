@@ -7,7 +7,9 @@ import logging
 from headrace_core.pooling import LateInteraction
 from headrace_core.request import TokensPrompt
 from headrace_core.text import Tokenizer
+from headrace_engine.freed_memory import trimmed_after
 from headrace_engine.intake.pooling import FilledPrompt
+from headrace_engine.intake.text_limits import TextLimits
 from headrace_engine.intake.tokens import check_text
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class MarkedTexts:
         self._info = info
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
+        self._texts = TextLimits(tokenizer, max_model_len)
         self._lower_case = lower_case
         self._filler = self._filler_ids(causal=causal)
         self._query_mark = self._mark(info.query_marker, info.query_marker_id)
@@ -51,6 +54,7 @@ class MarkedTexts:
 
         Raises:
             RequestError: the text is none.
+            PromptTooLong: it is longer than what is tokenized in order to be cut.
         """
         length = self._length(self._info.query_length, keep)
         own = self._marked("text_1", text, self._query_mark, length)
@@ -71,7 +75,9 @@ class MarkedTexts:
 
     def _marked(self, param: str, text: str, mark: list[int], length: int) -> list[int]:
         check_text(param, text)
-        ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
+        self._texts.check(param, text, cut=True)
+        with trimmed_after(text):
+            ids = self._tokenizer.encode(text.lower() if self._lower_case else text)
         room = max(1, length - len(mark))
         if len(ids) > room:  # the end marker stays
             ids = [*ids[: room - 1], ids[-1]]

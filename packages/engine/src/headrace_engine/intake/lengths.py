@@ -32,12 +32,18 @@ def truncate(ids: list[int], params: SamplingParams, limit: int) -> list[int]:
 
 
 def max_tokens(
-    num_prompt_tokens: int, params: SamplingParams, model: ServedModel, *, clamp: bool
+    num_prompt_tokens: int,
+    params: SamplingParams,
+    model: ServedModel,
+    *,
+    clamp: bool,
+    source: str = "prompt",
 ) -> int:
     """Most tokens of the output: what is asked for, the server's cap, or the rest of the context.
 
     Args:
         clamp: shorten what is asked for to the rest of the context, instead of refusing it.
+        source: where the prompt's tokens are: ``prompt`` or ``messages``.
 
     Raises:
         PromptTooLong: prompt and output do not fit into the context.
@@ -56,13 +62,8 @@ def max_tokens(
     wanted = params.max_tokens
     least = _least_output(params, clamp)
     if room < least:
-        output = f"{least} output tokens" if least > 1 else "one output token"
-        raise PromptTooLong(
-            f"the prompt's {num_prompt_tokens} tokens and {output} do not fit into the context "
-            f"of {limit} tokens",
-            param="prompt" if room < 1 or wanted is None else "max_tokens",
-            value=num_prompt_tokens,
-        )
+        param = source if room < 1 or wanted is None else "max_tokens"
+        raise PromptTooLong(limit, num_prompt_tokens, least, param=param, source=source)
     return min(n for n in (room, wanted, cap) if n is not None)
 
 

@@ -26,9 +26,10 @@ from headrace_core.pooling import (
 )
 from headrace_core.request import CoreRequest, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_engine.intake.control_tokens import RenderedPrompt
 from headrace_engine.intake.media import cuts_media
 from headrace_engine.intake.prepared import PreparedRequest
-from headrace_engine.intake.prompts import PromptReader, PromptTokens
+from headrace_engine.intake.prompts import Fit, PromptReader, PromptTokens
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class FilledPrompt(NamedTuple):
     """At least 1."""
 
 
-PoolingPrompt = Prompt | PairPrompt | FilledPrompt
+PoolingPrompt = Prompt | PairPrompt | FilledPrompt | RenderedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,8 @@ class PoolingIntake:
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
         prompt, introduction = _introduced(prompt, params, info)
-        tokens = self._tokens(prompt, add_special_tokens, keep)
+        fit = Fit(keep, _longest(task, info, model), cut=keep is not None)
+        tokens = self._tokens(prompt, add_special_tokens, fit)
         ids, types = tokens.ids, tokens.token_type_ids
         if keep is not None and len(ids) > keep:
             if tokens.media:
@@ -169,7 +171,9 @@ class PoolingIntake:
         if introduction and params.num_left_out is None and _leaves_out(task, info):
             begins = self._num_tokens(introduction, add_special_tokens)
             if keep is not None:  # what is cut off is the prompt's beginning
-                begins -= len(self._tokens(prompt, add_special_tokens, None).ids) - len(ids)
+                begins -= len(self._tokens(prompt, add_special_tokens, Fit(cut=True)).ids) - len(
+                    ids
+                )
             params.num_left_out = max(0, begins)
         if params.num_left_out:
             params.num_left_out = min(params.num_left_out, len(ids) - 1)
@@ -178,9 +182,7 @@ class PoolingIntake:
         window = _window(len(ids), task, info, model)
         if window and tokens.media:
             raise PromptTooLong(
-                f"prompt: {len(ids)} tokens; must be at most {window} with media, which are not cut",
-                param="prompt",
-                value=len(ids),
+                window, len(ids), hint="A prompt with media is not cut into windows: shorten it."
             )
         return PooledPrompt(
             request_id=request_id,
@@ -223,24 +225,26 @@ class PoolingIntake:
         """Tokens at a prompt's beginning that come of the text before it, with the special ones there."""
         key = (introduction, add_special_tokens)
         if key not in self._lengths:
-            ids = self._tokens(introduction, add_special_tokens, None).ids
+            ids = self._tokens(introduction, add_special_tokens, Fit()).ids
             ends = bool(ids) and self._prompts.is_special(ids[-1])
             self._lengths[key] = len(ids) - ends
         return self._lengths[key]
 
     def _tokens(
-        self, prompt: PoolingPrompt, add_special_tokens: bool | None, keep: int | None
+        self, prompt: PoolingPrompt, add_special_tokens: bool | None, fit: Fit
     ) -> PromptTokens:
         if isinstance(prompt, PairPrompt):
-            read = self._prompts.read_pair(prompt.first, prompt.second, max_length=keep)
+            read = self._prompts.read_pair(prompt.first, prompt.second, fit)
             return read._replace(cache_salt=prompt.cache_salt)
+        if isinstance(prompt, RenderedPrompt):
+            return self._prompts.read_rendered(prompt, add_special_tokens, fit)
         if isinstance(prompt, FilledPrompt):
-            return _filled(prompt, keep)
+            return _filled(prompt, fit.max_length)
         if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is not None:
             raise UnsupportedFeature(
                 "prompt_embeds: pooling models take no embeddings", param="prompt_embeds"
             )
-        return self._prompts.read(prompt, add_special_tokens, max_length=keep)
+        return self._prompts.read(prompt, add_special_tokens, fit)
 
     def _prepared(
         self,
@@ -422,6 +426,14 @@ def _check_types(types: Sequence[int], num_tokens: int, info: PoolingInfo) -> No
         )
 
 
+def _longest(task: str, info: PoolingInfo, model: ServedModel) -> int:
+    """Tokens that a prompt may have; in windows more than the context."""
+    limit = model.max_model_len
+    if info.enable_chunked_processing and task == "embed":
+        return info.max_embed_len or limit
+    return limit
+
+
 def _window(num_tokens: int, task: str, info: PoolingInfo, model: ServedModel) -> int:
     """Tokens of a long text's windows; 0: the prompt is computed whole.
 
@@ -431,13 +443,13 @@ def _window(num_tokens: int, task: str, info: PoolingInfo, model: ServedModel) -
     limit = model.max_model_len
     native = min(limit, info.native_len or limit)
     if info.enable_chunked_processing and task == "embed":
-        longest = info.max_embed_len or limit
+        longest = _longest(task, info, model)
         if num_tokens > longest:
             raise PromptTooLong(
-                f"prompt: {num_tokens} tokens; the maximum embedding input length is {longest} "
-                "(pooler_config.max_embed_len)",
-                param="prompt",
-                value=num_tokens,
+                longest,
+                num_tokens,
+                hint=f"The maximum embedding input length is {longest} "
+                "(pooler_config.max_embed_len): shorten the prompt.",
             )
         if num_tokens > native:
             windows = -(-num_tokens // native)
@@ -446,9 +458,6 @@ def _window(num_tokens: int, task: str, info: PoolingInfo, model: ServedModel) -
             return native
     elif num_tokens > limit:
         raise PromptTooLong(
-            f"prompt: {num_tokens} tokens; must be at most {limit}, which the context holds "
-            "(truncate_prompt_tokens cuts longer prompts)",
-            param="prompt",
-            value=num_tokens,
+            limit, num_tokens, hint="Shorten the prompt, or let truncate_prompt_tokens cut it."
         )
     return 0

@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
+from headrace_core.foreign import own_ids
 from headrace_core.modality import MediaInput
 from headrace_core.request import ChatPrompt, Prompt, PromptEmbeds, brings_media
-from headrace_core.text import Tokenizer
+from headrace_core.text import GuardableTokenizer, Tokenizer
+from headrace_engine.freed_memory import trimmed_after
+from headrace_engine.intake.control_tokens import RenderedPrompt
 from headrace_engine.intake.embeds import EmbedsDecoder
 from headrace_engine.intake.media import FIELD as MEDIA_FIELD
 from headrace_engine.intake.media import ChatMedia, MediaReader, implicit_form
-from headrace_engine.intake.template import ChatRenderer
+from headrace_engine.intake.template import ChatRenderer, PromptTemplates
+from headrace_engine.intake.text_limits import TextLimits
 from headrace_engine.intake.tokens import check_ids, check_text, need_tokenizer
 
 
@@ -34,6 +38,22 @@ class PromptTokens(NamedTuple):
     """So many of the first tokens are attended to; None: all."""
 
 
+class Fit(NamedTuple):
+    """What becomes of text that is long."""
+
+    max_length: int | None = None
+    """It is shortened to so many tokens, special ones kept
+    (:meth:`headrace_core.text.Tokenizer.encode_pair`); None: it is not."""
+    room: int | None = None
+    """Tokens that the prompt may have; None: the context."""
+    cut: bool = False
+    """The prompt will be cut, or is not for the model: text beyond ``room`` is tokenized, up to
+    :data:`~headrace_engine.intake.text_limits.MOST_CHARACTERS`."""
+
+
+AS_IT_IS = Fit()
+
+
 class PromptReader:
     """Reads prompts for one model. Thread-safe.
 
@@ -42,7 +62,8 @@ class PromptReader:
         model: facts and limits.
         chat_template: replaces the tokenizer's own template.
         content_format: what templates expect ``content`` to be, unless a prompt says otherwise.
-        trust_request_chat_template: let prompts bring templates of their own.
+        prompt_templates: how templates are treated that prompts bring.
+        allow_control_tokens: text of special tokens in messages becomes these tokens.
         media: reads what prompts bring besides text; None: the model takes none.
     """
 
@@ -53,10 +74,12 @@ class PromptReader:
         *,
         chat_template: str | None = None,
         content_format: str = "auto",
-        trust_request_chat_template: bool = False,
+        prompt_templates: PromptTemplates = "refused",
+        allow_control_tokens: bool = False,
         media: MediaReader | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._texts = TextLimits(tokenizer, model.max_model_len)
         self._media = media
         self._vocab_size = model.vocab_size
         pooling = model.pooling
@@ -71,8 +94,9 @@ class PromptReader:
                 tokenizer,
                 template=chat_template,
                 content_format=content_format,
-                trust_request_template=trust_request_chat_template,
-                max_output_chars=4 * model.max_model_len + 65_536,
+                prompt_templates=prompt_templates,
+                allow_control_tokens=allow_control_tokens,
+                max_model_len=model.max_model_len,
             )
 
     def close(self) -> None:
@@ -83,19 +107,27 @@ class PromptReader:
         if self._embeds is not None:
             self._embeds.close()
 
+    def limit_context(self, max_model_len: int) -> None:
+        """Take over a shorter context, in tokens."""
+        self._texts.max_model_len = max_model_len
+        if self._renderer is not None:
+            self._renderer.limit_context(max_model_len)
+
     def read(
-        self, prompt: Prompt, add_special_tokens: bool | None, *, max_length: int | None = None
+        self,
+        prompt: Prompt,
+        add_special_tokens: bool | None,
+        fit: Fit = AS_IT_IS,
     ) -> PromptTokens:
-        """Tokens of a prompt; lengths are not checked.
+        """Tokens of a prompt. Lengths are not checked, but text that cannot fit is not tokenized.
 
         Args:
             add_special_tokens: None: yes for text, as a chat says for chats.
-            max_length: text is shortened to so many tokens, special ones kept
-                (:meth:`headrace_core.text.Tokenizer.encode_pair`); token ids, and text beside media,
-                are not.
+            fit: what becomes of text that is long; token ids, and text beside media, are not shortened.
 
         Raises:
             RequestError: the prompt is malformed, or needs what the engine does not have.
+            PromptTooLong: its text cannot fit.
         """
         if add_special_tokens is None and self._encodes:
             add_special_tokens = False  # a decoder's prompt says itself how it begins
@@ -103,37 +135,57 @@ class PromptReader:
             return self._media_tokens(prompt, add_special_tokens)
         if isinstance(prompt, ChatPrompt):
             media = ChatMedia(self._media)
-            text = self._chat_renderer().render(prompt, media)
+            rendered = self._chat_renderer().render(prompt, media)
             special = (
                 prompt.add_special_tokens if add_special_tokens is None else add_special_tokens
             )
-            ids = self._encode(text, special, None if media else max_length)
-            tokens = PromptTokens(ids, text, _salt(prompt.cache_salt))
+            tokens = self.read_rendered(
+                rendered._replace(cache_salt=_salt(prompt.cache_salt)),
+                special,
+                fit._replace(max_length=None) if media else fit,
+            )
             return self._placed(tokens, media.data(), None) if media else tokens
         if isinstance(prompt, Mapping):
-            return self._mapping_tokens(prompt, add_special_tokens, max_length)
+            return self._mapping_tokens(prompt, add_special_tokens, fit)
         if isinstance(prompt, str):
-            ids = self._encode(prompt, add_special_tokens is not False, max_length)
+            ids = self._encode(prompt, add_special_tokens is not False, fit)
             return PromptTokens(ids, prompt, None)
         return PromptTokens(self._checked_ids("prompt", prompt), None, None)
+
+    def read_rendered(
+        self, prompt: RenderedPrompt, add_special_tokens: bool | None, fit: Fit
+    ) -> PromptTokens:
+        """Tokens of what a template made; lengths as :meth:`read`.
+
+        Raises:
+            RequestError: the tokenizer cannot keep control tokens' text apart from the tokens.
+            PromptTooLong: the text cannot fit.
+        """
+        self._check_size(self._spelled(prompt.plain), fit=fit)  # the guard's marks make no tokens
+        tokenizer = self._tokenizer if not prompt.guard else self._guarded(prompt.guard)
+        ids = self._tokenized(prompt.text, add_special_tokens is not False, fit, tokenizer)
+        return PromptTokens(ids, prompt.plain, prompt.cache_salt)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is one of the tokenizer's special ones."""
         return self._tokenizer is not None and token_id in self._tokenizer.special_token_ids
 
-    def read_pair(self, first: str, second: str, *, max_length: int | None = None) -> PromptTokens:
+    def read_pair(self, first: str, second: str, fit: Fit = AS_IT_IS) -> PromptTokens:
         """Tokens of two texts as one prompt, by the tokenizer's rule for pairs; lengths as
         :meth:`read`.
 
         Raises:
             RequestError: there is no tokenizer, or a text is none.
+            PromptTooLong: the texts cannot fit.
         """
         tokenizer = need_tokenizer(self._tokenizer, "text_1")
         texts = [self._spelled(text) for text in (first, second)]
-        ids, types = tokenizer.encode_pair(*texts, max_length=max_length)
+        self._check_size(*texts, fit=fit)
+        with trimmed_after(first, second):
+            ids, types = tokenizer.encode_pair(*texts, max_length=fit.max_length)
         return PromptTokens(ids, None, None, token_type_ids=types)
 
-    def render_pair(self, query: str, document: str, template: str | None) -> str | None:
+    def render_pair(self, query: str, document: str, template: str | None) -> RenderedPrompt | None:
         """A pair's prompt by a template: the call's, the operator's, or the checkpoint's; None: there
         is none, and the tokenizer's own rule for pairs holds.
 
@@ -143,15 +195,13 @@ class PromptReader:
         source = template or self._score_template
         if source is None:
             return None
-        return self._chat_renderer().render_pair(
-            query, document, source, foreign=template is not None
-        )
+        return self._chat_renderer().render_pair(query, document, source)
 
     def _mapping_tokens(
         self,
         prompt: Mapping[str, object],
         add_special_tokens: bool | None,
-        max_length: int | None,
+        fit: Fit,
     ) -> PromptTokens:
         if prompt.get("prompt_embeds") is not None:
             return self._embeds_tokens(prompt)
@@ -178,7 +228,7 @@ class PromptReader:
             raise RequestError(
                 "prompt: a mapping needs 'prompt' or 'prompt_token_ids'", param="prompt"
             )
-        ids = self._encode(text, add_special_tokens is not False, max_length)
+        ids = self._encode(text, add_special_tokens is not False, fit)
         return PromptTokens(ids, text, salt)
 
     def _media_tokens(
@@ -234,16 +284,36 @@ class PromptReader:
         embeds = self._embeds.decode(prompt["prompt_embeds"])
         return PromptTokens([0] * embeds.num_tokens, None, _salt(prompt.get("cache_salt")), embeds)
 
-    def _encode(
-        self, text: str, add_special_tokens: bool, max_length: int | None = None
+    def _encode(self, text: str, add_special_tokens: bool, fit: Fit) -> list[int]:
+        self._check_size(self._spelled(text), fit=fit)
+        return self._tokenized(text, add_special_tokens, fit, self._tokenizer)
+
+    def _check_size(self, *texts: str, fit: Fit) -> None:
+        self._texts.check("prompt", *texts, room=fit.room, cut=fit.cut)
+
+    def _tokenized(
+        self, text: str, add_special_tokens: bool, fit: Fit, tokenizer: Tokenizer | None
     ) -> list[int]:
-        tokenizer = need_tokenizer(self._tokenizer, "prompt")
+        tokenizer = need_tokenizer(tokenizer, "prompt")
         text = self._spelled(text)
-        if max_length is None:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return tokenizer.encode_pair(
-            text, add_special_tokens=add_special_tokens, max_length=max_length
-        ).token_ids
+        with trimmed_after(text):
+            if fit.max_length is None:
+                return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode_pair(
+                text, add_special_tokens=add_special_tokens, max_length=fit.max_length
+            ).token_ids
+
+    def _guarded(self, guard: str) -> Tokenizer:
+        found: Tokenizer | None = None
+        if isinstance(self._tokenizer, GuardableTokenizer):
+            found = self._tokenizer.guarded(guard)
+        if found is None:
+            raise RequestError(
+                "messages: must not hold text of the tokenizer's control tokens, which this "
+                "tokenizer cannot keep apart from the tokens themselves",
+                param="messages",
+            )
+        return found
 
     def _spelled(self, text: str) -> str:
         """A text as the tokenizer is to see it."""
@@ -257,21 +327,23 @@ class PromptReader:
         return self._renderer
 
     def _checked_ids(self, param: str, ids: object) -> list[int]:
+        ids = own_ids(ids)
         if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes, bytearray)):
-            hint = "; tolist() makes one of an array" if hasattr(ids, "tolist") else ""
             raise RequestError(
-                f"{param} = {ids!r:.100}: must be text or a list of token ids{hint}", param=param
+                f"{param} = {ids!r:.100}: must be text or a list of token ids", param=param
             )
         check_ids(param, ids, self._vocab_size)
         return list(ids)
 
 
 def _is_empty(ids: object) -> bool:
-    """Whether a prompt says nothing: an array has no truth value, and is refused by name later."""
+    """Whether a prompt says nothing."""
+    ids = own_ids(ids)
     return ids is None or (isinstance(ids, Sequence) and not ids)
 
 
 def _types(types: object) -> list[int]:
+    types = own_ids(types)
     good = isinstance(types, Sequence) and all(type(t) is int for t in types)
     if not good:
         raise RequestError(

@@ -15,7 +15,8 @@ from typing import Any
 import jinja2
 
 from headrace_core.killable import KillableProcess, ProcessEnded, TookTooLong, serve_json
-from headrace_engine.intake.sandbox import TemplateTooLarge, render_template
+from headrace_engine.intake.content_format import detect_content_format
+from headrace_engine.intake.sandbox import OutputTooLong, render_template
 
 RENDER_SECONDS = 1.0
 """Wall-clock limit of one rendering."""
@@ -48,9 +49,18 @@ class RenderWorker:
 
         Raises:
             RenderFailed: the template failed.
+            OutputTooLong: its output is longer than ``max_chars``.
             RenderTimeout: it took too long.
         """
-        job = {"source": source, "variables": variables, "max_chars": max_chars}
+        return self._asked({"source": source, "variables": variables, "max_chars": max_chars})
+
+    def content_format(self, source: str) -> str:
+        """Like :func:`~headrace_engine.intake.content_format.detect_content_format`, with limits that
+        hold. Raises: as :meth:`render`.
+        """
+        return self._asked({"source": source})
+
+    def _asked(self, job: Mapping[str, Any]) -> str:
         try:
             line = json.dumps(job).encode()
         except (TypeError, ValueError, RecursionError):
@@ -62,6 +72,8 @@ class RenderWorker:
             raise RenderTimeout(f"rendering {error}") from None
         except ProcessEnded as error:
             raise RenderFailed(f"rendering {error}") from None
+        if "too_long" in answer:
+            raise OutputTooLong(answer["too_long"])
         if "error" in answer:
             raise RenderFailed(answer["error"])
         text: str = answer["text"]
@@ -92,9 +104,11 @@ def main() -> None:
 
 def _answer(job: Mapping[str, Any]) -> dict[str, Any]:
     try:
+        if "variables" not in job:
+            return {"text": detect_content_format(job["source"])}
         return {"text": render_template(job["source"], job["variables"], job["max_chars"])}
-    except TemplateTooLarge as error:
-        return {"error": str(error)}
+    except OutputTooLong as error:
+        return {"too_long": str(error)}
     except Exception as error:
         return {"error": describe_error(error)}
 

@@ -35,7 +35,11 @@ class TemplateRefused(jinja2.TemplateError):
 
 
 class TemplateTooLarge(jinja2.TemplateError):
-    """The template produced more than its cap."""
+    """The template made a value that is larger than its cap."""
+
+
+class OutputTooLong(TemplateTooLarge):
+    """What the template writes is longer than its cap."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -128,12 +132,12 @@ def render_template(source: str, variables: Mapping[str, Any], max_chars: int) -
     """Render, and stop when the output gets longer than ``max_chars``.
 
     Raises:
-        TemplateTooLarge, TemplateRefused, jinja2.TemplateError, or what an expression raised.
+        OutputTooLong, TemplateTooLarge, TemplateRefused, jinja2.TemplateError, or what an expression raised.
     """
     pieces, size = [], 0
     for piece in compile_template(source).generate(**variables):
         size += len(piece)
         if size > max_chars:
-            raise TemplateTooLarge(f"the output is longer than {max_chars} characters")
+            raise OutputTooLong(f"the output is longer than {max_chars} characters")
         pieces.append(piece)
     return "".join(pieces)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from headrace_core.errors import RequestError
+from headrace_core.errors import PromptTooLong, RequestError
 from headrace_core.request import ChatPrompt
-from headrace_core.text import Tokenizer
-from headrace_engine.intake.content import (
-    CONTENT_FORMATS,
-    detect_content_format,
-    normalize_messages,
-)
+from headrace_core.text import GuardableTokenizer, Tokenizer
+from headrace_engine.intake.content import CONTENT_FORMATS, normalize_messages
+from headrace_engine.intake.content_format import detect_content_format
+from headrace_engine.intake.control_tokens import MessageGuard, RenderedPrompt
 from headrace_engine.intake.media import ChatMedia
 from headrace_engine.intake.render_worker import (
     RenderFailed,
@@ -21,10 +19,19 @@ from headrace_engine.intake.render_worker import (
     RenderWorker,
     describe_error,
 )
-from headrace_engine.intake.sandbox import render_template
+from headrace_engine.intake.sandbox import OutputTooLong, render_template
 
 WORKER_ABOVE = 256 * 1024
 """Characters of messages and tools from which a trusted template, too, renders in the worker."""
+CHARS_PER_TOKEN = 16
+"""Characters of a rendered chat for each token of the context, at most. Ordinary text has 4, deeply
+indented code 8; a chat that is longer than this is not worth tokenizing."""
+_MARKUP_CHARS = 65_536
+"""Characters that a template may add besides."""
+_MOST_LEFT_OUT = 4
+"""A chat this many times longer than a template may write is not rendered at all."""
+_MOST_ADDED = 4
+"""A template that writes more than so many times what it is given is at fault itself."""
 RESERVED = frozenset(
     {
         "messages",
@@ -47,20 +54,26 @@ RESERVED = frozenset(
 )
 """Names that ``chat_template_kwargs`` may not set."""
 
+PromptTemplates = Literal["refused", "isolated", "trusted"]
+"""How a template that a prompt brings is treated: not at all; as a client's, which renders in a
+process that is killed after a second; or as the operator's own."""
+
+_HELLO = {"role": "user", "content": "Hello"}
+
 
 class ChatRenderer:
     """Renders chats. Thread-safe.
 
-    The template is, in this order: the prompt's own (if trusted), the operator's, the checkpoint's
+    The template is, in this order: the prompt's own (unless refused), the operator's, the checkpoint's
     named ``tool_use`` if tools are given, the checkpoint's default.
 
     Args:
         tokenizer: for its template and the texts of its special tokens.
         template: the operator's.
         content_format: ``auto``, ``string`` or ``openai``; a prompt may say otherwise.
-        trust_request_template: whether prompts may bring templates. Those always render in a
-            process that is killed after a second.
-        max_output_chars: cap on what a template may produce.
+        prompt_templates: how templates are treated that prompts bring.
+        allow_control_tokens: text of special tokens in messages becomes these tokens.
+        max_model_len: the context, in tokens; it bounds what a template may produce.
     """
 
     def __init__(
@@ -69,44 +82,57 @@ class ChatRenderer:
         *,
         template: str | None = None,
         content_format: str = "auto",
-        trust_request_template: bool = False,
-        max_output_chars: int = 1 << 20,
+        prompt_templates: PromptTemplates = "refused",
+        allow_control_tokens: bool = False,
+        max_model_len: int = 1 << 16,
     ) -> None:
         self._special_tokens = dict(tokenizer.special_tokens)
         self._named: Mapping[str, str] = getattr(tokenizer, "chat_templates", {})
         self._own = template
         self._default = tokenizer.chat_template
         self._content_format = content_format
-        self._trust = trust_request_template
-        self._max_chars = max_output_chars
+        self._prompt_templates = prompt_templates
+        self._guard = None if allow_control_tokens else MessageGuard(_special_texts(tokenizer))
+        self._max_model_len = max_model_len
         self._worker = RenderWorker()
 
-    def render(self, prompt: ChatPrompt, media: ChatMedia | None = None) -> str:
-        """The prompt's text.
+    def limit_context(self, max_model_len: int) -> None:
+        """Take over another context, in tokens."""
+        self._max_model_len = max_model_len
+
+    def render(self, prompt: ChatPrompt, media: ChatMedia | None = None) -> RenderedPrompt:
+        """The prompt's text, in which control tokens of messages are guarded.
 
         Args:
             media: gets what the messages bring besides text; None: they may bring none.
 
         Raises:
             RequestError: no template, wrong messages, or the template failed or refused.
+            PromptTooLong: the chat is far longer than the context.
         """
-        source, foreign = self._source(prompt)
-        messages = normalize_messages(prompt.messages, self._format(prompt, source), media)
+        source, isolated = self._source(prompt)
+        prompt, guard = self._protect(prompt, source, isolated)
+        content_format = self._format(prompt, source, in_worker=isolated)
+        messages = normalize_messages(prompt.messages, content_format, media)
         variables = self._variables(prompt, messages)
-        text = self._render(source, variables, in_worker=foreign or _is_large(variables))
+        text = self._render(source, variables, isolated, "messages")
         if prompt.continue_final_message:
-            return _cut_after_final_message(text, messages[-1])
-        return text
+            text = _cut_after_final_message(text, messages[-1])
+        return self._settle(text, guard)
 
-    def render_pair(self, query: str, document: str, template: str, *, foreign: bool) -> str:
+    def render_pair(self, query: str, document: str, template: str) -> RenderedPrompt:
         """A pair's prompt: the template gets two messages, of the roles ``query`` and ``document``.
 
         Args:
-            foreign: the template is a caller's; it renders in the worker process.
+            template: the operator's or the checkpoint's; no request brings one for pairs.
 
         Raises:
             RequestError: the template failed or refused; with its message.
+            PromptTooLong: the texts are far longer than the context.
         """
+        guard = ""
+        if self._guard is not None:
+            (query, document), guard = self._guard.protect_text(query, document)
         variables: dict[str, Any] = {
             **self._special_tokens,
             "messages": [
@@ -115,24 +141,50 @@ class ChatRenderer:
             ],
             "add_generation_prompt": False,
         }
-        return self._render(template, variables, in_worker=foreign or _is_large(variables))
+        text = self._render(template, variables, False, "prompt")
+        return self._settle(text, guard)
 
     def close(self) -> None:
         """End the worker process, if there is one."""
         self._worker.close()
 
+    def _protect(self, prompt: ChatPrompt, source: str, isolated: bool) -> tuple[ChatPrompt, str]:
+        guard = self._guard
+        if guard is None:
+            return prompt, ""
+        if isolated:  # not rendered in this process
+            return guard.protect(prompt)
+        return guard.protect(prompt, lambda: self._turn_tokens(guard, source))
+
+    def _turn_tokens(self, guard: MessageGuard, source: str) -> frozenset[str]:
+        """Control tokens that a template puts around a user's turn, and the end token: none of them
+        is inside an assistant's turn."""
+        variables = {
+            **self._special_tokens,
+            "messages": normalize_messages([_HELLO], detect_content_format(source)),
+            "add_generation_prompt": False,
+        }
+        try:
+            text = render_template(source, variables, self._max_chars())
+        except Exception:  # whatever an expression in the template raises
+            text = ""
+        return guard.found_in(text + self._special_tokens.get("eos_token", ""))
+
+    def _settle(self, text: str, guard: str) -> RenderedPrompt:
+        return RenderedPrompt(text) if self._guard is None else self._guard.settle(text, guard)
+
     def _source(self, prompt: ChatPrompt) -> tuple[str, bool]:
-        """(template, whether it is the request's own)."""
+        """(template, whether it must render in the worker)."""
         if prompt.chat_template is not None:
             if prompt.chat_template in self._named:
                 return self._named[prompt.chat_template], False
-            if not self._trust:
+            if self._prompt_templates == "refused":
                 raise RequestError(
                     "chat_template: templates in requests are refused; the operator can allow "
                     "them with --trust-request-chat-template",
                     param="chat_template",
                 )
-            return prompt.chat_template, True
+            return prompt.chat_template, self._prompt_templates == "isolated"
         if self._own is not None:
             return self._own, False
         if prompt.tools and "tool_use" in self._named:
@@ -145,14 +197,23 @@ class ChatRenderer:
             )
         return self._default, False
 
-    def _format(self, prompt: ChatPrompt, source: str) -> str:
+    def _format(self, prompt: ChatPrompt, source: str, in_worker: bool) -> str:
         wanted = prompt.content_format if prompt.content_format != "auto" else self._content_format
         if wanted not in CONTENT_FORMATS:
             raise RequestError(
                 f"content_format = {wanted!r}: must be one of {', '.join(CONTENT_FORMATS)}",
                 param="content_format",
             )
-        return detect_content_format(source) if wanted == "auto" else wanted
+        if wanted != "auto":
+            return wanted
+        if not in_worker:
+            return detect_content_format(source)
+        try:
+            return self._worker.content_format(source)
+        except (RenderFailed, RenderTimeout) as error:
+            raise RequestError(
+                f"chat_template: cannot be read: {error}", param="chat_template"
+            ) from None
 
     def _variables(self, prompt: ChatPrompt, messages: list[dict[str, Any]]) -> dict[str, Any]:
         if prompt.continue_final_message and prompt.add_generation_prompt:
@@ -177,24 +238,46 @@ class ChatRenderer:
             "add_generation_prompt": prompt.add_generation_prompt,
         }
 
-    def _render(self, source: str, variables: Mapping[str, Any], in_worker: bool) -> str:
+    def _render(self, source: str, variables: Mapping[str, Any], foreign: bool, param: str) -> str:
+        size, most = _size(variables), self._max_chars()
+        # A template may leave out what it is given, an earlier turn's reasoning say, but not most.
+        if size > _MOST_LEFT_OUT * most:
+            raise self._too_long(param)
         try:
-            if in_worker:
-                return self._worker.render(source, variables, self._max_chars)
-            return render_template(source, variables, self._max_chars)
+            if foreign or size > WORKER_ABOVE:
+                return self._worker.render(source, variables, most)
+            return render_template(source, variables, most)
+        except OutputTooLong as error:
+            if size > most // _MOST_ADDED:
+                raise self._too_long(param) from None
+            reason = str(error)
         except (RenderFailed, RenderTimeout) as error:
             reason = str(error)
         except Exception as error:  # whatever an expression in the template raises
             reason = describe_error(error)
-        raise RequestError(f"messages: the chat template failed: {reason}", param="messages")
+        raise RequestError(f"{param}: the chat template failed: {reason}", param=param)
+
+    def _max_chars(self) -> int:
+        """What a template may write, in characters."""
+        return CHARS_PER_TOKEN * self._max_model_len + _MARKUP_CHARS
+
+    def _too_long(self, source: str) -> PromptTooLong:
+        limit = self._max_model_len
+        return PromptTooLong(limit, limit + 1, at_least=True, param=source, source=source)
 
 
-def _is_large(variables: Mapping[str, Any]) -> bool:
-    """Whether rendering might take long for its input's sake alone."""
+def _special_texts(tokenizer: Tokenizer) -> set[str]:
+    if isinstance(tokenizer, GuardableTokenizer):
+        return set(tokenizer.special_texts.values())
+    return {tokenizer.token_string(token_id) for token_id in tokenizer.special_token_ids}
+
+
+def _size(variables: Mapping[str, Any]) -> int:
+    """Characters of what a template is given."""
     try:
-        return len(json.dumps(variables)) > WORKER_ABOVE
+        return len(json.dumps(variables, ensure_ascii=False))
     except (TypeError, ValueError):
-        return False  # holds what JSON cannot: only Python callers can make that
+        return 0  # holds what JSON cannot: only Python callers can make that
 
 
 def _cut_after_final_message(text: str, message: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from headrace_core.errors import EngineDead, QueueFull
 from headrace_core.request import ChatPrompt, brings_media
 from headrace_core.sampling import SamplingParams
+from headrace_engine.intake.control_tokens import RenderedPrompt
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.pooling import FilledPrompt, PairPrompt, PoolingPrompt
 from headrace_engine.structured.admission import Admitted
@@ -55,7 +56,9 @@ class IntakeThreads:
         Raises:
             EngineDead: closed before its turn came.
         """
-        if not isinstance(prompt, PairPrompt | FilledPrompt) and brings_media(prompt):
+        if not isinstance(prompt, PairPrompt | FilledPrompt | RenderedPrompt) and brings_media(
+            prompt
+        ):
             return await self._in(self._media_pool, work)
         return await self.run_sized(_size(prompt), work)
 
@@ -113,13 +116,21 @@ class IntakeThreads:
 
 def size_of_texts(texts: Sequence[object]) -> int:
     """Roughly how many characters texts to be scored have; forms are checked elsewhere."""
-    return sum(len(text) if isinstance(text, str) else len(str(text)) for text in texts)
+    return sum(map(_size_of_input, texts))
+
+
+def _size_of_input(text: object) -> int:
+    if isinstance(text, Mapping):
+        return sum(map(_size_of_input, text.values()))
+    return len(text) if isinstance(text, Sized) else SMALL_PROMPT + 1
 
 
 def _size(prompt: PoolingPrompt | Sequence[int]) -> int:
     """Roughly how many characters or tokens an intake must look at; forms are checked there."""
     if isinstance(prompt, PairPrompt):
         return len(prompt.first) + len(prompt.second)
+    if isinstance(prompt, RenderedPrompt):
+        return len(prompt.text)
     if isinstance(prompt, FilledPrompt):
         return len(prompt.token_ids)
     if isinstance(prompt, ChatPrompt):

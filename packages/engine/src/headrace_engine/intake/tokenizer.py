@@ -7,21 +7,28 @@ decoding at once are the same computation; see :mod:`headrace_engine.emission.de
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
 from headrace_core.errors import ModelError
 from headrace_core.text import EncodedPair, Tokenizer
 from headrace_engine.emission.detokenizer import ByteDetokenizer
+from headrace_engine.intake.guarded_backend import guarded_backend
+
+if TYPE_CHECKING:
+    from headrace_engine.intake.fewest_tokens import TextMeasure
 
 METASPACE = "▁"
 MAX_FILE_BYTES = 512 << 20
 """Largest tokenizer file that is read."""
+GUARDS_KEPT = 2
+"""Guards for which a second backend is kept; it shares the vocabulary."""
 
 
 class TokenizerFiles(NamedTuple):
@@ -51,6 +58,7 @@ class HFTokenizer:
             for token_id, token in files.backend.get_added_tokens_decoder().items()
         }
         self._special_ids = frozenset(_special_ids(files.backend, self.special_tokens))
+        self._guarded_by = functools.lru_cache(GUARDS_KEPT)(self._make_guarded)
 
     @property
     def vocab_size(self) -> int:
@@ -71,6 +79,23 @@ class HFTokenizer:
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+    @property
+    def special_texts(self) -> Mapping[int, str]:
+        """See :attr:`headrace_core.text.GuardableTokenizer.special_texts`."""
+        return {i: self._added.get(i, self.token_string(i)) for i in self._special_ids}
+
+    def guarded(self, guard: str) -> Tokenizer | None:
+        """See :meth:`headrace_core.text.GuardableTokenizer.guarded`."""
+        return self._guarded_by(guard)
+
+    def _make_guarded(self, guard: str) -> Tokenizer | None:
+        backend = guarded_backend(self._backend, guard, self.special_texts)
+        if backend is None:
+            return None
+        made = copy.copy(self)
+        made._backend = backend
+        return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encoding(text, add_special_tokens).ids  # type: ignore[no-any-return]
@@ -184,6 +209,19 @@ class ByteTokenizer(HFTokenizer):
         # Bytes are joined as they are; there are no spaces between tokens to leave out.
         decoder = ByteDetokenizer(self, skip_special_tokens=skip_special_tokens)
         return decoder.feed(token_ids) + decoder.finish()
+
+    def fewest_tokens(self, text: str) -> int | None:
+        """Tokens that a text becomes at least, without tokenizing it; None: there is no such bound."""
+        return None if self._measure is None else self._measure.fewest(text)
+
+    @functools.cached_property
+    def _measure(self) -> TextMeasure | None:
+        # Made with the first long text: it goes through the whole vocabulary, and needs numpy, which a
+        # start does without.
+        from headrace_engine.intake.fewest_tokens import measure_of
+
+        byte_level = isinstance(self._rule, ByteLevelRule)
+        return measure_of(self._backend, self._rule.piece, byte_level=byte_level)
 
     def _token_bytes(self, token_id: int) -> bytes:
         return self._rule.piece(self.token_string(token_id))

@@ -20,9 +20,10 @@ from headrace_core.engine import ServedModel
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import PoolingRequestOutput, ScoringOutput
 from headrace_core.pooling import PairChat, PoolingInfo, PoolingParams
-from headrace_core.request import ChatPrompt, Prompt, TextPrompt, brings_media
+from headrace_core.request import ChatPrompt, Prompt, brings_media
 from headrace_core.scoring import ScoreInput, check_activation, pair_up
 from headrace_engine.emission.pooled import PooledOutput
+from headrace_engine.intake.control_tokens import RenderedPrompt
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.pooling import PairPrompt, PoolingPrompt, check_task
 from headrace_engine.intake.tokens import need_tokenizer
@@ -30,7 +31,7 @@ from headrace_engine.pooling.jobs import Job
 
 Scored = PoolingRequestOutput[ScoringOutput]
 Pairs = Sequence[tuple[ScoreInput, ScoreInput]]
-RenderPair = Callable[[str, str, str | None], str | None]
+RenderPair = Callable[[str, str, str | None], RenderedPrompt | None]
 """(query, document, the call's template) -> prompt; None: the model has no template."""
 
 _TEXT_FIELDS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
@@ -168,7 +169,7 @@ class ScorePlanner:
         rendered, salt = self._render(query, document, template), _salt(first, second)
         if rendered is None:
             return PairPrompt(query, document, salt)
-        return rendered if salt is None else TextPrompt(prompt=rendered, cache_salt=salt)
+        return rendered._replace(cache_salt=salt)
 
     def _query(self, value: ScoreInput, keep: int | None) -> PoolingPrompt:
         assert self._marked is not None

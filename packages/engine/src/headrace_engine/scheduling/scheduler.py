@@ -347,12 +347,7 @@ class Scheduler:
             self._check_pooling_length(num_prompt_tokens, request.num_encoder_tokens)
             return
         if num_prompt_tokens >= self._max_model_len:
-            raise PromptTooLong(
-                f"prompt: {num_prompt_tokens} tokens; with at least one token of output it must "
-                f"be at most {self._max_model_len - 1} (the context holds {self._max_model_len})",
-                param="prompt",
-                value=num_prompt_tokens,
-            )
+            raise PromptTooLong(self._max_model_len, num_prompt_tokens, 1)
         # The last token is never fed back, so it needs no place in the cache.
         needed = min(num_prompt_tokens + request.max_tokens, self._max_model_len) - 1
         states = request.num_encoder_tokens
@@ -368,12 +363,7 @@ class Scheduler:
 
     def _check_pooling_length(self, num_prompt_tokens: int, num_encoder_tokens: int) -> None:
         if num_prompt_tokens > self._max_model_len:
-            raise PromptTooLong(
-                f"prompt: {num_prompt_tokens} tokens; must be at most {self._max_model_len}, which "
-                "the context holds",
-                param="prompt",
-                value=num_prompt_tokens,
-            )
+            raise PromptTooLong(self._max_model_len, num_prompt_tokens)
         if not self._kv.fits(num_prompt_tokens, num_encoder_tokens):
             raise RequestError(
                 f"prompt of {num_prompt_tokens} tokens; the whole KV cache holds "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.grammar import Constraint, GrammarMatcher, Vocabulary
+from headrace_engine.structured.budget import MatchingBudget
 from headrace_engine.structured.marker import MarkerGate, MarkerTokens
 from headrace_engine.structured.store import Compiled, GrammarStore
 
@@ -20,8 +22,17 @@ Words = npt.NDArray[np.int32]
 COMPILE_WAIT = 60.0
 """Longest wait for a grammar that is not there when its request first runs, in seconds. The core
 holds requests back until it is, so nothing waits here but what was evicted in between."""
+SLOW_FILL = 5e-3
+"""Seconds for the masks of several requests together, above which each of them is filled and
+charged by itself in the next step."""
 MAX_MARKERS = 16
 """Markers whose tokens are remembered: as many as there are reasoning formats in use, one."""
+
+
+TOO_SLOW = (
+    "structured_outputs: matching the constraint takes too long; write it with less ambiguity, or "
+    "raise structured_outputs_config.matching_seconds"
+)
 
 
 class RowConstraint:
@@ -32,6 +43,7 @@ class RowConstraint:
         compiled: its grammar.
         vocabulary: the tokens' bytes.
         marker: the text from which on the constraint holds; None: it holds from the first token on.
+        budget: what matching may take; beyond it no token is possible any more.
     """
 
     def __init__(
@@ -40,8 +52,12 @@ class RowConstraint:
         compiled: Compiled,
         vocabulary: Vocabulary,
         marker: MarkerTokens | None,
+        budget: MatchingBudget,
     ) -> None:
         self.backend = compiled.backend
+        self.budget = budget
+        self.alone = False
+        """Its mask is filled by itself, as it may be the one that is slow."""
         self.words: Words | None = None
         """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
         self.banned: Sequence[int] = ()
@@ -69,8 +85,12 @@ class RowConstraint:
 
     def observe(self, token_id: int) -> None:
         """The output has grown by a token."""
-        if self._ended:
+        if self._ended or self.budget.exceeded:
             return
+        with self.budget.one_token():
+            self._observe(token_id)
+
+    def _observe(self, token_id: int) -> None:
         if token_id in self._ends:
             self._ended = True
         elif self._opening and token_id == self._opening[0]:
@@ -104,7 +124,12 @@ class RowConstraint:
     @property
     def matcher(self) -> GrammarMatcher | None:
         """Whose mask holds for the next token, if it is a grammar's."""
-        return None if self._ended or self._broken else self._matcher
+        return None if self._ended or self._broken or self.budget.exceeded else self._matcher
+
+    @property
+    def failure(self) -> str | None:
+        """Why no token is possible, where that is not the constraint itself; None: it may be."""
+        return TOO_SLOW if self.budget.exceeded else None
 
     def take(self, words: Words) -> None:
         """The grammar's mask of the next token; tokens that end the output are added or removed."""
@@ -124,9 +149,9 @@ class RowConstraint:
         self.words, self.banned, self.closes = None, (), None
         if self._ended:
             return
-        if self._broken or self._opening:
+        if self._broken or self._opening or self.budget.exceeded:
             self.words = np.zeros(self._vocabulary.num_words, np.int32)
-            for token_id in self._opening[:1]:
+            for token_id in [] if self.budget.exceeded else self._opening[:1]:
                 self.words[token_id // 32] |= _bit(token_id)
         elif self._gate is not None:
             self.banned = [*self._gate.forbidden(), *self._ends]
@@ -172,17 +197,35 @@ def fill_masks(constraints: Iterable[RowConstraint]) -> None:
             constraint.take_none()
         else:
             waiting.append((constraint, matcher))
-    waiting.sort(key=lambda pair: pair[0].backend.name)
-    for _, group in groupby(waiting, key=lambda pair: pair[0].backend.name):
-        _fill(list(group))
+    alone = [pair for pair in waiting if pair[0].alone]
+    shared = [pair for pair in waiting if not pair[0].alone]
+    for pair in alone:
+        with pair[0].budget.one_token():
+            pair[0].alone = _fill([pair]) > SLOW_FILL / 2
+    shared.sort(key=lambda pair: pair[0].backend.name)
+    for _, group in groupby(shared, key=lambda pair: pair[0].backend.name):
+        _fill_together(list(group))
 
 
-def _fill(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> None:
+def _fill_together(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> None:
+    """Fill masks, perhaps in threads of the backend, whose time is nobody's in particular."""
+    if len(group) == 1:
+        with group[0][0].budget.one_token():
+            _fill(group)
+    elif _fill(group) > SLOW_FILL:
+        for constraint, _ in group:
+            constraint.alone = True
+
+
+def _fill(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> float:
+    """Fill masks of one backend; returns the seconds that it took."""
+    start = time.perf_counter()
     backend = group[0][0].backend
     bitmask = np.zeros((len(group), backend.vocabulary.num_words), np.int32)
     backend.fill_bitmasks([(matcher, row) for row, (_, matcher) in enumerate(group)], bitmask)
     for words, (constraint, _) in zip(bitmask, group):
         constraint.take(words)
+    return time.perf_counter() - start
 
 
 class ConstraintMaker:
@@ -206,7 +249,8 @@ class ConstraintMaker:
         compiled = self._store.request(constraint).result(COMPILE_WAIT)
         vocabulary = self._store.vocabulary
         marker = self._marker(constraint.start_after, vocabulary)
-        made = RowConstraint(constraint, compiled, vocabulary, marker)
+        budget = MatchingBudget(self._store.matching_seconds)
+        made = RowConstraint(constraint, compiled, vocabulary, marker, budget)
         for token_id in output:
             made.observe(token_id)
         return made

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headrace_core.grammar import Constraint, Grammar, GrammarBackend, Vocabulary
 from headrace_engine.structured.backend_loading import Backends
+from headrace_engine.structured.budget import MATCHING_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +42,16 @@ class GrammarStore:
     Args:
         vocabulary: made when the first grammar is compiled, in one of the threads.
         cache_bytes: most memory for grammars that are kept; what requests hold lives on anyway.
+        matching_seconds: processor time that matching one request's constraint may take.
     """
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], cache_bytes: int) -> None:
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        cache_bytes: int,
+        matching_seconds: float = MATCHING_SECONDS,
+    ) -> None:
+        self.matching_seconds = matching_seconds
         self._make_vocabulary = vocabulary
         self._cache_bytes = cache_bytes
         self._lock = threading.Lock()

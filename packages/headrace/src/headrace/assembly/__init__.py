@@ -6,10 +6,12 @@ the engine's core lives in; :func:`connect` makes the client that a server or ``
 call assembles one engine and shares nothing with another: a process may hold several.
 
 =============  ==================================================================================
+``named``      what a configuration names is looked up, before anything is read
 ``resolved``   configuration -> checkpoint, platform, and no setting left open
 ``plugged``    plug-ins that the configuration names: tokenizer, logits processors, reasoning
 ``served``     checkpoint -> what front ends say of the model and check requests against
 ``media``      what prompts bring besides text: the model's processor
+``templates``  how chats are rendered
 ``footprint``  what a model takes of the memory, told without loading it
 ``front``      intake and the way to a core; ``connect`` and ``front_end`` start here
 ``core``       scheduler, cache, executor: what lives in the engine's process
@@ -20,19 +22,19 @@ call assembles one engine and shares nothing with another: a process may hold se
 from headrace.assembly.core import build_core, build_resolved_core
 from headrace.assembly.front import (
     FrontEnd,
-    TemplateSettings,
     connect,
     front_end,
     shared_core,
     starting,
 )
+from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.resolved import Resolved, choose_platform, resolve_engine
 from headrace.assembly.served import default_sampling_params, served_model
+from headrace.assembly.templates import TemplateSettings, templates_of
 from headrace.assembly.worker import (
     build_model,
     choose_ops,
     cpu_threads,
-    kv_scale_constants,
     worker_factory,
 )
 
@@ -54,5 +56,6 @@ __all__ = [
     "served_model",
     "shared_core",
     "starting",
+    "templates_of",
     "worker_factory",
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.assembly.plugged import read_tokenizer
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.worker import platforms_worker, worker_factory
+from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core import failpoints, plugins
 from headrace_core.config import EngineConfig
 from headrace_core.errors import UnsupportedFeature
@@ -26,6 +27,7 @@ def build_core(config: EngineConfig, timeline: StartupTimeline) -> EngineCore:
     """Build the engine's core from a configuration alone: the entry point of an engine process."""
     from headrace_engine.startup import collector_paused
 
+    leave_to_another(*RESOLUTION)
     with collector_paused(freeze=True):
         with timeline.phase("resolve model"):
             resolved = resolve_engine(config)
@@ -59,7 +61,9 @@ def build_resolved_core(
     config = resolved.config
     structured = config.structured_outputs
     grammars = GrammarStore(
-        vocabulary or (lambda: grammar_vocabulary(resolved)), structured.cache_bytes
+        vocabulary or (lambda: grammar_vocabulary(resolved)),
+        structured.cache_bytes,
+        structured.matching_seconds,
     )
     if structured.prepare_at_start:
         with timeline.phase("prepare grammars"):

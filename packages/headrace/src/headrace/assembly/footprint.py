@@ -76,7 +76,9 @@ class Footprint:
     spare: int
     """What is left beside one request of ``max_model_len`` tokens; negative: what is missing."""
     why_not: str = ""
-    """Why an engine would not start; empty: it would."""
+    """Why an engine would not start, or not with what it was told to use; empty: it would."""
+    cannot_start: str = ""
+    """Why a start is refused; empty: it is not."""
 
     @property
     def fits(self) -> bool:
@@ -85,7 +87,9 @@ class Footprint:
     def facts(self) -> dict[str, Any]:
         """Plain data."""
         cache = [kind._asdict() for kind in self.cache]
-        return {**dataclasses.asdict(self), "cache": cache, "fits": self.fits}
+        facts = {**dataclasses.asdict(self), "cache": cache, "fits": self.fits}
+        del facts["cannot_start"]  # is part of why_not
+        return facts
 
     def __str__(self) -> str:
         from headrace_engine.execution.memory import readable
@@ -128,7 +132,8 @@ def footprint(resolved: Resolved) -> Footprint | Unknown:
         )
     try:
         model, weights = _built(resolved)
-        return _reckoned(resolved, weights, _specs(model))
+        available = resolved.platform.available_memory()
+        return reckoned(resolved, weights, specs_of(model), available)
     except HeadraceError as error:
         return Unknown(str(error))
     except Exception as error:  # whatever a foreign class raises
@@ -149,19 +154,32 @@ def _built(resolved: Resolved) -> tuple[CausalLM, int]:
     if info.source != "transformers":
         return model, weights
     if weights > available:
-        raise CapacityError(f"the weights take {weights} bytes, of which {available} are free")
+        from headrace_engine.execution.memory import readable
+
+        raise CapacityError(
+            f"the weights take {readable(weights)}, and {readable(available)} are free"
+        )
     filled = load_model(info, context, load=LoadConfig(load_format="dummy"))
     return filled, weights
 
 
-def _specs(model: CausalLM) -> Mapping[str, CacheSpec]:
+def specs_of(model: CausalLM) -> Mapping[str, CacheSpec]:
+    """What each layer of a model caches."""
     from headrace_engine.execution.cache import cache_specs
 
     states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
     return cache_specs(model.attention_layers(), states)
 
 
-def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) -> Footprint:
+def reckoned(
+    resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec], available: int
+) -> Footprint:
+    """What a start would find.
+
+    Args:
+        weights: bytes that the model keeps.
+        available: bytes that are free before it is loaded.
+    """
     from headrace_engine.execution.division import Limits
     from headrace_engine.execution.memory import (
         CachePlan,
@@ -174,11 +192,10 @@ def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) 
 
     config, info, platform, _ = resolved
     limits = Limits.of(config, info.max_model_len)
-    available = platform.available_memory()
     profile = MemoryProfile(weights, _logits(resolved, limits.max_num_seqs), available, 0.0)
     groups = plan_groups(specs) if specs else ()
     spare = spare_bytes(profile, groups, config.cache, limits)
-    longest, why_not = info.max_model_len, ""
+    longest, why_not, cannot_start = info.max_model_len, "", ""
     try:
         if groups:
             longest = 0
@@ -194,7 +211,7 @@ def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) 
         if spare < 0:
             why_not = f"{readable(-spare)} more than there are"
     except CapacityError as error:
-        why_not = str(error)
+        why_not = cannot_start = str(error)
     if not groups and why_not:
         longest = 0
     return Footprint(
@@ -208,6 +225,7 @@ def _reckoned(resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec]) 
         longest=longest,
         spare=spare,
         why_not=why_not,
+        cannot_start=cannot_start,
     )
 
 

@@ -5,6 +5,7 @@ One process may have several: nothing here is kept from one call to the next.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from headrace.assembly.plugged import (
 from headrace.assembly.resolved import Resolved, resolve_engine
 from headrace.assembly.served import served_model
 from headrace.assembly.speech import ServedSpeech, served_speech
+from headrace.assembly.templates import TemplateSettings, warn_of_broken
+from headrace.interrupts import ending_at_once
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError
 from headrace_core.io_processor import IOProcessor
@@ -51,27 +54,22 @@ class FrontEnd(NamedTuple):
     io_processor: IOProcessor | None = None
 
 
-class TemplateSettings(NamedTuple):
-    """How chats are rendered."""
-
-    chat_template: str | None = None
-    content_format: str = "auto"
-    trust_request_chat_template: bool = False
-
-
 @contextmanager
 def starting(*, whole_process: bool = False) -> Iterator[StartupTimeline]:
     """The time of a start, with the garbage collector off meanwhile.
 
     Args:
         whole_process: this process starts for nothing else: the timeline begins with the process,
-            and the collector will never look at what the start made.
+            the collector will never look at what the start made, and Ctrl-C ends it at once.
     """
     try:
         from headrace_engine.startup import StartupTimeline, collector_paused
     except ImportError as error:
         raise missing(error) from error
-    with collector_paused(freeze=whole_process):
+    with contextlib.ExitStack() as stack:
+        if whole_process:
+            stack.enter_context(ending_at_once())
+        stack.enter_context(collector_paused(freeze=whole_process))
         yield StartupTimeline.of_process() if whole_process else StartupTimeline()
 
 
@@ -138,6 +136,7 @@ def front_end(
     platform = resolved.platform
     with timeline.phase("read tokenizer"):
         tokenizer = read_tokenizer(resolved)
+        warn_of_broken(tokenizer, templates)
     with timeline.phase("prepare intake"):
         speech = served_speech(resolved)
         media = media_reader(resolved, None if speech is None else speech.decode_now)
@@ -151,7 +150,8 @@ def front_end(
         model,
         chat_template=templates.chat_template,
         content_format=templates.content_format,
-        trust_request_chat_template=templates.trust_request_chat_template,
+        prompt_templates=templates.prompt_templates,
+        allow_control_tokens=config.model.allow_control_tokens_in_messages,
         structured_outputs=config.structured_outputs,
         processors=logits_processors(config, timeline),
         reasoning_parser=reasoning_parser(config.structured_outputs),

@@ -77,6 +77,7 @@ def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
     ``tekken.json`` or a GGUF file says of its tokenizer."""
     from headrace_models.formats.gguf.files import gguf_file
     from headrace_models.formats.tekken import TEKKEN
+    from headrace_models.lfs import refuse_pointers
     from headrace_models.source import fetch
 
     model = resolved.config.model
@@ -85,6 +86,7 @@ def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
     folder = resolved.info.path
     if model.tokenizer is not None:
         folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
+        refuse_pointers(folder, weights=False)
     if model.tokenizer_mode == "auto" and not (folder / "tokenizer.json").is_file():
         if (folder / TEKKEN).is_file():
             return _of_tekken(folder / TEKKEN)

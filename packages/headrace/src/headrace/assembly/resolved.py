@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 from headrace import demo
 from headrace.assembly.missing import missing
+from headrace.assembly.named import check_named
 from headrace.assembly.transcription import without_faults
 from headrace_core import plugins
 from headrace_core.config import EngineConfig
-from headrace_core.errors import ConfigError, DeviceError
+from headrace_core.errors import ConfigError, DeviceError, RequestError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, Platform, detect
 from headrace_core.resolution import resolve
+from headrace_core.sampling import SamplingParams
 
 
 class Resolved(NamedTuple):
@@ -46,8 +48,10 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
         config = dataclasses.replace(config, model=model)
     platform = choose_platform(config.device.device)
+    check_named(config, platform)
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
+    _check_sampling_defaults(info)
     if not isinstance(config.model.hf_overrides, Mapping):  # what the function made
         model = dataclasses.replace(config.model, hf_overrides=info.whole_config)
         config = dataclasses.replace(config, model=model)
@@ -56,7 +60,14 @@ def resolve_engine(config: EngineConfig) -> Resolved:
 
 
 def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
-    """Refuse what only generating models have."""
+    """Refuse what only generating, or only pooling models have."""
+    if config.model.pooler_config and info.runner != "pooling":
+        raise ConfigError(
+            f"model.pooler_config = {dict(config.model.pooler_config)!r}: must be left out for "
+            f"{info.architecture}, which runs as a generator (runner {info.runner}); --runner "
+            "pooling makes it pool",
+            field="model.pooler_config",
+        )
     for name in ("logits_processors", "enable_prompt_embeds"):
         value = getattr(config.model, name)
         if value and "generate" not in info.tasks:
@@ -65,6 +76,19 @@ def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
                 "no text",
                 field=f"model.{name}",
             )
+
+
+def _check_sampling_defaults(info: ModelInfo) -> None:
+    """Every request would inherit them, and be refused."""
+    from headrace.assembly.served import default_sampling_params
+
+    try:
+        SamplingParams(**default_sampling_params(info.generation_config)).validate()
+    except RequestError as error:
+        raise ConfigError(
+            f"model.generation_config: {error} (override_generation_config changes it)",
+            field="model.generation_config",
+        ) from error
 
 
 def choose_platform(device: str) -> Platform:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.plugged import io_processor_class
-from headrace.assembly.transcription import registered, unmet_tasks
+from headrace.assembly.transcription import serving_plugin, unmet_tasks
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, ModelError
 from headrace_core.model import ModelInfo
@@ -90,7 +90,7 @@ def class_path(info: ModelInfo) -> str:
     if info.source == "transformers":
         name = "TransformersForCausalLM" if info.pooling is None else "TransformersForPooling"
         return f"headrace_models.transformers_backend.model:{name}"
-    found = registered(info.architecture)
+    found = serving_plugin(info)
     return found.target if found is not None else ""
 
 

@@ -67,9 +67,16 @@ def model_class(info: ModelInfo) -> type:
         from headrace_models.convert import model_class as of_library
 
         return of_library(info)
-    plugin = registered(info.architecture)
+    plugin = serving_plugin(info)
     found: type = plugins.load(MODELS, info.architecture if plugin is None else plugin.name)
     return found
+
+
+def serving_plugin(info: ModelInfo) -> plugins.Plugin | None:
+    """The plug-in whose class serves a checkpoint, or the language model in it."""
+    from headrace_models.catalogue.multimodal import text_architecture
+
+    return registered(text_architecture(info.architecture, info.whole_config or {}))
 
 
 def registered(architecture: str) -> plugins.Plugin | None:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.media import largest_media
+from headrace.assembly.named import kv_scale_constants
 from headrace.assembly.plugged import logits_processors
 from headrace.assembly.resolved import Resolved
+from headrace.assembly.room import check_room
 from headrace.assembly.transcription import model_class
 from headrace_core.attention import (
     AttentionBackend,
@@ -22,12 +24,9 @@ from headrace_core.attention import (
     BackendFacts,
     EncoderBackend,
 )
-from headrace_core.config import CacheConfig, SimConfig
 from headrace_core.cores import CpuThreads, format_cores, plan_threads
 from headrace_core.errors import ConfigError, PluginError
 from headrace_core.graph import capture_sizes
-from headrace_core.kv import CACHE_DTYPES
-from headrace_core.kv_scales import ScaleConstants, scale_constants
 from headrace_core.logits_processor import named_processors
 from headrace_core.model import BuildContext, CausalLM
 from headrace_core.ops import KernelNeed, OpTable, bind_ops
@@ -55,20 +54,11 @@ def platforms_worker(resolved: Resolved) -> WorkerFactory:
 def worker_factory(
     resolved: Resolved, timeline: StartupTimeline, grammars: GrammarStore | None = None
 ) -> Callable[[], ModelWorker]:
-    """Makes the worker of the resolved model, which loads it when asked to.
-
-    Raises:
-        ConfigError: settings of the simulated device, and another device.
-    """
+    """Makes the worker of the resolved model, which loads it when asked to."""
     from headrace_engine.execution.capture import Capture
     from headrace_engine.execution.worker import ModelWorker
 
     config, info, platform, _ = resolved
-    if config.sim != SimConfig():
-        raise ConfigError(
-            f"sim = {config.sim!r}: has no effect on device {platform.device!r}; use --device sim",
-            field="sim",
-        )
     tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     assert tokens is not None
     assert seqs is not None
@@ -87,7 +77,7 @@ def worker_factory(
         def rebuild(changes: Mapping[str, Any]) -> CausalLM:
             load = dataclasses.replace(config.load, **changes)
             changed = dataclasses.replace(config, load=load)
-            return build_model(resolved._replace(config=changed), ops, timeline)
+            return build_model(resolved._replace(config=changed), ops, timeline, again=True)
 
         return ModelWorker(
             lambda: build_model(resolved, ops, timeline),
@@ -142,33 +132,15 @@ def processor_maker(
     return make
 
 
-def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
-    """What the largest measured keys and values are stored as; None: no scales are measured.
-
-    Raises:
-        ConfigError: an environment variable is out of range.
-    """
-    if not cache.calculate_kv_scales:
-        return None
-    return scale_constants(CACHE_DTYPES[cache.kv_cache_dtype], environ)
-
-
 def cpu_threads(resolved: Resolved) -> CpuThreads:
     """How many threads compute on the CPU, and on which cores.
 
     Raises:
-        ConfigError: more threads, or other cores, than this process may use; cores for a device
-            that is not the CPU.
+        ConfigError: more threads, or other cores, than this process may use.
     """
     import torch
 
-    device, platform = resolved.config.device, resolved.platform
-    if device.cpu_bind != "none" and platform.device != "cpu":
-        raise ConfigError(
-            f"device.cpu_bind = {device.cpu_bind!r}: must be 'none' on device {platform.device!r}, "
-            "whose steps are not computed by CPU threads",
-            field="device.cpu_bind",
-        )
+    device = resolved.config.device
     threads = plan_threads(device.num_threads, device.cpu_bind, default=torch.get_num_threads())
     if threads.cores:
         logger.info("cpu_bind: CPU threads on cores %s", format_cores(threads.cores))
@@ -196,8 +168,14 @@ def choose_ops(resolved: Resolved, timeline: StartupTimeline, threads: CpuThread
     return ops
 
 
-def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> CausalLM:
-    """Choose quantization and attention, build the model and read its weights."""
+def build_model(
+    resolved: Resolved, ops: OpTable, timeline: StartupTimeline, *, again: bool = False
+) -> CausalLM:
+    """Choose quantization and attention, build the model and read its weights.
+
+    Args:
+        again: the model takes the place of one that is still held, so that free memory says nothing.
+    """
     with timeline.phase("import models"):
         from headrace.progress import progress_bars
         from headrace_models.loader import load_model
@@ -210,7 +188,12 @@ def build_model(resolved: Resolved, ops: OpTable, timeline: StartupTimeline) -> 
         timeline.phase("read and pack weights"),
     ):
         model = load_model(
-            info, context, load=config.load, seed=config.model.seed, progress=progress
+            info,
+            context,
+            load=config.load,
+            seed=config.model.seed,
+            progress=progress,
+            admit=None if again else lambda model: check_room(resolved, model),
         )
     choose.check_used()
     return model

@@ -83,7 +83,15 @@ class Journal:
         self._found[line] = (start, len(data))
 
     def write_output(self, path: Path) -> None:
-        """Write the answers, in the input's order, to a file that appears when it is whole."""
+        """Write the answers, in the input's order, to a file that appears when it is whole.
+
+        A link stays and its target is replaced; a device or a pipe is written to.
+        """
+        path = path.resolve()
+        if is_stream(path):
+            with path.open("wb") as file:
+                self.copy_to(file)
+            return
         partial = path.with_name(path.name + ".tmp")
         with partial.open("wb") as file:
             self.copy_to(file)
@@ -149,6 +157,11 @@ class Journal:
                     f"{name}; run that one again, or start afresh with --restart",
                     field="output_file",
                 )
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a device, a pipe or the like, which must not be replaced by a file."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _decode(raw: bytes, kind: type[_Form], path: Path) -> _Form:

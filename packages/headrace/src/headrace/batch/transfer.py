@@ -38,7 +38,10 @@ async def fetcher_for(url: str) -> AsyncIterator[Fetcher]:
             needed_for="a batch file behind a URL",
             install="pip install 'headrace[all]'",
         ) from error
-    host = urlsplit(url).hostname or ""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError as error:
+        raise ConfigError(f"{url!r:.200}: no URL: {error}") from error
     rules = FetchRules(
         private_hosts=frozenset({host}), max_bytes=MAX_INPUT, seconds=TRANSFER_SECONDS
     )

@@ -23,8 +23,9 @@ def main(words: Sequence[str]) -> int:
     name, *rest = words
     if name not in BENCHMARKS:
         near = difflib.get_close_matches(name, BENCHMARKS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        print(f"headrace bench: unknown benchmark {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        print("hint: headrace bench --help lists them (docs/errors/HR-CFG-002.md)", file=sys.stderr)
+        print(f"headrace bench: HR-CFG-002: unknown benchmark {name!r}.{meant}", file=sys.stderr)
         return 2
     status: int = importlib.import_module(f"headrace.bench.{name}").main(rest)
     return status

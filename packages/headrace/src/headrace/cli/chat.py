@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
-from headrace.arguments import Parser
-from headrace.cli.remote import RemoteServer
-from headrace.engine_args import EngineArgs
+from headrace import demo
+from headrace.cli.chat_commands import QUIT, run_command
+from headrace.cli.conversation import AnswerReport, Conversation
+from headrace.cli.line_input import LineReader, history_file
+from headrace.cli.terminal import (
+    TerminalModel,
+    connect_model,
+    is_terminal,
+    note,
+    piped_lines,
+    sampling_options,
+    terminal_parser,
+)
 from headrace.logs import configure
+from headrace_core.errors import GenerateError, PromptTooLong, QueueFull, RequestError
 
-if TYPE_CHECKING:
-    from headrace.cli.local import LocalModel
+PROMPT = "> "
+ROOM = 8
+"""An answer should find at least the context's length divided by this many tokens free."""
 
 
 def main(words: Sequence[str]) -> int:
     parser = terminal_parser(
         "chat",
         "Talk to a model in this terminal: the demo model, a checkpoint, or (with --url) a server.",
+        "In a terminal /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the chat.\n"
+        "Lines may also be piped in: one question a line.",
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="first message, in the system role")
     parser.add_argument(
@@ -27,89 +40,126 @@ def main(words: Sequence[str]) -> int:
     )
     args = parser.parse_args(words)
     configure("WARNING")
-    model = connect_model(args)
     options = sampling_options(args)
     if args.thinking:
         options["chat_template_kwargs"] = {"enable_thinking": True}
-    messages: list[dict[str, Any]] = []
-    if args.system_prompt:
-        messages.append({"role": "system", "content": args.system_prompt})
+    model = connect_model(args)
+    chat = Chat(model, Conversation(args.system_prompt, model.context), options)
     try:
-        for question in questions(args.quick):
-            messages.append({"role": "user", "content": question})
-            answer = show(model.chat(messages, **options))
-            messages.append({"role": "assistant", "content": answer})
+        if args.quick is not None:
+            chat.ask(args.quick)
+        elif is_terminal():
+            talk(chat)
+        else:
+            for question in piped_lines():
+                chat.ask(question)
     finally:
         model.close()
     return 0
 
 
-class _Remote(RemoteServer):
-    """A server as the terminal uses it."""
+class Chat:
+    """Asks a model and shows its answers.
 
-    def close(self) -> None:
-        """Nothing is held open between requests."""
+    Args:
+        options: sampling fields and template keywords of every question.
+    """
+
+    def __init__(
+        self, model: TerminalModel, conversation: Conversation, options: dict[str, Any]
+    ) -> None:
+        self.model = model
+        self.conversation = conversation
+        self._options = options
+
+    def ask(self, question: str) -> None:
+        """Show the answer as it comes, and keep both; the oldest turns go if the context is full.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; what came of the answer is kept.
+            RequestError: the model refuses.
+        """
+        report, pieces = AnswerReport(), list[str]()
+        try:
+            for piece in self._begin(question, report):
+                print(piece, end="", flush=True)
+                pieces.append(piece)
+        finally:
+            if pieces:
+                print(flush=True)
+                self.conversation.add(question, "".join(pieces), report)
+        if not pieces:
+            print(flush=True)
+            self.conversation.add(question, "", report)
+        if report.finish_reason == "length" and "max_tokens" not in self._options:
+            note("[the answer was cut: the context is full]")
+
+    def _begin(self, question: str, report: AnswerReport) -> Any:
+        """The answer's pieces, once its first one has come."""
+        conversation = self.conversation
+        context = conversation.context or 0
+        dropped = conversation.make_room(self._options.get("max_tokens") or context // ROOM)
+        while True:
+            messages = conversation.messages(question)
+            pieces = self.model.chat(messages, report, **self._options)
+            try:
+                first = next(pieces, "")
+            except PromptTooLong:
+                if not conversation.drop_oldest():
+                    raise
+                dropped += 1
+                continue
+            break
+        if dropped:
+            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
+            note(f"[the context is full: the oldest {turns} dropped]")
+        return itertools.chain((first,), pieces)
 
 
-def terminal_parser(name: str, description: str) -> Parser:
-    """What ``chat`` and ``complete`` have in common."""
-    parser = Parser(
-        prog=f"headrace {name}",
-        description=description,
-        epilog="End with Ctrl-D. Lines may also be piped in: one question a line.",
-    )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
-    )
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="one exchange, then exit")
-    parser.add_argument("--url", help="use a running server, e.g. http://localhost:8000/v1")
-    parser.add_argument("--model-name", help="with --url: which model (default: its first)")
-    parser.add_argument("--api-key", help="with --url: its key (default: OPENAI_API_KEY)")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, help="0 = always the likeliest token")
-    return EngineArgs.add_cli_args(parser)
-
-
-def connect_model(args: Namespace) -> _Remote | LocalModel:
-    """A server if one was named, else a model in this process."""
-    if args.url:
-        key = {"api_key": args.api_key} if args.api_key else {}
-        return _Remote(args.url, args.model_name, **key)
-    from headrace.cli.local import LocalModel
-
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    return LocalModel(EngineArgs.from_cli_args(args))
-
-
-def sampling_options(args: Namespace) -> dict[str, Any]:
-    """The sampling fields that were given."""
-    given = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def questions(quick: str | None) -> Iterable[str]:
-    """The one question, or lines from the terminal or a pipe until they end."""
-    if quick is not None:
-        yield quick
-        return
-    interactive = sys.stdin.isatty()
+def talk(chat: Chat) -> None:
+    """Read lines from the terminal and answer them until the user ends the chat."""
+    note(banner(chat.model))
+    reader = LineReader(history_file())
+    interrupted = False
     while True:
-        if interactive:
-            print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        try:
+            line = reader.read(PROMPT)
+            if line.strip() == QUIT:
+                return
+            _take(chat, line)
+            interrupted = False
+        except EOFError:
+            print()
             return
-        if line.strip():
-            yield line.rstrip("\n")
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return
+            interrupted = True
+            note("[stopped; Ctrl-C again or Ctrl-D ends the chat]")
 
 
-def show(pieces: Iterable[str]) -> str:
-    """Print text as it comes; returns the whole."""
-    whole = []
-    for piece in pieces:
-        print(piece, end="", flush=True)
-        whole.append(piece)
-    print(flush=True)
-    return "".join(whole)
+def _take(chat: Chat, line: str) -> None:
+    if not line.strip():
+        return
+    if line.startswith("/"):
+        note(run_command(chat.conversation, line))
+        return
+    try:
+        chat.ask(line)
+    except (RequestError, QueueFull, GenerateError) as error:
+        note(f"[{error}]")
+
+
+def banner(model: TerminalModel) -> str:
+    """What a chat begins with: the model, where it runs, and the keys."""
+    from headrace import __version__
+
+    context = f"context {model.context} tokens, " if model.context else ""
+    lines = [
+        f"headrace {__version__}: {model.name} ({context}{model.place})",
+        "/help lists the commands; Ctrl-C stops an answer; Ctrl-D ends the chat.",
+    ]
+    if model.name == demo.NAME:
+        lines.insert(1, f"{demo.SKILLS} Your own: headrace chat /path/to/checkpoint")
+    return "\n".join(lines)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from headrace.cli.chat import (
+from headrace import demo
+from headrace.cli.terminal import (
+    TerminalModel,
     connect_model,
-    questions,
+    note,
+    piped_lines,
     sampling_options,
     show,
     terminal_parser,
@@ -16,14 +20,26 @@ from headrace.logs import configure
 
 def main(words: Sequence[str]) -> int:
     parser = terminal_parser(
-        "complete", "Complete text: with the demo model, a checkpoint, or (with --url) a server."
+        "complete",
+        "Complete text: with the demo model, a checkpoint, or (with --url) a server.",
+        "End with Ctrl-D. Lines may also be piped in: one text a line.",
     )
     args = parser.parse_args(words)
     configure("WARNING")
+    options = sampling_options(args)
     model = connect_model(args)
     try:
-        for prompt in questions(args.quick):
-            show(model.complete(prompt, **sampling_options(args)))
+        if model.name == demo.NAME:
+            note(f"[{demo.SKILLS} It answers each text; other models continue it.]")
+        for prompt in piped_lines() if args.quick is None else (args.quick,):
+            show(_complete(model, prompt, options))
     finally:
         model.close()
     return 0
+
+
+def _complete(model: TerminalModel, prompt: str, options: dict[str, Any]) -> Iterator[str]:
+    """The demo model has seen nothing but conversations: anything else it only repeats."""
+    if model.name == demo.NAME:
+        return model.chat([{"role": "user", "content": prompt}], **options)
+    return model.complete(prompt, **options)

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from headrace.arguments import Parser, json_object
 from headrace.engine_args import EngineArgs
+from headrace.interrupts import ending_at_once
 from headrace.logs import configure
 from headrace_core.errors import RequestError
 from headrace_core.output import RequestOutput
@@ -22,14 +23,16 @@ def main(words: Sequence[str]) -> int:
     prompts = _prompts(args.prompt, args.input)
     if args.model_tag is not None:
         args.model = args.model_tag
-    from headrace.llm import LLM
+    with ending_at_once():
+        from headrace.llm import LLM
 
+        model = LLM(**EngineArgs.from_cli_args(args).settings)
     given = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
         "seed": args.sampling_seed,
     }
-    with LLM(**EngineArgs.from_cli_args(args).settings) as llm:
+    with model as llm:
         defaults = llm.get_default_sampling_params()
         for name, value in {**given, **args.sampling}.items():
             if value is not None:

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
+from headrace.interrupts import INTERRUPTED, leave_interrupted
+
 COMMANDS = {
     "serve": "Serve a model over the OpenAI API (default: the demo model).",
     "chat": "Talk to a model, or to a running server, in the terminal.",
@@ -44,7 +46,10 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
 
         print(f"headrace {__version__}")
         sys.exit(0)
-    sys.exit(run(words[0], words[1:]))
+    status = run(words[0], words[1:])
+    if status == INTERRUPTED:
+        leave_interrupted()
+    sys.exit(status)
 
 
 def run(name: str, words: Sequence[str]) -> int:
@@ -54,26 +59,32 @@ def run(name: str, words: Sequence[str]) -> int:
         import difflib
 
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        print(f"headrace: unknown command {name!r}.{hint}\n\n{usage()}", file=sys.stderr)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        print(
+            "hint: headrace --help lists the commands (docs/errors/HR-CFG-002.md)", file=sys.stderr
+        )
+        print(f"headrace: HR-CFG-002: unknown command {name!r}.{meant}", file=sys.stderr)
         return 2
     from headrace_core.errors import HeadraceError
 
-    module: Command = importlib.import_module("headrace.cli." + name.replace("-", "_"))
     try:
+        module: Command = importlib.import_module("headrace.cli." + name.replace("-", "_"))
         return module.main(words)
     except HeadraceError as error:
         return told(name, error)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # The reader of our output has gone (`headrace ... | head`): nothing is wrong here.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        import traceback
+        from headrace_core.catalogue import BUG, entry_of
 
-        traceback.print_exc()
+        if entry_of(error) is BUG:
+            import traceback
+
+            traceback.print_exc()
         return told(name, error)
 
 
@@ -86,7 +97,9 @@ def told(name: str, error: Exception) -> int:
     flush()  # nobody looks for the cause above the log's lines
     entry = entry_of(error)
     cause = " ".join(str(error).split())
-    if not isinstance(error, HeadraceError):
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, HeadraceError):
+        cause = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    elif not isinstance(error, HeadraceError):
         cause = f"{type(error).__name__}: {cause}"
     print(f"hint: {entry.hint} (docs/errors/{entry.code}.md)", file=sys.stderr)
     print(f"headrace {name}: {entry.code}: {cause}", file=sys.stderr)

@@ -45,9 +45,33 @@ def main(words: Sequence[str]) -> int:
 
 def _rows() -> Iterable[dict[str, Any]]:
     """By name, plain data."""
+    plugins.run_general()
+    yield from sorted((*_of_plugins(), *_of_wrappers()), key=lambda row: str(row["architecture"]))
+
+
+def _of_wrappers() -> Iterable[dict[str, Any]]:
+    """Models that also see or hear, whose text is served."""
+    from headrace_models.catalogue import ARCHITECTURES, CACHES
+    from headrace_models.catalogue.multimodal import WRAPPERS
+
+    for wrapper in WRAPPERS.values():
+        held = {kind for text in wrapper.texts.values() for kind in ARCHITECTURES[text].caches}
+        yield {
+            "architecture": wrapper.name,
+            "models": f"{wrapper.models}: text only",
+            "task": "generate",
+            "caches": [kind for kind in CACHES if kind in held],
+            "lora": False,
+            "pp": False,
+            "quantization": False,
+            "alias_of": "",
+            "source": "native",
+        }
+
+
+def _of_plugins() -> Iterable[dict[str, Any]]:
     from headrace_models.catalogue import ARCHITECTURES
 
-    plugins.run_general()
     for name, plugin in plugins.installed("headrace.models").items():
         row = ARCHITECTURES.get(name)
         if row is None or row.entry != plugin.target:

@@ -45,15 +45,21 @@ SETTINGS = frozenset(
 
 
 def main(words: Sequence[str]) -> int:
+    from headrace.assembly.templates import check_template
+
     args = make_parser().parse_args(words)
     configure()
     settings = settings_from(args)
+    check_template(settings)
     if args.model_tag is not None:
         args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
     from headrace import __version__
+    from headrace_server.parsers import load_parsers
+
+    load_parsers(settings)  # before the file is read, and a model
 
     logger.info(
         "headrace %s run-batch: %s to %s; non-default engine settings: %s", __version__,
@@ -129,10 +135,9 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ArgumentTypeError(f"{text!r}: must be at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
 
 
 def settings_from(args: Namespace) -> ServerSettings:
@@ -178,12 +183,20 @@ def journal_path(args: Namespace, folder: Path) -> Path:
     """Where answers are kept while the batch runs.
 
     Raises:
-        ConfigError: the folder for it does not exist.
+        ConfigError: the output is a folder, or the folder for it does not exist.
     """
+    from headrace.batch.journal import is_stream
     from headrace.batch.transfer import is_url
 
     if not is_url(args.output_file):
-        output = Path(args.output_file)
+        output = Path(args.output_file).resolve()
+        if is_stream(output):
+            return folder / "journal"
+        if output.is_dir():
+            raise ConfigError(
+                f"output_file = {args.output_file!r}: is a folder; must be a file or a URL",
+                field="output_file",
+            )
         if not output.parent.is_dir():
             raise ConfigError(
                 f"output_file = {args.output_file!r}: its folder does not exist",
@@ -208,20 +221,14 @@ def _answer(
     num_lines: int,
 ) -> None:
     """Start the engine and answer what is left."""
-    from headrace.assembly import TemplateSettings, connect, starting
-    from headrace.cli.serve import template_text
+    from headrace.assembly import connect, starting, templates_of
 
     with contextlib.ExitStack() as stack:
         listening = _metrics_socket(args, stack)
         with starting(whole_process=True) as timeline:
             with timeline.phase("import server"):
                 from headrace_server.app import create_app
-            templates = TemplateSettings(
-                template_text(settings.chat_template),
-                settings.chat_template_content_format,
-                settings.trust_request_chat_template,
-            )
-            engine = connect(config, templates, timeline)
+            engine = connect(config, templates_of(settings), timeline)
             app = create_app(engine, settings)
         show = stack.enter_context(_progress(num_lines, len(journal)))
         # Enough that a step is never short of requests.

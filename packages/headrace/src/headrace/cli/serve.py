@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headrace.arguments import Parser, flag_name, options_of
 from headrace.engine_args import EngineArgs
+from headrace.interrupts import ending_at_once
 from headrace.logs import configure, queue_prints
 from headrace_core.errors import ConfigError, MissingDependency
+from headrace_core.log_lines import log_block
 
 if TYPE_CHECKING:
     from headrace.assembly import TemplateSettings
     from headrace_core.config import EngineConfig, ObservabilityConfig
+    from headrace_engine.startup import StartupTimeline
     from headrace_server.settings import ServerSettings
 
 logger = logging.getLogger("headrace")
@@ -39,13 +42,9 @@ class Prepared(NamedTuple):
         Raises:
             ConfigError: the template's file cannot be read.
         """
-        from headrace.assembly import TemplateSettings
+        from headrace.assembly import templates_of
 
-        return TemplateSettings(
-            template_text(self.settings.chat_template),
-            self.settings.chat_template_content_format,
-            self.settings.trust_request_chat_template,
-        )
+        return templates_of(self.settings)
 
     def share_of_config(self) -> EngineConfig:
         """The configuration of one HTTP process of several: its part of the queue."""
@@ -62,7 +61,8 @@ class Prepared(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    prepared = prepare(words)
+    with ending_at_once():
+        prepared = prepare(words)
     if prepared.models_config is not None:
         from headrace.several.serving import serve_several
 
@@ -87,8 +87,8 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     settings = settings_from(args, os.environ)
     configure(log_format=settings.log_format, config_file=settings.log_config_file, process=process)
     queue_prints()
+    keep_metrics_in_memory()
     engine_args = complete(args, settings)
-    check_tools(settings)
     config = engine_args.create_engine_config()
     check_traces(settings, config.observability)
     if engine_args.settings and not process:
@@ -96,9 +96,28 @@ def prepare(words: Sequence[str], process: str = "") -> Prepared:
     return Prepared(settings, config, args.models_config)
 
 
+def keep_metrics_in_memory() -> None:
+    """Take ``PROMETHEUS_MULTIPROC_DIR`` out of the environment, before its library is imported.
+
+    With it the library keeps every counter in mapped files and dies of a full disk (SIGBUS). Several
+    processes of headrace ask each other for their metrics instead.
+    """
+    if os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None) is not None:
+        logger.warning(
+            "PROMETHEUS_MULTIPROC_DIR is ignored: /metrics adds up all processes of the server by "
+            "itself"
+        )
+
+
 def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
     """The engine's arguments: those of the command line, and what the server's settings say of
-    them."""
+    them.
+
+    Raises:
+        ConfigError: settings contradict each other, or the chat template cannot be used.
+    """
+    from headrace.assembly.templates import check_template
+
     if args.model_tag is not None:
         args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
@@ -108,7 +127,26 @@ def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
         from headrace_server.profiles import MAX_AUDIO_SECONDS
 
         args.max_audio_seconds = MAX_AUDIO_SECONDS
-    return EngineArgs.from_cli_args(args)
+    made = EngineArgs.from_cli_args(args)
+    _check_control_tokens(made, settings)
+    check_template(settings)
+    return made
+
+
+def _check_control_tokens(args: EngineArgs, settings: ServerSettings) -> None:
+    """Users write no turns of others under the hardened profile; elsewhere the operator is warned.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    name = "allow_control_tokens_in_messages"
+    if not args.settings.get(name):
+        return
+    if settings.hardened:
+        raise ConfigError(
+            f"{name}: not with --hardened: users could write turns of other roles", field=name
+        )
+    logger.warning("%s: users can write turns of other roles", name)
 
 
 def serve_alone(prepared: Prepared) -> int:
@@ -119,9 +157,10 @@ def serve_alone(prepared: Prepared) -> int:
     settings, config = prepared.settings, prepared.config
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
-            with timeline.phase("import server"):
-                from headrace_server.app import create_app
-                from headrace_server.run import bind, bind_admin, run
+            try_server(settings, timeline)
+            from headrace_server.app import create_app
+            from headrace_server.run import bind, bind_admin, run
+
             # Bound before anything is loaded: a port in use fails now, not after a minute.
             listening = stack.enter_context(contextlib.closing(bind(settings)))
             admin = bind_admin(settings)
@@ -131,18 +170,22 @@ def serve_alone(prepared: Prepared) -> int:
             with timeline.phase("build routes"):
                 app = create_app(engine, settings)
         paths = app.state.headrace.paths
-        logger.info("the model, as served here:\n%s", start_block(engine.model, sorted(paths)))
-        if config.engine_process:  # the plan was made, and logged, in the other process
-            logger.info("memory plan:\n%s", engine.client.memory_plan)
-        logger.info("start-up took:\n%s", timeline.describe())
+        log_block(logger, "the model, as served here", start_block(engine.model, sorted(paths)))
+        log_block(logger, "start-up took", timeline.describe(), timeline.summary())
         return run(app, listening, settings, admin)
 
 
-def check_tools(settings: ServerSettings) -> None:
-    """Refuse a tool server that cannot be had before anything is loaded."""
-    from headrace_server.tools.load import check_tool_server
+def try_server(settings: ServerSettings, timeline: StartupTimeline) -> None:
+    """Import the server, and try what its settings name, before an address is taken or anything is
+    loaded.
 
-    check_tool_server(settings.tool_server, hardened=settings.hardened)
+    Raises:
+        HeadraceError: see :func:`headrace_server.preflight.try_settings`.
+    """
+    with timeline.phase("import server"):
+        from headrace_server.preflight import try_settings
+    with timeline.phase("try settings"):
+        try_settings(settings)
 
 
 def structured_outputs(settings: ServerSettings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,11 +256,4 @@ def settings_from(args: Namespace, environ: Mapping[str, str] | None = None) -> 
     return ServerSettings(**{**values, **from_environment(environ or {})})
 
 
-def template_text(value: str | None) -> str | None:
-    """A template given as a file's name or as itself."""
-    if value is None or any(mark in value for mark in ("{{", "{%", "{#")):
-        return value
-    return Path(value).read_text(encoding="utf-8")
-
-
-__all__ = ["main", "make_parser", "settings_from", "template_text"]
+__all__ = ["main", "make_parser", "settings_from"]

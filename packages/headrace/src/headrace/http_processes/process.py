@@ -18,7 +18,9 @@ from headrace.assembly.inspection import start_block
 from headrace.cli.main import told
 from headrace.cli.serve import Prepared, prepare
 from headrace.http_processes.hello import CoreEnded, Hello
+from headrace.logs import RESOLUTION, leave_to_another
 from headrace_core.errors import HeadraceError
+from headrace_core.log_lines import log_block
 from headrace_engine.clients.joined import JoinedClient
 
 logger = logging.getLogger("headrace")
@@ -26,8 +28,6 @@ logger = logging.getLogger("headrace")
 EXIT_ORPHANED = 70
 ORPHAN_SECONDS = 10.0
 """How long a process whose supervisor is gone may take to tell its clients."""
-REPEATED = ("headrace_core.resolution", "headrace_models.resolve", "headrace_engine.startup")
-"""Loggers of what the engine's process says, too."""
 
 
 def main() -> int:
@@ -37,8 +37,7 @@ def main() -> int:
     hello = msgspec.json.decode(supervisor.readline(), type=Hello)
     try:
         prepared = prepare(hello.words, process=f"http {hello.rank}")
-        for name in REPEATED:
-            logging.getLogger(name).setLevel(logging.WARNING)
+        leave_to_another(*RESOLUTION, "headrace_engine.startup")
         return _serve(hello, prepared, supervisor)
     except HeadraceError as error:
         return told("serve", error)
@@ -74,7 +73,7 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
                 app = create_app(engine, prepared.settings, siblings)
         if hello.rank == 0:
             paths = sorted(app.state.headrace.paths)
-            logger.info("the model, as served here:\n%s", start_block(engine.model, paths))
+            log_block(logger, "the model, as served here", start_block(engine.model, paths))
         logger.debug("start-up of HTTP process %d took:\n%s", hello.rank, timeline.describe())
         os.write(hello.ready, b".")
         os.close(hello.ready)

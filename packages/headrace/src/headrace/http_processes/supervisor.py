@@ -22,9 +22,10 @@ from types import FrameType
 import msgspec
 
 from headrace.assembly import shared_core, starting
-from headrace.cli.serve import Prepared
+from headrace.cli.serve import Prepared, try_server
 from headrace.http_processes.hello import CoreEnded, Hello
 from headrace_core.errors import EngineDead
+from headrace_core.log_lines import log_block
 from headrace_engine.clients.process import ProcessClient, describe_status
 from headrace_engine.messages import CoreOutputs
 
@@ -51,22 +52,23 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
         AddressError: the port is taken.
         HeadraceError: whatever kept the engine from starting.
     """
-    from headrace_server.run import bind, bind_admin
-
     settings = prepared.settings
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(contextlib.closing(bind(settings)))
-        admin = bind_admin(settings)
-        if admin is not None:
-            stack.enter_context(contextlib.closing(admin))
-        folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         with starting(whole_process=True) as timeline:
+            try_server(settings, timeline)
+            from headrace_server.run import bind, bind_admin
+
+            listening = stack.enter_context(contextlib.closing(bind(settings)))
+            admin = bind_admin(settings)
+            if admin is not None:
+                stack.enter_context(contextlib.closing(admin))
+            folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
             core = shared_core(prepared.config, timeline, folder)
             supervisor = Supervisor(words, prepared, Sockets(listening, admin, folder), core)
             stack.callback(supervisor.end)
             supervisor.start()
-        logger.info("start-up of the engine took:\n%s", timeline.describe())
+        log_block(logger, "start-up of the engine took", timeline.describe(), timeline.summary())
         return supervisor.run()
 
 
@@ -173,7 +175,6 @@ class Supervisor:
         for rank in range(self._count):  # they import and read the tokenizer meanwhile
             self._spawn(rank)
         self._core.start(_Nobody())
-        logger.info("memory plan:\n%s", self._core.memory_plan)
         for process in self._processes.values():
             self._core.let_in(process.name)
 
@@ -245,7 +246,9 @@ class Supervisor:
         process.forget()
         self._core.turn_out(process.name)
         if self._leaving_since is not None or self._core_is_dead:
-            self._status = self._status or _exit_status(status)
+            # One that was still starting ends by the signal itself: it has done as it was told.
+            obeyed = self._leaving_since is not None and status == -signal.SIGTERM
+            self._status = self._status or (0 if obeyed else _exit_status(status))
         else:
             self._replace(process, status)
 

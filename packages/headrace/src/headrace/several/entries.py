@@ -115,7 +115,8 @@ def read_entry(entry: Mapping[str, Any], words: Sequence[str]) -> Entry:
     names = own.pop("served_model_name", [])
     try:
         args = make_parser(_Raising).parse_args([*words, *words_of(own)])
-        args.served_model_name = [name, *([names] if isinstance(names, str) else names)]
+        others = [names] if isinstance(names, str) else names
+        args.served_model_name = [name, *(other for other in others if other != name)]
         settings = settings_from(args, os.environ)
         config = complete(args, settings).create_engine_config()
         if not config.engine_process:

@@ -15,6 +15,7 @@ from headrace.several.budget import Budget
 from headrace.several.entries import Entry, name_of, read_entry
 from headrace_core.errors import HeadraceError
 from headrace_core.log_lines import MODEL
+from headrace_server.parsers import load_parsers
 from headrace_server.several.loading import Loaded
 
 if TYPE_CHECKING:
@@ -42,7 +43,13 @@ class EngineLoader:
 
     def read(self, entry: Mapping[str, Any]) -> Entry:
         """An entry as settings; see :func:`headrace.several.entries.read_entry`."""
-        return read_entry(entry, self._words)
+        found = read_entry(entry, self._words)
+        try:
+            load_parsers(found.prepared.settings)  # now, not once the weights are read
+        except HeadraceError as error:
+            error.args = (f"model {found.name!r}: {error}",)
+            raise
+        return found
 
     def load(self, entry: Mapping[str, Any]) -> Loaded:
         """See :meth:`headrace_server.several.loading.Loader.load`."""
@@ -101,8 +108,6 @@ class EngineLoader:
         taken = _memory_of(engine)
         self._memory[entry.name] = {**taken, "limit": limit}
         self._budget.claim(entry.name, limit, sum(taken.values()), is_share=asked is not None)
-        if config.engine_process:  # the plan was made, and logged, in the other process
-            logger.info("memory plan:\n%s", engine.client.memory_plan)
         return Loaded(engine, settings)
 
     def _asked(self, entry: Entry) -> int | None:
@@ -145,7 +150,7 @@ class EngineLoader:
 def give_back() -> None:
     """Return to the system what nobody holds any more: applications and engines are full of cycles,
     and the C library keeps what was freed."""
-    from headrace_engine.execution.measure import trim
+    from headrace_engine.freed_memory import trim
 
     gc.collect()
     trim()

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from headrace.assembly import choose_platform, starting
 from headrace.assembly.inspection import start_block
-from headrace.cli.serve import Prepared
+from headrace.cli.serve import Prepared, try_server
+from headrace.interrupts import ending_at_once
 from headrace.several.budget import Budget, check_shares
 from headrace.several.entries import read_file
 from headrace.several.loader import EngineLoader
 from headrace_core.errors import ConfigError
+from headrace_core.log_lines import log_block
 
 logger = logging.getLogger("headrace")
 
@@ -33,9 +35,10 @@ def serve_several(words: Sequence[str], prepared: Prepared, file: Path) -> int:
     _check_alone(prepared)
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
-            with timeline.phase("import server"):
-                from headrace_server.run import bind, bind_admin, run
-                from headrace_server.several.front import create_front
+            try_server(settings, timeline)
+            from headrace_server.run import bind, bind_admin, run
+            from headrace_server.several.front import create_front
+
             listening = stack.enter_context(contextlib.closing(bind(settings)))
             admin = bind_admin(settings)
             if admin is not None:
@@ -45,11 +48,12 @@ def serve_several(words: Sequence[str], prepared: Prepared, file: Path) -> int:
         loader = EngineLoader(words, Budget(total, config.cache.gpu_memory_utilization))
         entries = [loader.read(entry) for entry in read_file(file)]
         check_shares([e.name for e in entries], [e.share for e in entries])
-        loaded = loader.load_all(entries)
+        with ending_at_once():
+            loaded = loader.load_all(entries)
         app = create_front(loaded, settings, loader)
         for one in loaded:
             model = one.engine.model
-            logger.info("%s, as served here:\n%s", model.name, start_block(model, []))
+            log_block(logger, f"{model.name}, as served here", start_block(model, []))
         return run(app, listening, settings, admin)
 
 

@@ -45,7 +45,7 @@ class GraniteSWAForCausalLM(GraniteForCausalLM):
 
     def _table(self, context: BuildContext, theta: float) -> Tensor:
         block = {**scaling_block(context.config), "rope_theta": theta}
-        rope = rope_settings({**context.config, "rope_parameters": block})
+        rope = rope_settings({**context.config, "rope_scaling": None, "rope_parameters": block})
         limit = self.settings.integer("max_position_embeddings", 8192)
         return rotary_table(context, rope, self.head_dim(), max_positions=limit)
 

@@ -45,6 +45,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
         *shared_rules(f"{_MLP}.shared_expert"),
     )
 
+    default_theta: ClassVar[float] = 500_000.0
     default_eps: ClassVar[float] = 1e-5
 
     def prepare(self, context: BuildContext, prefix: str) -> None:

@@ -32,6 +32,7 @@ class MixtralForCausalLM(MistralForCausalLM):
         *router_rules(),  # as transformers 5 calls it
         *expert_rules(),
     )
+    default_theta: ClassVar[float] = 1_000_000.0
     default_eps: ClassVar[float] = 1e-5
 
     def make_mlp(self, context: BuildContext, index: int, name: str) -> MLPLayer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace_core.errors import WeightsError
+from headrace_core.errors import CapacityError, WeightsError
 from headrace_models.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Content:
 
     Raises:
         WeightsError: it cannot be read.
+        CapacityError: the system has no memory, or no addresses, for it.
     """
 
     def __init__(self, path: Path, *, eager: bool = False) -> None:
@@ -36,7 +38,11 @@ class Content:
         try:
             with open_regular(path) as file:
                 self._bytes = _read_whole(file.fileno()) if eager else _mapped(file.fileno())
+        except MemoryError:
+            raise _too_large(path) from None
         except (OSError, ValueError) as error:  # ValueError: a mapping of nothing
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise _too_large(path) from error
             raise WeightsError(f"{path}: cannot be read: {error}") from error
 
     def view(self, name: str, dtype: torch.dtype, offset: int, num_bytes: int) -> Tensor:
@@ -63,6 +69,14 @@ class Content:
             last = (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if first < last:
                 self._bytes.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _too_large(path: Path) -> CapacityError:
+    size = path.stat().st_size / (1 << 30)
+    return CapacityError(
+        f"{path}: the system refused {size:.2f} GiB of memory for it: free memory, raise the limit of the "
+        "process (ulimit -v, the container's), or use a smaller model; the file itself is sound"
+    )
 
 
 def _mapped(file: int) -> mmap.mmap:

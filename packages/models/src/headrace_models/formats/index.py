@@ -70,7 +70,9 @@ def read_index(folder: Path, naming: Naming = SAFETENSORS) -> dict[str, str]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(names, dict):
-            raise TypeError("weight_map is no object")
+            raise TypeError("weight_map is not an object")
+        if not names:
+            raise ValueError("weight_map names no tensor")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: unreadable index: {type(error).__name__}: {error}") from error
     for tensor, name in names.items():

@@ -12,6 +12,7 @@ from headrace_core.engine import OutputStream
 from headrace_core.errors import GenerateError
 from headrace_core.output import RequestOutput
 from headrace_server import convert
+from headrace_server.anthropic.context import apply_edits
 from headrace_server.anthropic.convert import chat_request
 from headrace_server.anthropic.events import PING, STOP_REASONS, encode_step, whole_block
 from headrace_server.anthropic.protocol import MessagesRequest
@@ -35,7 +36,8 @@ class MessageAnswer:
         convert.refuse_rank(request)
         self.body, self.state = body, state
         self.id = convert.answer_id("msg_", body.request_id, request)
-        chat = chat_request(body)
+        apply_edits(body, state.engine.model.max_model_len)
+        chat = chat_request(body, state.left_out.note)
         reasoning = state.parsers.reasoning
         if body.thinking is not None and reasoning is not None and reasoning.end_marker:
             # Without a parser nobody knows where thoughts end, and none are returned either.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +15,10 @@ from headrace_server.anthropic.protocol import (
     MessagesRequest,
 )
 from headrace_server.convert import as_chat
+from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
+from headrace_server.tool_calls import function_tool
 
 _COPIED = ("stream", "temperature", "top_p", "top_k")
 _LEAST_BUDGET = 1024
@@ -30,13 +32,19 @@ SPELLING: Mapping[str, str] = {
 """Fields of a chat -> the client's."""
 
 
-def chat_request(body: CountTokensRequest) -> ChatRequest:
+Note = Callable[[str], None]
+
+
+def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
     """The request as a chat.
+
+    Args:
+        note: is told of what is left out.
 
     Raises:
         RequestError, RequestValidationError: naming the field.
     """
-    values: dict[str, Any] = {"messages": chat_messages(body)}
+    values: dict[str, Any] = {"messages": chat_messages(body, note)}
     kwargs: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type != "adaptive":
         thinks = body.thinking.type == "enabled"
@@ -44,7 +52,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     values["include_reasoning"] = shows_thinking(body)
     if body.messages[-1].role == "assistant":  # to be continued
         values.update(continue_final_message=True, add_generation_prompt=False)
-    _add_tools(values, body)
+    _add_tools(values, body, note)
     if isinstance(body, MessagesRequest):
         _add_sampling(values, body)
         kwargs.update(body.chat_template_kwargs or {})
@@ -93,13 +101,14 @@ def _add_output(values: dict[str, Any], effort: str | None, form: dict[str, Any]
 # Tools
 
 
-def _add_tools(values: dict[str, Any], body: CountTokensRequest) -> None:
+def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> None:
     check_size("tools", list(body.tools))
-    tools = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(body.tools)]
+    kept = without_foreign(body.tools, note, own=("custom",))
+    tools = [_tool(f"tools[{i}]", tool) for i, tool in kept]
     if tools:
         values["tools"] = tools
     choice = body.tool_choice
-    if choice is None:
+    if choice is None or (not tools and choice.type == "auto"):
         return
     if choice.disable_parallel_tool_use:
         values["parallel_tool_calls"] = False
@@ -118,7 +127,8 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         raise UnsupportedFeature(
-            f"{where}: tools of type {str(kind)[:64]!r} run on Anthropic's side and are not served",
+            f"{where}: tools of type {str(kind)[:64]!r} are not known; functions have the type "
+            "'custom', or none",
             param="tools",
         )
     name, schema = tool.get("name"), tool.get("input_schema")
@@ -126,19 +136,21 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"{where}.name: must be a string of 1 to 256 characters", param="tools")
     if not isinstance(schema, dict):
         raise RequestError(f"{where}.input_schema: must be an object", param="tools")
-    function: dict[str, Any] = {"name": name, "parameters": {"type": "object", **schema}}
-    if isinstance(tool.get("description"), str):
-        function["description"] = tool["description"]
-    if tool.get("strict") is not None:
-        function["strict"] = tool["strict"]
-    return {"type": "function", "function": function}
+    about = tool.get("description")
+    if about is not None and not isinstance(about, str):
+        raise RequestError(f"{where}.description: must be a string", param="tools")
+    parameters = schema if "type" in schema else {"type": "object", **schema}
+    return function_tool(name, about, parameters, tool.get("strict"))
 
 
 # Messages
 
 
-def chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+def chat_messages(body: CountTokensRequest, note: Note) -> list[dict[str, Any]]:
     """The messages of a chat, the system prompt first.
+
+    Args:
+        note: is told of what is left out.
 
     Raises:
         RequestError: naming the message and block.
@@ -150,7 +162,7 @@ def chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     for index, message in enumerate(body.messages):
         where = f"messages[{index}].content"
         if message.role == "assistant":
-            result.append(_assistant(where, message, names))
+            result.append(_assistant(where, message, names, note))
         elif message.role == "system":
             result.append({"role": "system", "content": _text_of(where, message.content)})
         else:
@@ -158,7 +170,17 @@ def chat_messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return result
 
 
-def _assistant(where: str, message: InputMessage, names: dict[str, str]) -> dict[str, Any]:
+_LEFT_OUT = frozenset(
+    {"redacted_thinking", "server_tool_use", "web_search_tool_result", "web_fetch_tool_result",
+     "code_execution_tool_result", "bash_code_execution_tool_result", "tool_search_tool_result",
+     "text_editor_code_execution_tool_result", "mcp_tool_use", "mcp_tool_result"}
+)  # fmt: skip
+"""Blocks of answers that another server gave: nobody can read them here, or they ran there."""
+
+
+def _assistant(
+    where: str, message: InputMessage, names: dict[str, str], note: Note
+) -> dict[str, Any]:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     texts, thoughts, calls = [], [], []
@@ -171,6 +193,8 @@ def _assistant(where: str, message: InputMessage, names: dict[str, str]) -> dict
                 thoughts.append(_required(place, "thinking", block.thinking))
             case "tool_use":
                 calls.append(_call(place, block, names))
+            case kind if kind in _LEFT_OUT:
+                note(f"blocks of type {kind}")
             case _:
                 raise _refusal(place, block.type)
     made: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -186,9 +210,12 @@ def _call(where: str, block: ContentBlock, names: dict[str, str]) -> dict[str, A
     call_id, name = _required(where, "id", block.id), _required(where, "name", block.name)
     if block.input is None:
         raise RequestError(f"{where}.input: must be an object", param="messages")
-    check_size(f"{where}.input", block.input)
     names[call_id] = name
-    arguments = msgspec.json.encode(block.input).decode()
+    if isinstance(block.input, str):  # as it was cut
+        arguments = block.input
+    else:
+        check_size(f"{where}.input", block.input)
+        arguments = msgspec.json.encode(block.input).decode()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -228,15 +255,17 @@ def _result(where: str, block: ContentBlock, names: Mapping[str, str]) -> dict[s
             f"{where}.tool_use_id = {call_id[:64]!r}: no tool_use of that id comes before",
             param="messages",
         )
-    text = _result_text(where, block.content)
+    texts = _result_texts(where, block.content)
     if block.is_error:  # no template has a place for it
-        text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": text}
+        texts[:1] = ["Error: " + "".join(texts[:1])]
+    parts = [{"type": "text", "text": text} for text in texts]
+    content = parts if len(texts) > 1 else "".join(texts)
+    return {"role": "tool", "tool_call_id": call_id, "name": name, "content": content}
 
 
-def _result_text(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> str:
+def _result_texts(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return [content or ""]
     texts = []
     for index, part in enumerate(content):
         place = f"{where}.content[{index}]"
@@ -246,7 +275,7 @@ def _result_text(where: str, content: str | Sequence[Mapping[str, Any]] | None) 
         if not isinstance(text, str):
             raise RequestError(f"{place}.text: must be a string", param="messages")
         texts.append(text)
-    return "\n".join(texts)
+    return texts
 
 
 def _text_of(where: str, content: str | Sequence[ContentBlock]) -> str:

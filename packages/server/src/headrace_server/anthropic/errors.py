@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_server.errors import report
+from headrace_core.errors import PromptTooLong
+from headrace_server.errors import Answer, report
 from headrace_server.paths import route_path
 from headrace_server.stream import named_event
 
@@ -34,9 +35,22 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+def answer(error: Exception, request_id: str) -> Answer:
+    """:func:`headrace_server.errors.report`, in the words by which this protocol's clients know that
+    a conversation must be shortened."""
+    told = report(error, request_id)
+    if not isinstance(error, PromptTooLong):
+        return told
+    count = f"{'at least ' if error.at_least else ''}{error.num_prompt_tokens} tokens"
+    most = error.limit - error.num_output_tokens
+    return msgspec.structs.replace(
+        told, message=f"prompt is too long: {count} > {most} maximum. {told.message}"
+    )
+
+
 def error_event(error: Exception, request_id: str) -> bytes:
     """An error in the middle of a stream: its last event."""
-    told = report(error, request_id)
+    told = answer(error, request_id)
     return named_event("error", error_body(told.status, told.message))
 
 

@@ -19,7 +19,6 @@ from headrace_server.protocol.base import (
 ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
     "container": Refusal("there are no containers here"),
     "mcp_servers": Refusal("tool servers are the operator's; they serve /v1/responses", []),
-    "context_management": Refusal("is not served; send the messages that are to be read"),
     "diagnostics": Refusal("is not served"),
     "inference_geo": Refusal("there are no regions here"),
     "speed": Refusal("there is one speed here", "standard"),
@@ -41,7 +40,9 @@ class ContentBlock(BaseModel):
     source: FreeObject | None = None
     id: ShortText | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    input: FreeObject | None = None
+    input: FreeObject | Text | None = Field(
+        None, description="Of a call; as text, if it was cut and is no JSON."
+    )
     tool_use_id: ShortText | None = None
     content: Text | Annotated[list[FreeObject], Field(max_length=4096)] | None = None
     is_error: bool | None = None
@@ -108,6 +109,9 @@ class CountTokensRequest(RequestBody):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: FreeObject | None = Field(
+        None, description="Edits: old thoughts are dropped; others must change nothing."
+    )
     cache_control: FreeObject | None = Field(
         None, description="Has no effect: every prompt's beginning is looked up in the cache."
     )

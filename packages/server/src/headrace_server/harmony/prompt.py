@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace_core.engine import ServedModel
@@ -22,7 +23,11 @@ from headrace_server.tools.base import Namespace, Tool
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
-MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN, "<|endoftext|>", "<|startoftext|>")
+MARKS = frozenset(
+    {START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN, "<|endoftext|>", "<|startoftext|>"}
+)
+_MARK = re.compile(r"<\|[a-z0-9_]{1,64}\|>")
+"""The form of all marks."""
 _GUARD = "\N{WORD JOINER}"
 _IDENTITY = "You are ChatGPT, a large language model trained by OpenAI."
 _KNOWLEDGE = "2024-06"
@@ -40,6 +45,7 @@ def render(
     *,
     effort: str | None = None,
     today: datetime.date | None = None,
+    special_tokens: Iterable[str] = (),
 ) -> str:
     """The text of a conversation's prompt.
 
@@ -48,11 +54,12 @@ def render(
 
     Args:
         builtin: tools that the server calls.
+        special_tokens: the model's, which are marks besides the format's own.
         effort: ``low``, ``medium`` (default) or ``high``; wins over the template variable
             ``reasoning_effort``.
 
     Raises:
-        RequestError: the effort is another word.
+        RequestError: the effort is another word, or a role holds a mark.
         UnsupportedFeature: the last message is to be continued, or there are documents.
     """
     if prompt.continue_final_message:
@@ -71,6 +78,8 @@ def render(
             f"reasoning effort = {str(chosen)[:32]!r}: must be one of {', '.join(EFFORTS)}",
             param="reasoning_effort",
         )
+    marks = MARKS.union(special_tokens)
+    _check_roles(prompt.messages, marks)
     day = today or datetime.datetime.now(datetime.UTC).date()
     tools = _tools(prompt)
     messages = [_system(day, chosen, bool(tools), builtin)]
@@ -80,29 +89,40 @@ def render(
     history = from_chat(prompt.messages, [space.label for space in builtin])
     messages += drop_old_analysis(history)
     opened = f"{START}assistant" if prompt.add_generation_prompt else ""
-    return "".join(map(render_message, messages)) + opened
+    return "".join(render_message(message, marks) for message in messages) + opened
 
 
-def render_message(message: HarmonyMessage) -> str:
-    """One message with its marks."""
-    head = START + _guard(message.author)
+def _check_roles(messages: Sequence[Mapping[str, Any]], marks: Collection[str]) -> None:
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if _guard(role, marks) != role:
+            raise RequestError(
+                f"messages[{index}].role = {role[:100]!r}: must not hold the text of a control token",
+                param=f"messages[{index}].role",
+            )
+
+
+def render_message(message: HarmonyMessage, marks: Collection[str] = MARKS) -> str:
+    """One message with its marks; those in its text are broken up."""
+    head = START + _guard(message.author, marks)
     if message.recipient is not None and message.channel is None:
-        head += f" to={_guard(message.recipient)}"
+        head += f" to={_guard(message.recipient, marks)}"
     if message.channel is not None:
-        to = "" if message.recipient is None else f" to={_guard(message.recipient)}"
+        to = "" if message.recipient is None else f" to={_guard(message.recipient, marks)}"
         if message.author != "assistant" and to:  # a tool's answer names its recipient first
             head, to = head + to, ""
         head += f"{CHANNEL}{message.channel}{to}"
     if message.content_type is not None:
         head += f" {message.content_type}"
-    return f"{head}{MESSAGE}{_guard(message.text)}{CALL if message.is_call else END}"
+    return f"{head}{MESSAGE}{_guard(message.text, marks)}{CALL if message.is_call else END}"
 
 
-def _guard(text: str) -> str:
-    for mark in MARKS:
-        if mark in text:
-            text = text.replace(mark, mark[:1] + _GUARD + mark[1:])
-    return text
+def _guard(text: str, marks: Collection[str]) -> str:
+    def broken(found: re.Match[str]) -> str:
+        mark = found[0]
+        return mark[:1] + _GUARD + mark[1:] if mark in marks else mark
+
+    return _MARK.sub(broken, text)
 
 
 def _system(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,6 +22,8 @@ MAX_NODES = 100_000
 """Values inside free-form values."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
+"""Fails with the first that is wrong: a million errors would take seconds."""
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 ShortText = Annotated[str, Field(max_length=256)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -80,6 +82,13 @@ class RequestBody(BaseModel):
         near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
         hint = f"; the nearest known field is {near[0]!r}" if near else ""
         raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
+
+
+def fields_of(value: Any) -> Collection[str]:
+    """Names of the fields that a body sets, whether it is decoded JSON or validated already."""
+    if isinstance(value, dict):
+        return value.keys()
+    return value.model_fields_set if isinstance(value, BaseModel) else ()
 
 
 def without_nulls(data: Any, keep: frozenset[str] = frozenset()) -> Any:

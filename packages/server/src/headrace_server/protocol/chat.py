@@ -8,10 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
 from headrace_server.protocol.completions import PromptLogprobsField
 from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
 from headrace_server.protocol.usage import Usage
+from headrace_server.state import ServerState
 
 CHAT_REFUSALS: Mapping[str, Refusal] = {
     **SAMPLING_REFUSALS,
@@ -19,10 +21,7 @@ CHAT_REFUSALS: Mapping[str, Refusal] = {
     "function_call": Refusal("is the old form of tool_choice, which is not served", "none"),
     "modalities": Refusal("only text is produced", ["text"]),
     "audio": Refusal("only text is produced"),
-    "prediction": Refusal("predicted output is not served"),
     "web_search_options": Refusal("there is no web search here"),
-    "store": Refusal("answers are not stored", False),
-    "verbosity": Refusal("is not served; say it in the messages"),
 }
 
 
@@ -72,12 +71,32 @@ class ChatRequest(SamplingBody):
         description="Handed to the chat template. none also sets enable_thinking and thinking to "
         "false there.",
     )
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Handed to the chat template."
+    )
+    metadata: FreeObject | None = Field(None, description="Has no effect.")
+    store: bool = Field(False, description="Has no effect: answers of chats are not stored.")
+    prediction: FreeObject | None = Field(
+        None, description="Has no effect: it could only make an answer faster."
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Text | None = None
     chat_template_kwargs: FreeObject | None = None
     documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
+
+    def check_fields(self, state: ServerState) -> None:
+        """As all bodies; and leave out tools that are not functions."""
+        super().check_fields(state)
+        if self.tools:
+            self._leave_out_tools(state)
+
+    def _leave_out_tools(self, state: ServerState) -> None:
+        kept = [dict(tool) for _, tool in without_foreign(self.tools or (), state.left_out.note)]
+        if not kept and self.tool_choice == "auto":
+            self.tool_choice = None
+        self.tools = kept or None
 
 
 class FunctionCall(BaseModel):

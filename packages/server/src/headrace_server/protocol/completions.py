@@ -8,14 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from headrace_server.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Refusal, Text, TokenId
+from headrace_server.protocol.base import MAX_SEQUENCES, Count, Refusal, Text, TokenIds
 from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
 from headrace_server.protocol.usage import Usage
 
 MAX_EMBEDS = 64 * 1024 * 1024
 """Characters of one prompt's embeddings."""
-
-TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 
 
 def _prompt_form(value: Any) -> str:

@@ -13,10 +13,11 @@ from headrace_server.protocol.base import (
     RequestBody,
     ShortText,
     Text,
+    TokenIds,
+    fields_of,
     without_nulls,
 )
 from headrace_server.protocol.chat import Messages
-from headrace_server.protocol.completions import TokenIds
 from headrace_server.protocol.usage import Usage
 
 MAX_INPUTS = 8192
@@ -193,12 +194,13 @@ class PluginRequest(RequestBody):
 
 
 def _input_or_chat(value: Any) -> str:
-    is_chat = isinstance(value, dict) and "messages" in value and "input" not in value
-    return "<chat>" if is_chat else "<text>"
+    fields = fields_of(value)
+    return "<chat>" if "messages" in fields and "input" not in fields else "<text>"
 
 
 def _pooling_form(value: Any) -> str:
-    is_plugin = isinstance(value, dict) and "data" in value and not value.keys() & _INPUTS
+    fields = fields_of(value)
+    is_plugin = "data" in fields and _INPUTS.isdisjoint(fields)
     return "<plugin>" if is_plugin else _input_or_chat(value)
 
 

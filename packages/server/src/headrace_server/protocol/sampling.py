@@ -40,7 +40,6 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
     "logits_processors": Refusal("per-request logits processors are not served"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
-    "service_tier": Refusal("there are no tiers here", "auto", "default"),
 }
 
 
@@ -52,6 +51,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = True
     continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
 XargItem = (
@@ -81,14 +81,16 @@ class SamplingFields(RequestBody):
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     min_tokens: Count = 0
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None
+    ) = None
     bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     thinking_token_budget: Count | None = Field(
@@ -126,7 +128,17 @@ class SamplingBody(SamplingFields):
     request_id: ShortText | None = None
     headrace_xargs: Xargs | None = Field(None, description="For plug-ins; handed on as extra_args.")
     vllm_xargs: Xargs | None = Field(None, description="The same as headrace_xargs.")
-    user: ShortText | None = Field(None, description="Has no effect.")
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect."
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    prompt_cache_retention: ShortText | None = Field(
+        None, description="Has no effect: the cache keeps what it has room for."
+    )
+    service_tier: ShortText | None = Field(None, description="Has no effect: there is one tier.")
 
 
 _NULL_MATTERS = frozenset({"max_tokens", "prompt", "messages"})

@@ -14,6 +14,7 @@ from headrace_server.protocol.base import (
     RequestBody,
     Text,
     TokenId,
+    fields_of,
 )
 from headrace_server.protocol.chat import Messages
 
@@ -52,7 +53,7 @@ class TokenizeChatRequest(RequestBody):
 
 
 def _form(value: Any) -> str:
-    return "<chat>" if isinstance(value, dict) and "messages" in value else "<text>"
+    return "<chat>" if "messages" in fields_of(value) else "<text>"
 
 
 TokenizeRequest = Annotated[
@@ -74,7 +75,7 @@ class DetokenizeRequest(RequestBody):
     """Text of tokens."""
 
     model: _MODEL = None
-    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, Field
 
-from headrace_server.protocol.base import Refusal, RequestBody, ShortText
+from headrace_server.protocol.base import Refusal, RequestBody, ShortText, TokenIds
 from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
-from headrace_server.protocol.completions import PromptLogprobsField, TokenIds
+from headrace_server.protocol.completions import PromptLogprobsField
 from headrace_server.protocol.sampling import SamplingFields, StreamOptions, Xargs
 from headrace_server.protocol.structured import StructuredOutputs
 from headrace_server.protocol.usage import Usage

@@ -15,6 +15,7 @@ from msgspec import Raw
 
 from headrace_server.blocks import Block, Change, Step
 from headrace_server.offload import encoded
+from headrace_server.responses.opaque import sealed
 from headrace_server.responses.toolset import BuiltinTool
 from headrace_server.tools.base import ToolResult
 
@@ -41,10 +42,18 @@ class ItemEvents:
     Args:
         events: where they go.
         find: name of a call -> the built-in tool, None for the client's functions.
+        seals: reasoning comes in an opaque form, too.
     """
 
-    def __init__(self, events: Numbering, find: Callable[[str], BuiltinTool | None]) -> None:
+    def __init__(
+        self,
+        events: Numbering,
+        find: Callable[[str], BuiltinTool | None],
+        *,
+        seals: bool = False,
+    ) -> None:
         self._events = events
+        self._seals = seals
         self._find = find
         self.items: list[dict[str, Any]] = []
         """The output: finished items, and the one that is being written."""
@@ -75,6 +84,8 @@ class ItemEvents:
             case Change.CLOSE:
                 part = _reasoning_part(step.block.text)
                 self.items[position]["content"] = [part]
+                if self._seals:
+                    self.items[position]["encrypted_content"] = sealed(step.block.text)
                 self._on_part("response.reasoning_text.done", position, text=part["text"])
                 self._part("response.reasoning_part.done", position, part)
                 self._done(position)

@@ -8,15 +8,21 @@ of its own; templates write parallel calls as one message, and so did the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.protocol.base import check_size
+from headrace_server.responses.opaque import opened
 from headrace_server.responses.protocol import (
     CodeInterpreterCallItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
     FunctionCallItem,
     FunctionCallOutputItem,
+    LocalShellCallItem,
     McpCallItem,
     MessageItem,
     OtherItem,
@@ -26,7 +32,8 @@ from headrace_server.responses.protocol import (
 
 AnyItem = (
     MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | McpCallItem
-    | WebSearchCallItem | CodeInterpreterCallItem | OtherItem
+    | WebSearchCallItem | CodeInterpreterCallItem | CustomToolCallItem | CustomToolCallOutputItem
+    | LocalShellCallItem | OtherItem
 )  # fmt: skip
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal",
           "summary_text": "text", "reasoning_text": "text"}  # fmt: skip
@@ -104,12 +111,17 @@ class _Conversation:
 
 
 def to_messages(
-    items: Sequence[AnyItem], history: Sequence[dict[str, Any]] = (), *, developer: bool = False
+    items: Sequence[AnyItem],
+    history: Sequence[dict[str, Any]] = (),
+    *,
+    note: Callable[[str], None],
+    developer: bool = False,
 ) -> list[dict[str, Any]]:
     """The chat of a list of items.
 
     Args:
         history: messages of the conversation so far.
+        note: is told of what is left out.
         developer: the model knows the developer role; for others it is the system's.
 
     Raises:
@@ -117,7 +129,7 @@ def to_messages(
     """
     talk = _Conversation(history)
     for index, item in enumerate(items):
-        _add(talk, f"input[{index}]", item, developer)
+        _add(talk, f"input[{index}]", item, developer, note)
     talk.end_turn()
     return talk.messages
 
@@ -128,7 +140,9 @@ def with_instructions(messages: list[dict[str, Any]], text: str | None) -> list[
     return _one_system_message(told)
 
 
-def _add(talk: _Conversation, where: str, item: AnyItem, developer: bool) -> None:
+def _add(
+    talk: _Conversation, where: str, item: AnyItem, developer: bool, note: Callable[[str], None]
+) -> None:
     match item:
         case MessageItem(role="assistant"):
             talk.say(_joined(_content(where, item.content)))
@@ -137,11 +151,21 @@ def _add(talk: _Conversation, where: str, item: AnyItem, developer: bool) -> Non
             role = "system" if item.role == "developer" and not developer else item.role
             talk.messages.append({"role": role, "content": _content(where, item.content)})
         case ReasoningItem():
-            talk.think(_reasoning(where, item))
+            thought = _reasoning(item)
+            if thought is None:
+                note("encrypted reasoning of another server")
+            else:
+                talk.think(thought)
         case FunctionCallItem():
             talk.call(item.call_id, item.name, item.arguments)
-        case FunctionCallOutputItem():
+        case FunctionCallOutputItem() | CustomToolCallOutputItem():
             talk.result(where, item.call_id, _content(where, item.output, "output"))
+        case CustomToolCallItem():
+            talk.call(item.call_id, item.name, _custom_arguments(item.input))
+        case LocalShellCallItem():
+            check_size(where, item.action)
+            arguments = msgspec.json.encode(item.action).decode()
+            talk.call(item.call_id, "local_shell", arguments)
         case McpCallItem():
             call_id = item.id or where
             talk.call(call_id, item.name, item.arguments)
@@ -164,14 +188,23 @@ def _failure(error: Any) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _reasoning(where: str, item: ReasoningItem) -> str:
-    """The single summary's text, else the single content's."""
+def _reasoning(item: ReasoningItem) -> str | None:
+    """What was thought: its text, else what the opaque content holds, else the summary; None: only
+    another server could read it."""
+    if item.content:
+        return "\n".join(part.text for part in item.content)
     if item.encrypted_content is not None:
-        raise UnsupportedFeature(
-            f"{where}.encrypted_content: encrypted reasoning cannot be read here", param="input"
-        )
-    parts = item.summary or item.content or []
-    return "\n".join(part.text for part in parts)
+        found = opened(item.encrypted_content)
+        if found is not None:
+            return found
+    if item.summary or item.encrypted_content is None:
+        return "\n".join(part.text for part in item.summary)
+    return None
+
+
+def _custom_arguments(text: str) -> str:
+    """The input of a call of a custom tool, as a function's arguments."""
+    return msgspec.json.encode({"input": text}).decode()
 
 
 def _content(where: str, content: str | list[dict[str, Any]], name: str = "content") -> Any:

@@ -127,6 +127,31 @@ class CodeInterpreterCallItem(Item):
     container_id: ShortText | None = None
 
 
+class CustomToolCallItem(Item):
+    """A call of a tool that takes any text, which another server's model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    input: Text
+
+
+class CustomToolCallOutputItem(Item):
+    """What the client's custom tool returned."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    output: Text | Annotated[list[FreeObject], Field(max_length=4096)]
+
+
+class LocalShellCallItem(Item):
+    """A command that the client was told to run."""
+
+    type: Literal["local_shell_call"]
+    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    action: FreeObject
+
+
 class OtherItem(BaseModel):
     """An item of a type that is not served; refused by its name."""
 
@@ -137,7 +162,8 @@ class OtherItem(BaseModel):
 
 _KINDS = frozenset(
     {"message", "function_call", "function_call_output", "reasoning", "mcp_call",
-     "web_search_call", "code_interpreter_call"}
+     "web_search_call", "code_interpreter_call", "custom_tool_call", "custom_tool_call_output",
+     "local_shell_call"}
 )  # fmt: skip
 
 
@@ -158,6 +184,9 @@ InputItem = Annotated[
     | Annotated[McpCallItem, Tag("mcp_call")]
     | Annotated[WebSearchCallItem, Tag("web_search_call")]
     | Annotated[CodeInterpreterCallItem, Tag("code_interpreter_call")]
+    | Annotated[CustomToolCallItem, Tag("custom_tool_call")]
+    | Annotated[CustomToolCallOutputItem, Tag("custom_tool_call_output")]
+    | Annotated[LocalShellCallItem, Tag("local_shell_call")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(_kind),
 ]

@@ -20,6 +20,7 @@ SPELLING: Mapping[str, str] = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
 }
 """Fields of a chat -> the client's."""
 _COPIED = (
@@ -43,38 +44,14 @@ def check(body: ResponsesRequest, *, stores: bool) -> None:
         raise RequestError(
             f"include: {unknown[0][:64]!r} must be one of {', '.join(INCLUDABLE)}", param="include"
         )
-    if "reasoning.encrypted_content" in body.include:
-        raise UnsupportedFeature(
-            "include: 'reasoning.encrypted_content' is not served; reasoning is returned as text",
-            param="include",
-        )
     if body.top_logprobs and LOGPROBS not in body.include:
         raise RequestError(
             f"top_logprobs = {body.top_logprobs}: needs include = [{LOGPROBS!r}]",
             param="top_logprobs",
         )
-    if body.service_tier not in ("auto", "default"):
-        raise UnsupportedFeature(
-            f"service_tier = {body.service_tier!r}: there are no tiers here", param="service_tier"
-        )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options: only allowed with stream", param="stream_options")
-    _check_reasoning(body)
-    if body.text is not None and body.text.verbosity not in (None, "medium"):
-        raise UnsupportedFeature(
-            "text.verbosity: is not served; say it in the instructions", param="text.verbosity"
-        )
     _check_store(body, stores)
-
-
-def _check_reasoning(body: ResponsesRequest) -> None:
-    for name in ("summary", "generate_summary"):
-        wanted = getattr(body.reasoning, name, None)
-        if wanted not in (None, "auto"):
-            raise UnsupportedFeature(
-                f"reasoning.{name} = {wanted!r}: reasoning is returned whole, not summed up",
-                param=f"reasoning.{name}",
-            )
 
 
 def _check_store(body: ResponsesRequest, stores: bool) -> None:
@@ -119,6 +96,8 @@ def chat_request(
         values.update(logprobs=True, top_logprobs=body.top_logprobs)
     if body.reasoning is not None and body.reasoning.effort is not None:
         values["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.verbosity is not None:
+        values["verbosity"] = body.text.verbosity
     form = _response_format(body)
     if form is not None:
         values["response_format"] = form

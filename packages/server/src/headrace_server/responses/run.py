@@ -58,7 +58,9 @@ class ResponseRun:
         self._harmony = is_harmony(state.engine.model)
         items = _input_items(body)
         history = previous.messages if previous is not None else []
-        self.messages = to_messages(items, history, developer=self._harmony)
+        self.messages = to_messages(
+            items, history, developer=self._harmony, note=state.left_out.note
+        )
         """The conversation without instructions; grows by what is said."""
         self.input_items = [_with_id(item.model_dump(exclude_none=True)) for item in items]
         self.status = "queued" if body.background else "in_progress"
@@ -89,9 +91,14 @@ class ResponseRun:
             HTTPException: 424, a tool server does not answer.
         """
         self._tools = await resolve_tools(
-            self.body.tools, self.body.tool_choice, self._tool_server, harmony=self._harmony
+            self.body.tools,
+            self.body.tool_choice,
+            self._tool_server,
+            self.state.left_out.note,
+            harmony=self._harmony,
         )
-        self._items = ItemEvents(self._numbers, self._tools.find)
+        seals = "reasoning.encrypted_content" in self.body.include
+        self._items = ItemEvents(self._numbers, self._tools.find, seals=seals)
         self._turn = self._make_turn()
         if self.body.include and self._turn.body.logprobs and self._turn.parsed:
             raise UnsupportedFeature(
@@ -333,7 +340,7 @@ class ResponseRun:
         told = report(error, request_id)
         code = "rate_limit_exceeded" if told.status == 429 else "server_error"
         if isinstance(error, RequestError):
-            code = "invalid_prompt"
+            code = told.code or "invalid_prompt"
         self._error = {"code": code, "message": told.message}
         return self._last("failed")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -28,7 +27,6 @@ from headrace_server.tools.base import ToolServer
 
 logger = logging.getLogger(__name__)
 
-STORE_VARIABLE = "HEADRACE_ENABLE_RESPONSES_API_STORE"
 _RETRY_SECONDS = 5.0
 
 
@@ -47,16 +45,14 @@ class ResponseService:
 
     Args:
         tool_server: where built-in tools come from.
-        environ: :data:`STORE_VARIABLE` = 1 keeps responses, as the setting does.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         tool_server: ToolServer | None = None,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self.stores = settings.enable_responses_store or environ.get(STORE_VARIABLE) == "1"
+        self.stores = settings.enable_responses_store
         self.store = ResponseStore(
             max_count=settings.responses_store_count,
             max_bytes=settings.responses_store_bytes,

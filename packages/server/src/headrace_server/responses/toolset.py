@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from starlette.exceptions import HTTPException
 
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.foreign import without_foreign
 from headrace_server.harmony.messages import BUILTIN_TOOLS, split_recipient, tool_kind
 from headrace_server.protocol.base import check_size
+from headrace_server.tool_calls import function_tool
 from headrace_server.tools.base import Namespace, ToolServer, ToolServerUnreachable
 
 Family = Literal["mcp_call", "web_search_call", "code_interpreter_call"]
@@ -69,10 +71,14 @@ async def resolve_tools(
     tools: Sequence[Mapping[str, Any]],
     choice: str | Mapping[str, Any],
     server: ToolServer | None,
+    note: Callable[[str], None],
     *,
     harmony: bool,
 ) -> ToolSet:
     """Check a request's tools, and ask the tool servers for theirs.
+
+    Args:
+        note: is told of what is left out.
 
     Raises:
         RequestError: naming the tool, or ``tool_choice``.
@@ -82,7 +88,8 @@ async def resolve_tools(
     check_size("tool_choice", choice)
     result = ToolSet(harmony=harmony)
     wanted: list[tuple[str, Namespace, Family]] = []
-    for index, tool in enumerate(tools):
+    own = tuple(BUILTIN_TOOLS) if server is not None else ()
+    for index, tool in without_foreign(tools, note, own):
         where, kind = f"tools[{index}]", tool.get("type")
         if kind == "function":
             result.functions.append(_function(where, tool))
@@ -110,12 +117,7 @@ def _function(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     name = tool.get("name")
     if not isinstance(name, str) or not name or len(name) > 256:
         raise RequestError(f"{where}.name: must be a string of 1 to 256 characters", param="tools")
-    function = {
-        key: tool[key]
-        for key in ("name", "description", "parameters", "strict")
-        if tool.get(key) is not None
-    }
-    return {"type": "function", "function": function}
+    return function_tool(name, tool.get("description"), tool.get("parameters"), tool.get("strict"))
 
 
 async def _mcp(where: str, tool: Mapping[str, Any], server: ToolServer | None) -> Namespace:
@@ -184,8 +186,7 @@ def _offer(result: ToolSet, where: str, space: Namespace, family: Family, harmon
             raise RequestError(f"{where}: two tools are called {name[:64]!r}", param="tools")
         result.builtin[name] = BuiltinTool(space.label, tool.name, family)
         if not harmony:
-            function = {"name": name, "description": tool.description, "parameters": tool.schema}
-            result.functions.append({"type": "function", "function": function})
+            result.functions.append(function_tool(name, tool.description, tool.schema))
 
 
 def _choose(result: ToolSet, choice: str | Mapping[str, Any]) -> None:

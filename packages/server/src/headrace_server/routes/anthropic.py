@@ -12,8 +12,9 @@ from starlette.exceptions import HTTPException
 from headrace_core.engine import EngineClient
 from headrace_server import convert
 from headrace_server.anthropic.answer import MessageAnswer
+from headrace_server.anthropic.context import apply_edits
 from headrace_server.anthropic.convert import chat_request
-from headrace_server.anthropic.errors import error_event
+from headrace_server.anthropic.errors import answer, error_event
 from headrace_server.anthropic.events import PING
 from headrace_server.anthropic.protocol import (
     AnthropicError,
@@ -23,7 +24,6 @@ from headrace_server.anthropic.protocol import (
     TokenCount,
 )
 from headrace_server.conversation import can_chat, count_tokens, turn_prompt
-from headrace_server.errors import report
 from headrace_server.routing import JsonAnswer, JsonRoute
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
@@ -58,10 +58,10 @@ def _add(router: APIRouter) -> None:
     @router.post("/v1/messages", response_model=Message, responses=_STREAMED)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         state = state_of(request)
-        answer = MessageAnswer(body, request, state)
+        message = MessageAnswer(body, request, state)
         if body.stream:
-            return await start_stream(answer.events(), request, state, answer.id, _FORM)
-        result = await wait_watching(answer.whole(), request, state.lifecycle, answer.id)
+            return await start_stream(message.events(), request, state, message.id, _FORM)
+        result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
         return JsonAnswer(msgspec.json.encode(result))
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount)
@@ -69,7 +69,8 @@ def _add(router: APIRouter) -> None:
         state = state_of(request)
         convert.check_model(body.model, state.engine.model)
         body.check_fields(state)
-        prompt = turn_prompt(chat_request(body), state)
+        apply_edits(body, state.engine.model.max_model_len)
+        prompt = turn_prompt(chat_request(body, state.left_out.note), state)
         name = request.scope["headrace_request_id"]
         work = count_tokens(state, prompt)
         count = await wait_watching(work, request, state.lifecycle, name)
@@ -88,7 +89,7 @@ class _Route(JsonRoute):
             except HTTPException:
                 raise
             except Exception as error:
-                return report(error, request.scope.get("headrace_request_id", "")).response()
+                return answer(error, request.scope.get("headrace_request_id", "")).response()
 
         return answered
 

@@ -15,6 +15,7 @@ from headrace_server.app import (
     add_control_routers,
     add_gauges,
     add_model,
+    add_root,
     close_in,
     connection_limits,
     gates_of,
@@ -60,6 +61,7 @@ def create_front(loaded: Sequence[Loaded], settings: ServerSettings, loader: Loa
     loading = Loading(models, loader, compose)
     state.engine = _Whole(models, loading)
     app.include_router(build_shared(models, state))
+    add_root(app, state, lambda: models.names)
     routers = build_control(loading, settings)
     if routers and may_control(settings, gates):
         add_control_routers(app, state, routers)

@@ -7,6 +7,7 @@ again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
@@ -15,6 +16,10 @@ import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.types import Message, Receive, Scope
+
+from headrace_server.json_counts import Counts, exceeds
+from headrace_server.protocol.base import MAX_TOKENS
+from headrace_server.routing import MAX_NAMES
 
 FIELD = "model"
 _MAX_NAME = 1 << 16
@@ -38,7 +43,11 @@ async def read_name(scope: Scope, receive: Receive) -> Named:
     messages: list[Message] = []
     readable, name = True, None
     if kind == b"application/json":
-        readable, name = _in_json(await _whole(receive, messages))
+        body = await _whole(receive, messages)
+        if len(body) <= _SMALL:
+            readable, name = _in_json(body)
+        else:
+            readable, name = await asyncio.to_thread(_in_json, body)
     elif kind == b"multipart/form-data":
         readable, name = await _in_form(receive, options.get(b"boundary", b""), messages)
     if name is None:
@@ -57,12 +66,19 @@ def _in_query(scope: Scope) -> str | None:
     return found[0] if found else None
 
 
+_SMALL = 1 << 18
+"""Bytes of a body that are looked through on the event loop."""
+_MOST = Counts(MAX_NAMES, MAX_TOKENS)
+
+
 class _Body(msgspec.Struct):
     model: Any = None
 
 
 def _in_json(body: bytes) -> tuple[bool, Any]:
-    """(whether this is an object, its model)."""
+    """(whether this is an object that a model could take, its model)."""
+    if exceeds(body, _MOST):
+        return False, None  # whichever model gets it says what is too much
     try:
         return True, msgspec.json.decode(body, type=_Body).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

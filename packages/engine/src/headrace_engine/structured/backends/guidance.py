@@ -50,6 +50,11 @@ FORMATS = frozenset(
 )  # fmt: skip
 MAX_LEXER_STATES = 50_000
 """About 100 MB at most for one request's matcher."""
+MAX_STEP_ITEMS = 4_000
+"""Items of its parser that one step may make. A step looks at them in pairs, so that the library's
+own 50,000 are seconds; an object of 480 optional properties needs 2,000."""
+MAX_STEP_FUEL = 50_000
+"""Work of its lexer in one step, some 4 ms."""
 MAX_THREADS = 4
 """Threads that fill masks of several requests at once."""
 
@@ -73,7 +78,10 @@ class GuidanceBackend(LibraryBackend):
             eos_token=vocabulary.size,
         )
         self._limits = llguidance.LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+            max_lexer_states=MAX_LEXER_STATES,
+            step_max_items=MAX_STEP_ITEMS,
+            step_lexer_fuel=MAX_STEP_FUEL,
+            verbose_errors=False,
         )
         self._executor = llguidance.LLExecutor(min(MAX_THREADS, os.cpu_count() or 1))
 

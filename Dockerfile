@@ -1,0 +1,25 @@
+# headrace on a CPU: docs/install.md tells how to build and run it.
+
+FROM python:3.12-slim-bookworm AS build
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+RUN python -m venv /opt/headrace
+ENV PATH=/opt/headrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# First, and from this index: PyPI's torch brings CUDA's libraries. A layer of its own: it changes rarely.
+RUN pip install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+COPY packages /src/packages
+RUN pip install /src/packages/*
+
+FROM python:3.12-slim-bookworm
+RUN useradd --create-home --uid 10001 headrace
+COPY --from=build /opt/headrace /opt/headrace
+ENV PATH=/opt/headrace/bin:$PATH PYTHONUNBUFFERED=1
+USER headrace
+WORKDIR /home/headrace
+EXPOSE 8000
+HEALTHCHECK --interval=30s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["headrace"]
+# All addresses of the container; who may reach them is decided by `docker run -p`.
+CMD ["serve", "--host", "0.0.0.0"]

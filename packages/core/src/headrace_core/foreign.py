@@ -1,0 +1,74 @@
+"""Numbers and arrays of other libraries (numpy, torch, ...) as Python's own.
+
+Callers bring them where a number or a list is expected. They are converted once, where a value comes in: what
+is behind it, sockets and JSON included, meets Python's own types only. No such library is imported here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+def own_value(value: Any) -> Any:
+    """A number or an array as Python's own: an ``int``, ``float``, ``bool`` or (nested) list.
+
+    Whatever else comes back as it is: what is to be said of it is the caller's business.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if callable(getattr(value, "tolist", None)):
+        return _listed(value)
+    if isinstance(value, Integral):
+        return operator.index(value)
+    if isinstance(value, Real):
+        return float(value)
+    return value
+
+
+def own_values(values: Any) -> Any:
+    """Several values as a list of Python's own; one that is a list of such already is not copied.
+
+    What is no collection of values (text, a mapping, a single value) comes back as it is.
+    """
+    if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
+        return values
+    if callable(getattr(values, "tolist", None)):
+        return _listed(values)
+    if not isinstance(values, Iterable):
+        return values
+    if isinstance(values, list) and all(type(value) in _PLAIN for value in values):
+        return values
+    return [own_value(value) for value in values]
+
+
+def own_mapping(values: Any) -> Any:
+    """A mapping with keys and values of Python's own; whatever else comes back as it is."""
+    if not isinstance(values, Mapping):
+        return values
+    plain = all(type(key) in _PLAIN and type(value) in _PLAIN for key, value in values.items())
+    if plain:
+        return values
+    return {own_value(key): own_value(value) for key, value in values.items()}
+
+
+def own_ids(ids: Any) -> Any:
+    """Token ids as a list, where they are an array, or a sequence of integers of another library."""
+    if callable(getattr(ids, "tolist", None)):
+        return _listed(ids)
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray | memoryview):
+        return own_values(ids)
+    return ids
+
+
+def _listed(value: Any) -> Any:
+    """``tolist()``; the value itself where that fails, as for a sparse tensor or one without data."""
+    try:
+        listed = value.tolist()
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return value
+    return value if callable(getattr(listed, "tolist", None)) else listed

@@ -1,0 +1,26 @@
+"""What torch raises where the system refuses it memory, as the error that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TORCHS_WORDS = "DefaultCPUAllocator"
+"""In the message of a bare RuntimeError: torch has no class for it on a CPU."""
+
+
+@contextmanager
+def memory_errors(what: str) -> Iterator[None]:
+    """``with memory_errors("the KV cache"): ...``
+
+    Raises:
+        MemoryError: the block asked for memory on a CPU and did not get it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _TORCHS_WORDS not in str(error):
+            raise
+        raise MemoryError(
+            f"{what}: the system refused the memory: {str(error).splitlines()[0]:.300}"
+        ) from error

@@ -1,0 +1,102 @@
+"""What matching a constraint may cost, in a step and in all."""
+
+import numpy as np
+import pytest
+
+from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
+from headrace_core.testing.grammar import BYTES, bits
+from headrace_engine.structured import matching
+from headrace_engine.structured.backends.guidance import GuidanceBackend
+from headrace_engine.structured.budget import SECONDS_PER_TOKEN, MatchingBudget
+from headrace_engine.structured.matching import ConstraintMaker, fill_masks
+from headrace_engine.structured.store import GrammarStore
+
+END = 256
+AMBIGUOUS = 'root ::= s\ns ::= s s | "a" | s s s | ""'
+
+
+class Clock:
+    """Shows what it is told."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def spend(budget, clock, seconds):
+    with budget.one_token():
+        clock.now += seconds
+
+
+def test_what_is_free_for_each_token_is_not_charged():
+    clock = Clock()
+    budget = MatchingBudget(0.01, clock)
+    for _ in range(1000):
+        spend(budget, clock, SECONDS_PER_TOKEN * 0.9)
+    assert not budget.exceeded
+
+
+def test_what_goes_beyond_adds_up():
+    clock = Clock()
+    budget = MatchingBudget(0.0105, clock)
+    for _ in range(10):
+        assert not budget.exceeded
+        spend(budget, clock, SECONDS_PER_TOKEN + 0.001)
+    assert not budget.exceeded
+    spend(budget, clock, SECONDS_PER_TOKEN + 0.001)
+    assert budget.exceeded
+
+
+def test_a_step_makes_a_bounded_number_of_items():
+    """Tokens of many letters make one step of an ambiguous grammar costly."""
+    vocabulary = Vocabulary([*BYTES, *(b"a" * n for n in range(2, 17))])
+    spec = GrammarSpec("guidance", "grammar", AMBIGUOUS)
+    matcher = GuidanceBackend(vocabulary).compile(spec).matcher()
+    mask = np.zeros((1, vocabulary.num_words), np.int32)
+    length = 0
+    while length < 150:
+        matcher.fill_bitmask(mask, 0)
+        if not mask.any():
+            break
+        assert matcher.advance([ord("a")])
+        length += 1
+    assert 10 < length < 150, "the library gave up, neither at once nor late"
+
+
+@pytest.fixture
+def store():
+    made = GrammarStore(lambda: Vocabulary([*BYTES, b"</s>"], frozenset({END})), 1 << 26)
+    yield made
+    made.close()
+
+
+def make(store, regex):
+    return ConstraintMaker(store).make(
+        Constraint(GrammarSpec("guidance", "regex", regex), (END,)), []
+    )
+
+
+def test_beyond_its_budget_a_constraint_allows_nothing_and_others_go_on(store):
+    slow, other = make(store, "a+"), make(store, "b+")
+    clock = Clock()
+    slow.budget = MatchingBudget(0.001, clock)
+    fill_masks([slow, other])
+    assert (bits(slow.words), bits(other.words)) == ([97], [98])
+    assert slow.failure is None
+    spend(slow.budget, clock, 1.0)
+    fill_masks([slow, other])
+    assert (bits(slow.words), bits(other.words)) == ([], [98])
+    assert "matching_seconds" in slow.failure
+    assert other.failure is None
+
+
+def test_who_is_slow_in_a_group_is_found_out(store, monkeypatch):
+    rows = [make(store, regex) for regex in ("a+", "b+")]
+    monkeypatch.setattr(matching, "SLOW_FILL", -1.0)
+    fill_masks(rows)
+    assert [row.alone for row in rows] == [True, True]
+    monkeypatch.setattr(matching, "SLOW_FILL", 1e9)
+    fill_masks(rows)
+    assert [row.alone for row in rows] == [False, False]
+    assert [bits(row.words) for row in rows] == [[97], [98]]

@@ -1,0 +1,90 @@
+"""What a configuration names, looked up before the checkpoint is read and torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from headrace_core import plugins
+from headrace_core.config import CacheConfig, EngineConfig, SimConfig
+from headrace_core.cores import plan_threads
+from headrace_core.errors import ConfigError, PluginNotFound
+from headrace_core.kv import CACHE_DTYPES
+from headrace_core.kv_scales import ScaleConstants, scale_constants
+from headrace_core.ops import OP_NAMES
+from headrace_core.platform import BringsWorker, Platform
+
+_LOAD_FORMATS = ("auto", "dummy")
+"""Load formats that are no plug-ins."""
+
+
+def check_named(
+    config: EngineConfig, platform: Platform, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Look for every plug-in, op and core that a configuration names; import none.
+
+    Raises:
+        PluginNotFound: there is no such plug-in; lists what there is.
+        ConfigError: no such op or core, or what has no effect on this device.
+    """
+    plugins.find("headrace.schedulers", config.scheduler.scheduler_cls)
+    plugins.find("headrace.executors", config.parallel.distributed_executor_backend)
+    _check_load_format(config.load.load_format.lower())
+    if config.model.quantization is not None:
+        plugins.find("headrace.quantization", config.model.quantization)
+    if config.attention.backend is not None:
+        plugins.find("headrace.attention_backends", config.attention.backend)
+    if not isinstance(platform, BringsWorker):
+        _check_kernels(config.device.kernels)
+        _check_device(config, platform)
+        kv_scale_constants(config.cache, environ)
+
+
+def _check_load_format(name: str) -> None:
+    if name in _LOAD_FORMATS:
+        return
+    try:
+        plugins.find("headrace.weight_formats", name)
+    except PluginNotFound as error:
+        raise PluginNotFound(
+            f"load.load_format: {error}; besides: {', '.join(_LOAD_FORMATS)}"
+        ) from None
+
+
+def _check_kernels(kernels: Mapping[str, str]) -> None:
+    unknown = sorted(set(kernels) - set(OP_NAMES) - {"*"})
+    if unknown:
+        raise ConfigError(
+            f"device.kernels: no op is named {unknown}; ops are {list(OP_NAMES)}",
+            field="device.kernels",
+        )
+    for provider in kernels.values():
+        plugins.find("headrace.kernels", provider)
+
+
+def _check_device(config: EngineConfig, platform: Platform) -> None:
+    device = config.device
+    if config.sim != SimConfig():
+        raise ConfigError(
+            f"sim = {config.sim!r}: has no effect on device {platform.device!r}; use --device sim",
+            field="sim",
+        )
+    if platform.device == "cpu":
+        plan_threads(device.num_threads, device.cpu_bind, default=1)
+    elif device.cpu_bind != "none":
+        raise ConfigError(
+            f"device.cpu_bind = {device.cpu_bind!r}: must be 'none' on device {platform.device!r}, "
+            "whose steps are not computed by CPU threads",
+            field="device.cpu_bind",
+        )
+
+
+def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
+    """What the largest measured keys and values are stored as; None: no scales are measured.
+
+    Raises:
+        ConfigError: an environment variable is out of range.
+    """
+    if not cache.calculate_kv_scales:
+        return None
+    return scale_constants(CACHE_DTYPES[cache.kv_cache_dtype], environ)

@@ -1,0 +1,88 @@
+"""The commands of a chat in the terminal: lines that begin with a slash."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from headrace.cli.conversation import Conversation
+
+QUIT = "/quit"
+HELP = "/help"
+
+
+class Command(NamedTuple):
+    """What a word does."""
+
+    argument: str
+    """Name of its argument, empty if it takes none."""
+    description: str
+    run: Callable[[Conversation, str], str]
+    """Does it; returns what to show."""
+
+
+def run_command(conversation: Conversation, line: str) -> str:
+    """Do what a line that begins with a slash says; returns what to show."""
+    name, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
+    if name == HELP:
+        return help_text()
+    command = COMMANDS.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, [*COMMANDS, HELP, QUIT], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        names = ", ".join([HELP, *COMMANDS, QUIT])
+        return (
+            f"there is no command {name}{hint}\ncommands: {names}\n"
+            "A message that begins with a slash needs a space in front."
+        )
+    if argument and not command.argument:
+        return f"{name} takes no argument"
+    return command.run(conversation, argument)
+
+
+def help_text() -> str:
+    """All commands and keys."""
+    rows = [(HELP, "show this list")]
+    rows += [(f"{n} {c.argument}".rstrip(), c.description) for n, c in COMMANDS.items()]
+    rows += [
+        (QUIT, "end the chat"),
+        ("Ctrl-C", "stop the answer; twice: end the chat"),
+        ("Ctrl-D", "end the chat"),
+        ("Up, Down", "earlier lines"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _clear(conversation: Conversation, argument: str) -> str:
+    conversation.clear()
+    return "the conversation begins anew" + (
+        "; the system prompt stays" if conversation.system else ""
+    )
+
+
+def _system(conversation: Conversation, argument: str) -> str:
+    conversation.system = argument or None
+    return "the system prompt is set" if argument else "there is no system prompt now"
+
+
+def _save(conversation: Conversation, argument: str) -> str:
+    if not argument:
+        return "/save needs the name of a file that does not exist yet"
+    path = Path(argument).expanduser()
+    try:
+        conversation.save(path)
+    except OSError as error:
+        return f"{path} was not written: {error.strerror}"
+    return f"saved to {path}"
+
+
+COMMANDS: Mapping[str, Command] = {
+    "/clear": Command("", "forget what was said; the system prompt stays", _clear),
+    "/system": Command("TEXT", "set the system prompt; without TEXT: remove it", _system),
+    "/save": Command("FILE", "write the messages to a new file, as JSON", _save),
+}
+"""Commands that work on the conversation."""

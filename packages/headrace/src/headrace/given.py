@@ -1,0 +1,129 @@
+"""What callers of the offline API hand in, checked and in one form: lists of prompts and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from headrace.pooling import listed
+from headrace_core.errors import RequestError
+from headrace_core.foreign import own_value
+from headrace_core.request import ChatPrompt, Prompt
+from headrace_core.sampling import RequestOutputKind, SamplingParams
+
+Kind = TypeVar("Kind")
+ACCEPTED = "SamplingParams, a list with one for each prompt, or None for the model's defaults"
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list: a list or an array of integers is one prompt.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(prompts, (str, Mapping, ChatPrompt)):
+        return [cast("Prompt", prompts)]
+    several = listed("prompts", own_value(prompts))
+    first = own_value(several[0]) if several else None
+    if isinstance(first, int) and not isinstance(first, bool):
+        return [cast("Prompt", several)]
+    for index, prompt in enumerate(several):
+        if prompt is None or isinstance(prompt, bool | int | float):
+            raise RequestError(
+                f"prompts[{index}] = {prompt!r}: must be text, token ids, or a dictionary with "
+                "'prompt' or 'prompt_token_ids'",
+                param="prompts",
+            )
+    return cast("list[Prompt]", several)
+
+
+def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or many, as a list.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    several = list(messages) if _is_list(messages) else None  # type: ignore[call-overload]
+    conversations: list[Sequence[Mapping[str, Any]]]
+    if several and all(_is_list(each) for each in several):
+        conversations = [list(each) for each in several]
+    else:
+        conversations = [several or []]
+    if several is None or not all(isinstance(m, Mapping) for each in conversations for m in each):
+        raise RequestError(
+            f"messages = {messages!r:.100}: must be a list of messages, each a dictionary with "
+            "'role' and 'content', or a list of such lists",
+            param="messages",
+        )
+    return conversations
+
+
+def as_sampling_params(
+    params: SamplingParams | Iterable[SamplingParams], num_prompts: int
+) -> list[SamplingParams]:
+    """Parameters of each prompt, for final outputs only: nobody sees what a batch yields on the way.
+
+    Raises:
+        RequestError: they are of another kind, or not as many as prompts.
+    """
+    if isinstance(params, SamplingParams):
+        return [_final(params)] * num_prompts
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
+        raise _not_params("sampling_params", params, ACCEPTED)
+    every = list(params)
+    for index, one in enumerate(every):
+        need("sampling_params", one, SamplingParams, place=f"[{index}]")
+    need_one_each("sampling_params", every, num_prompts)
+    return [_final(one) for one in every]
+
+
+def as_priorities(priority: object, num_prompts: int) -> list[int] | None:
+    """A priority for each prompt, or None.
+
+    Raises:
+        RequestError: they are no integers, or not as many as prompts.
+    """
+    if priority is None:
+        return None
+    every = own_value(priority)
+    if not _is_list(every):
+        raise _not_params("priority", priority, "a list with an integer for each prompt, or None")
+    every = [own_value(one) for one in every]
+    for index, one in enumerate(every):
+        if not isinstance(one, int) or isinstance(one, bool):
+            raise _not_params(f"priority[{index}]", one, "an integer")
+    need_one_each("priority", every, num_prompts)
+    return cast("list[int]", every)
+
+
+def need(name: str, given: object, kind: type[Kind], *, place: str = "") -> Kind:
+    """An argument that is of a kind.
+
+    Raises:
+        RequestError: naming the argument.
+    """
+    if not isinstance(given, kind):
+        raise _not_params(f"{name}{place}", given, f"a {kind.__name__}")
+    return given
+
+
+def need_one_each(name: str, values: Sequence[object], num_prompts: int) -> None:
+    """Raises: RequestError, there are more or fewer than prompts."""
+    if len(values) != num_prompts:
+        raise RequestError(f"{name}: {len(values)} given for {num_prompts} prompts", param=name)
+
+
+def _final(params: SamplingParams) -> SamplingParams:
+    params = params.clone()
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+
+
+def _not_params(name: str, given: object, accepted: str) -> RequestError:
+    return RequestError(
+        f"{name} = {given!r:.100}: must be {accepted}", param=name.partition("[")[0]
+    )

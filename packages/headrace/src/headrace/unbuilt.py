@@ -1,0 +1,47 @@
+"""Options of features that are not built: each is refused by its feature's name, wherever it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+UNBUILT: Mapping[str, tuple[str, ...]] = {
+    "LoRA adapters": (
+        "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype",
+        "lora_extra_vocab_size", "fully_sharded_loras", "default_mm_loras", "lora_config",
+        "enable_tower_connector_lora", "lora_target_modules",
+    ),
+    "speculative decoding": ("speculative_config", "speculative_model", "num_speculative_tokens"),
+    "running on several devices": (
+        "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+        "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", "nnodes", "node_rank",
+        "master_addr", "master_port", "headless", "max_parallel_loading_workers",
+        "ray_workers_use_nsight", "disable_custom_all_reduce", "worker_cls",
+        "decode_context_parallel_size", "prefill_context_parallel_size",
+    ),
+    "expert parallelism": (
+        "enable_expert_parallel", "enable_eplb", "eplb_config", "expert_placement_strategy",
+        "all2all_backend", "enable_elastic_ep",
+    ),
+    "KV transfer": ("kv_transfer_config", "kv_events_config", "ec_transfer_config",
+                    "kv_offloading_size", "kv_offloading_backend"),
+    "sleep mode": ("enable_sleep_mode",),
+    "input of images and video": (
+        "mm_processor_kwargs", "media_io_kwargs", "mm_processor_cache_gb", "mm_processor_cache_type",
+        "mm_encoder_tp_mode", "mm_encoder_attn_backend", "video_pruning_rate", "skip_mm_profiling",
+        "interleave_mm_strings", "enable_mm_embeds", "language_model_only",
+    ),
+    "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
+}  # fmt: skip
+"""Feature -> options of vLLM's that only it would read, as they are spelled in Python."""
+
+_FEATURES = {option: feature for feature, options in UNBUILT.items() for option in options}
+
+
+def unbuilt(option: str) -> str | None:
+    """The text that refuses an option, however it is spelled; None: it is none of these."""
+    name = option.lstrip("-").partition("=")[0].partition(".")[0].replace("-", "_")
+    feature = _FEATURES.get(name) or _FEATURES.get(name.removeprefix("no_"))
+    if feature is None:
+        return None
+    return f"{name}: not built yet: {feature}; leave it out"

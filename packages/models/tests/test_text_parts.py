@@ -1,0 +1,230 @@
+"""Checkpoints of models that also see or hear: their language model is served, equal to transformers'
+class on prompts of text. Checkpoints are saved by that class, towers included."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headrace_core.config import LoadConfig, ModelConfig
+from headrace_core.errors import UnsupportedModel
+from headrace_core.model import ModelInfo
+from headrace_core.platform import CpuPlatform
+from headrace_core.testing.model import PagedDriver, build_context, randomise
+from headrace_models.catalogue import ARCHITECTURES
+from headrace_models.catalogue.multimodal import WRAPPERS, ties_by_tensors
+from headrace_models.loader import load_model
+from headrace_models.resolve import resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of model code that is not ours
+
+PROMPT = [5, 90, 17, 33, 2, 8, 120, 64, 7, 7, 41, 99, 3, 18, 77, 52, 6, 110, 13, 29, 31]
+TEXT: dict[str, Any] = {
+    "vocab_size": 131, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 9, "num_experts": 4,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24, "attention_chunk_size": 8, "query_pre_attn_scalar": 20,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131, "intermediate_size_mlp": 48,
+    "global_head_dim": 16, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+    "laurel_rank": 4, "activation_sparsity_pattern": None,
+}  # fmt: skip
+_SEQUENCE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
+_INTERLEAVED = {**_SEQUENCE, "mrope_interleaved": True}
+_FULL = {"layer_types": ["full_attention"] * 4, "use_sliding_window": False}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_DELTA = {"layer_types": ["linear_attention", "full_attention"] * 2}
+OWN: dict[str, dict[str, Any]] = {
+    "gemma3_text": _MIXED, "gemma3n_text": _MIXED, "gemma4_text": _MIXED, "qwen2": _FULL, "qwen3": _FULL,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
+    "qwen2_vl_text": {"rope_parameters": _SEQUENCE}, "qwen2_5_vl_text": {"rope_parameters": _SEQUENCE},
+    "qwen3_vl_text": {"rope_parameters": _INTERLEAVED}, "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+}  # fmt: skip
+"""Values of a language model's config, by its ``model_type``."""
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14, "depth": 1, "embed_dim": 32, "num_heads": 2,
+    "out_hidden_size": 64, "num_channels": 3, "num_position_embeddings": 16, "vision_output_dim": 64,
+    "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0], "spatial_merge_size": 2, "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl"}
+WITHOUT_A_LIBRARY = {"Gemma3nForConditionalGeneration"}
+"""Their towers need timm: see :func:`test_gemma_3n`."""
+CASES = [
+    (name, kind)
+    for name, wrapper in WRAPPERS.items()
+    for kind in wrapper.texts
+    if kind not in OF_FLAT_CONFIGS and name not in WITHOUT_A_LIBRARY
+]
+
+
+def small(config_class: Any, values: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in dataclasses.fields(config_class) if f.init}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
+    """Save a checkpoint with random weights; returns transformers' model."""
+    model_class = getattr(transformers, name)
+    config_class = model_class.config_class
+    own_class = kind in CONFIG_MAPPING
+    text_class = CONFIG_MAPPING[kind] if own_class else config_class.sub_configs["text_config"]
+    parts: dict[str, Any] = {
+        "text_config": text_class(**{**small(text_class, TEXT), **OWN.get(kind, {}), **settings})
+    }
+    vision = getattr(config_class(), "vision_config", None)
+    if vision is not None:
+        parts["vision_config"] = type(vision)(**small(type(vision), VISION))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model_class._from_config(
+            config_class(**parts), attn_implementation="eager", dtype=torch.float32
+        ).eval()
+        randomise(model)
+        model.save_pretrained(folder)
+    return model
+
+
+def wanted(model: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([PROMPT])).logits[0]
+    return logits.log_softmax(-1)
+
+
+def resolved(folder: Path) -> ModelInfo:
+    return resolve(ModelConfig(model=str(folder), max_model_len=64), LoadConfig(), CpuPlatform())
+
+
+def served(folder: Path, load: LoadConfig | None = None) -> Tensor:
+    """In two chunks."""
+    info = resolved(folder)
+    driver = PagedDriver(load_model(info, build_context(info), load=load))
+    pieces = driver.step({"a": PROMPT[:13]}), driver.step({"a": PROMPT[13:]})
+    return torch.cat(pieces).log_softmax(-1)
+
+
+def check_equal(folder: Path, model: Any) -> None:
+    ours, theirs = served(folder), wanted(model)
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_text_is_equal(name: str, kind: str, tmp_path: Path) -> None:
+    model = make(name, kind, tmp_path)
+    check_equal(tmp_path, model)
+    info = resolved(tmp_path)
+    assert (info.architecture, info.source) == (name, "native")
+
+
+@pytest.mark.parametrize(
+    "name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"]
+)
+def test_the_other_layout_of_names(name: str, tmp_path: Path) -> None:
+    """As the class of transformers calls its own tensors since 4.52, and as it saved them before."""
+    kind = next(iter(WRAPPERS[name].texts))
+    model = make(name, kind, tmp_path)
+    tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert any(key.startswith("model.language_model.") for key in tensors)
+    check_equal(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", sorted(OF_FLAT_CONFIGS))
+def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
+    """As the published Qwen2-VL and Qwen2.5-VL have it."""
+    name = next(name for name, row in WRAPPERS.items() if kind in row.texts)
+    model = make(name, f"{kind}_text", tmp_path)
+    file = tmp_path / "config.json"
+    said = json.loads(file.read_text())
+    text = said.pop("text_config")
+    text.pop("rope_parameters")
+    old = {"rope_theta": 500.0, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    file.write_text(json.dumps({**text, **said, **old, "model_type": kind}))
+    check_equal(tmp_path, model)
+
+
+def test_gemma_3n(tmp_path: Path) -> None:
+    """Its class needs a library for its towers: the language model's own, under the whole's names."""
+    config_class = CONFIG_MAPPING["gemma3n_text"]
+    config = config_class(**{**small(config_class, TEXT), **OWN["gemma3n_text"]})
+    model = transformers.Gemma3nForCausalLM._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors["model.vision_tower.timm_model.conv_stem.weight"] = torch.zeros(3)
+    tensors["model.embed_audio.embedding.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n",
+             "text_config": said, "vision_config": {}, "audio_config": {}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    check_equal(tmp_path, model)
+
+
+def test_one_line_says_what_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make("LlavaForConditionalGeneration", "llama", tmp_path)
+    with caplog.at_level(logging.INFO):
+        served(tmp_path)
+    [line] = [r.message for r in caplog.records if "are not read" in r.message]
+    assert line.startswith("LlavaForConditionalGeneration: text is served; ")
+    assert "tensors for images and other media" in line
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    make("LlavaForConditionalGeneration", "llama", tmp_path)
+    assert bool(served(tmp_path, LoadConfig(load_format="dummy")).isfinite().all())
+
+
+def test_a_tensor_of_an_unknown_module_is_left_over(tmp_path: Path) -> None:
+    make("LlavaForConditionalGeneration", "llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["adapter.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Exception, match=r"'adapter\.weight' \[3\].* belongs to no layer"):
+        served(tmp_path)
+
+
+def test_another_language_model_is_not_taken_for_a_known_one(tmp_path: Path) -> None:
+    make("LlavaForConditionalGeneration", "llama", tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["text_config"]["model_type"] = "gpt_of_nobody"
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    settings = ModelConfig(model=str(tmp_path), model_impl="headrace")
+    with pytest.raises(UnsupportedModel, match="LlavaForConditionalGeneration"):
+        resolve(settings, LoadConfig(), CpuPlatform())
+
+
+def test_whether_the_head_is_the_embedding_the_files_say() -> None:
+    name, config = "Mistral3ForConditionalGeneration", {"tie_word_embeddings": False}
+    body = "language_model.model.norm.weight"
+    assert ties_by_tensors(name, config, [body])["tie_word_embeddings"] is True
+    head = "language_model.lm_head.weight"
+    assert ties_by_tensors(name, {}, [body, head])["tie_word_embeddings"] is False
+    assert ties_by_tensors(name, config, []) == config
+    assert ties_by_tensors("MistralForCausalLM", config, [body]) == config
+
+
+def test_language_models_are_rows_of_the_catalogue() -> None:
+    for wrapper in WRAPPERS.values():
+        assert set(wrapper.texts.values()) <= set(ARCHITECTURES)
+        assert wrapper.name not in ARCHITECTURES

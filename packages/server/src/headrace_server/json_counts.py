@@ -1,0 +1,48 @@
+"""How much a JSON text holds, counted before it is decoded.
+
+Decoding and validating keep the interpreter's lock to their end: 0.5 microseconds for each name of an
+object, as many for an object or list, 0.05 for a number. Bytes say little: 50 MB may be one text or ten
+million names. Strings are skipped, so a prompt may hold any text.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SLICE = 1 << 17
+"""Bytes that are looked at in one go, which keeps other threads waiting: up to 2 ms."""
+
+
+class Counts(NamedTuple):
+    """What a JSON text holds outside its strings."""
+
+    names: int
+    """Names in objects, and objects and lists."""
+    items: int
+    """Values in objects and lists, but for one in each."""
+
+
+def exceeds(data: bytes, most: Counts) -> bool:
+    """Whether a JSON text holds more of anything than ``most``.
+
+    Of a text that is not valid JSON, what stands before its first error is counted: no decoder comes
+    further.
+    """
+    names = items = 0
+    in_string = 0
+    held = b""
+    for at in range(0, len(data), SLICE):
+        part = held + data[at : at + SLICE]
+        held = b"\\" if (len(part) - len(part.rstrip(b"\\"))) % 2 else b""
+        if held:
+            part = part[:-1]  # what it escapes comes with the next slice
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
+        outside = b" ".join(pieces[in_string::2])
+        in_string ^= (len(pieces) - 1) % 2
+        names += outside.count(b":") + outside.count(b"[") + outside.count(b"{")
+        items += outside.count(b",")
+        if names > most.names or items > most.items:
+            return True
+    return False

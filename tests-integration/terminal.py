@@ -1,0 +1,68 @@
+"""A command in a terminal of its own: a pty, keys, and what is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+from servers import PATIENCE, wait_for
+
+# The child takes the pty as its controlling terminal, so that Ctrl-C becomes SIGINT.
+_START = (
+    "import fcntl, runpy, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "sys.argv[0] = 'headrace'\n"
+    "runpy.run_module('headrace', run_name='__main__')\n"
+)
+CTRL_C, CTRL_D, CTRL_P = "\x03", "\x04", "\x10"
+
+
+class Terminal:
+    """``headrace WORDS`` in a pty."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        self._keys, screen = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *words],
+            stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", **environment},
+        )  # fmt: skip
+        os.close(screen)
+        self._shown = ""
+        self._seen = 0
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *reason):
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        os.close(self._keys)
+
+    def press(self, keys: str) -> None:
+        """Type; a line ends with a line break."""
+        os.write(self._keys, keys.encode())
+
+    def shows(self, text: str) -> str:
+        """Wait until a text is shown after what was waited for before; returns what came up to it."""
+        wait_for(
+            lambda: text in self._shown[self._seen :] or not self._reader.is_alive(),
+            what=f"{text!r} is not in {self._shown[self._seen :]!r}",
+        )
+        new = self._shown[self._seen :]
+        assert text in new, new
+        end = new.index(text) + len(text)
+        self._seen += end
+        return new[:end]
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while data := os.read(self._keys, 4096):
+                self._shown += data.decode(errors="replace").replace("\r\n", "\n")

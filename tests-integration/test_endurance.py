@@ -1,0 +1,88 @@
+"""What ``endurance.py`` does at full size, small: every answer checked, no figure of speed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+from endurance import (
+    MIB,
+    QUIET,
+    SIM,
+    blocks_are_free,
+    resident,
+    run_burst,
+    run_equal,
+    run_half_open,
+    run_readers,
+    run_soak,
+)
+from servers import SLACK, serving, wait_for
+from soak import quantile
+
+FULL = os.environ.get("HEADRACE_ENDURANCE") == "full"
+pytestmark = pytest.mark.timeout(3600 if FULL else 300)
+
+
+@pytest.mark.req("L2")
+@pytest.mark.req("REL-15")
+def test_many_at_once_say_what_each_says_alone():
+    with serving("--max-num-seqs", "32", *QUIET) as server:
+        found = asyncio.run(run_equal(server.url, 1800 if FULL else 6, kinds=64 if FULL else 24))
+    assert found.num_answers > 32
+    assert found.wrong == []
+
+
+@pytest.mark.req("L3")
+@pytest.mark.req("REL-07")
+def test_a_burst_is_answered_or_refused():
+    """1,280 within a second, of which the queue holds 256."""
+    with serving(*SIM, "--max-num-seqs", "64", "--max-queued-requests", "256") as server:
+        # Python's allocator keeps the pages of so many connections, mostly free, for the next ones.
+        asyncio.run(run_burst(server.url, 1280))
+        before = resident(server.process.pid)
+        found = asyncio.run(run_burst(server.url, 1280))
+        assert set(found.statuses) == {200, 429}
+        assert found.statuses[200] >= 256
+        assert found.unhelpful == 0
+        assert quantile(found.livez, 0.5) < 1.0 * SLACK
+        wait_for(lambda: blocks_are_free(server), what="work goes on")
+        wait_for(lambda: resident(server.process.pid) < before + 50 * MIB, what="memory stays")
+
+
+@pytest.mark.req("L4")
+@pytest.mark.req("REL-10")
+@pytest.mark.req("SEC-16")
+def test_a_soak_of_mixed_requests():
+    """Whole, streamed, left, wrong, slowly read, with new names of everything."""
+    with serving(*SIM, "--max-num-seqs", "64") as server:
+        found = asyncio.run(run_soak(server, 100_000 if FULL else 2000))
+        print(found.describe())
+        assert found.wrong == []
+        grown, slope = found.growth()
+        assert slope < 1.0 if FULL else grown < 20.0
+        wait_for(lambda: blocks_are_free(server), what="blocks are not free at idle")
+        assert server.stop() == 0
+
+
+@pytest.mark.req("F4")
+@pytest.mark.req("REL-06")
+def test_slow_readers_cost_little():
+    with serving(*SIM, "--max-num-seqs", "256") as server:
+        asyncio.run(run_readers(server, 100, 3.0))  # what is made once is there before
+        found = asyncio.run(run_readers(server, 100, 30.0 if FULL else 6.0))
+        print(found.describe())
+    assert found.wrong == []
+    assert found.bytes_each <= 64 * 1024
+
+
+@pytest.mark.req("F14")
+@pytest.mark.req("SEC-20")
+def test_half_open_connections_cost_little():
+    with serving(*SIM, "--header-timeout", "60") as server:
+        found = asyncio.run(run_half_open(server, 1000))
+        print(found.describe())
+        assert found.wrong == []
+        assert found.bytes_each <= 64 * 1024
+        assert server.status("/livez") == 200

@@ -1,0 +1,160 @@
+"""What scripts hand to ``LLM``: numbers and arrays of other libraries work, wrong kinds are named."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, PoolingParams, SamplingParams
+from headrace.sampling_params import BeamSearchParams
+from headrace_core.errors import RequestError
+
+SMALL = {"max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(**SMALL) as llm:
+        yield llm
+
+
+@pytest.mark.spec("ENGINE-PROMPTS")
+def test_prompts_of_arrays(llm):
+    ids = llm.get_tokenizer().encode("Hello there")
+    array, tensor = np.array(ids), torch.tensor(ids)
+    [expected] = llm.generate(ids, GREEDY, use_tqdm=False)
+    single = [array, tensor, [np.int64(i) for i in ids], tuple(ids), array.astype(np.uint16)]
+    for prompt in single:
+        [output] = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert [type(i) for i in output.prompt_token_ids] == [int] * len(ids)
+    several = [
+        [array, tensor],
+        np.stack([array, array]),
+        torch.stack([tensor, tensor]),
+        [{"prompt_token_ids": array}, {"prompt_token_ids": tensor}],
+        np.array(["Hello there", "Hello there"]),
+    ]
+    for prompts in several:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in outputs] == [expected.outputs[0].token_ids] * 2
+    [beams] = llm.beam_search(array, BeamSearchParams(np.int64(2), np.int64(4)))
+    assert len(beams.sequences) == 2
+
+
+@pytest.mark.spec("ENGINE-SAMPLING")
+def test_parameters_of_arrays_and_a_ban(llm):
+    params = SamplingParams(
+        temperature=np.float32(0), max_tokens=np.int64(6), seed=np.int64(3), ignore_eos=np.True_
+    )
+    [plain] = llm.generate("Hello", GREEDY, use_tqdm=False)
+    [output] = llm.generate("Hello", params, use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    first = output.outputs[0].token_ids[0]
+    banned = SamplingParams(
+        temperature=0, max_tokens=6, ignore_eos=True, logit_bias={np.int64(first): -math.inf}
+    )
+    [without] = llm.generate("Hello", banned, use_tqdm=False)
+    assert first not in without.outputs[0].token_ids
+    nothing = SamplingParams(
+        temperature=0, max_tokens=6, allowed_token_ids=[first], logit_bias={first: -math.inf}
+    )
+    [output] = llm.generate("Hello", nothing, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert llm.generate("Hello", GREEDY, use_tqdm=False)[0].finished
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max_tokens": 3}, PoolingParams(), "greedy", 3, [None], [{"max_tokens": 3}], [PoolingParams()],
+     b"", BeamSearchParams(1, 1)],
+    ids=repr,
+)  # fmt: skip
+def test_sampling_params_of_another_kind(llm, given):
+    chat = [{"role": "user", "content": "Hi"}]
+    for call, prompts in ((llm.generate, "a"), (llm.chat, chat)):
+        with pytest.raises(
+            RequestError, match=r"^sampling_params.*must be.*SamplingParams"
+        ) as caught:
+            call(prompts, given, use_tqdm=False)
+        assert caught.value.param == "sampling_params"
+    with pytest.raises(RequestError, match=r"^params.*must be.*BeamSearchParams"):
+        llm.beam_search("a", None if isinstance(given, BeamSearchParams) else given)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [[None], None, 3, [3.5], ["fine", None], [[None]], [b"bytes"], b"bytes", [True], [["a"]],
+     np.array([0.5]), np.array(3), [{}], object()],
+    ids=lambda given: "object" if type(given) is object else repr(given),  # without its address
+)  # fmt: skip
+def test_prompts_of_another_kind(llm, prompts):
+    for call, params in ((llm.generate, GREEDY), (llm.beam_search, BeamSearchParams(1, 2))):
+        with pytest.raises(RequestError, match="prompt"):
+            call(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[None], None, 3, "Hello", [["Hello"]], [3], np.array([1]), {"role": "user", "content": "Hi"}],
+    ids=repr,
+)
+def test_messages_of_another_kind(llm, messages):
+    with pytest.raises(RequestError, match=r"^messages.*must be"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^messages.*must be"):
+        llm.preprocess_chat(messages)
+
+
+def test_lists_of_the_wrong_length(llm):
+    for priority in ([1], [1, 2, 3], [None, 1], 3, "ab"):
+        with pytest.raises(RequestError, match=r"^priority"):
+            llm.generate(["a", "b"], GREEDY, priority=priority, use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^sampling_params: 3 given for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY] * 3, use_tqdm=False)
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+    assert llm.generate(["a"], (GREEDY for _ in range(1)), use_tqdm=False)[0].finished
+
+
+def test_the_engine_step_by_step():
+    with LLMEngine.from_engine_args(EngineArgs(**SMALL)) as engine:
+        for params in (None, {"max_tokens": 3}, [GREEDY]):
+            with pytest.raises(RequestError, match=r"^params.*must be"):
+                engine.add_request("r", "Hello", params)
+        for request_id in (None, 3, ["r"]):
+            with pytest.raises(RequestError, match=r"^request_id.*must be"):
+                engine.add_request(request_id, "Hello", GREEDY)
+        with pytest.raises(RequestError, match="prompt"):
+            engine.add_request("r", None, GREEDY)
+        assert not engine.has_unfinished_requests()
+        engine.add_request("r", np.array([5, 6]), GREEDY)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert len(outputs[-1].outputs[0].token_ids) == 6
+
+
+@pytest.mark.spec("ENGINE-ASYNC")
+def test_the_async_engine():
+    async def run() -> None:
+        engine = AsyncLLM.from_engine_args(EngineArgs(**SMALL))
+        try:
+            for params in (None, {"max_tokens": 3}, PoolingParams()):
+                with pytest.raises(RequestError, match=r"^sampling_params.*must be"):
+                    async for _ in engine.generate("Hello", params, "r"):
+                        pass
+            with pytest.raises(RequestError, match=r"^params.*must be"):
+                await engine.beam_search("Hello", GREEDY, "r")
+            with pytest.raises(RequestError, match=r"^request_id.*must be"):
+                async for _ in engine.generate("Hello", GREEDY, None):
+                    pass
+            outputs = [o async for o in engine.generate(torch.tensor([5, 6]), GREEDY, "r")]
+            assert len(outputs[-1].outputs[0].token_ids) == 6
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(run())

@@ -1,0 +1,66 @@
+"""What a real server's log looks like: one form in all processes, and a start that fits a screen."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from servers import serving, wait_for
+
+pytestmark = pytest.mark.spec("OBS-LOG")
+
+LINE = re.compile(
+    r"(DEBUG|INFO|WARNING) \d\d-\d\d \d\d:\d\d:\d\d (?:\((?P<process>[a-z0-9 ]+)\) )?"
+    r"\[[A-Za-z_.0-9]+:\d+\] ."
+)
+LARGEST_START = 25
+"""Lines of a start at the default level."""
+
+
+def start_of(log: list[str]) -> list[str]:
+    """The lines before the first request."""
+    return [line.rstrip("\n") for line in log if "[uvicorn.access:" not in line]
+
+
+def log_of_start(*words: str, environment: dict[str, str] | None = None) -> list[str]:
+    with serving(*words, environment=environment) as server:
+        wait_for(lambda: any("[uvicorn.access:" in line for line in server.log))
+        return start_of(list(server.log))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return log_of_start()
+
+
+@pytest.fixture(scope="module")
+def with_engine_process():
+    return log_of_start("--engine-process")
+
+
+@pytest.mark.parametrize("kind", ["alone", "with_engine_process"])
+def test_a_start_fits_a_screen_and_ends_with_the_address(request, kind):
+    log = request.getfixturevalue(kind)
+    assert len(log) <= LARGEST_START, "\n".join(log)
+    assert re.search(r"serving at http://127\.0\.0\.1:\d+$", log[-1])
+    text = "\n".join(log)
+    for once in ("room for", "start-up took", "as served here", "dtype: auto", "serving at"):
+        assert text.count(once) == 1, f"{once}\n{text}"
+
+
+def test_all_processes_write_lines_of_one_form(alone, with_engine_process):
+    for log in (alone, with_engine_process):
+        assert [line for line in log if not LINE.match(line)] == []
+    processes = {LINE.match(line)["process"] for line in with_engine_process}
+    assert processes == {None, "engine"}
+    assert {LINE.match(line)["process"] for line in alone} == {None}
+
+
+def test_the_whole_of_it_is_there_at_debug():
+    log = log_of_start("--engine-process", environment={"HEADRACE_LOGGING_LEVEL": "DEBUG"})
+    assert [line for line in log if not LINE.match(line)] == []
+    text = "\n".join(log)
+    for whole in (r"\]   activations +\S", r"\] import torch +\S+ s", r"\] architecture +\w",
+                  r"start: import torch \.\.\.", r"\(engine\) .*dtype: auto", r"/v1/models",
+                  r"router speech left out", r"Application startup complete"):  # fmt: skip
+        assert re.search(whole, text), f"{whole}\n{text}"
