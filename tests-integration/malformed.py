@@ -180,7 +180,7 @@ _BASES: dict[str, dict[str, Any]] = {
 _TELLING = re.compile(
     r"/(?:root|home|usr|tmp|opt|etc|var|proc)/|site-packages|\.py\b|0x[0-9a-fA-F]{6,}|Traceback"
     r"|\b(?!BadRequest|NotFound|InternalServer|RateLimit|ServiceUnavailable|Permission|API|"
-    r"Authentication|Conflict|Unprocessable|Timeout)[A-Z]\w*(?:Error|Exception)\b"
+    r"Authentication|Conflict|Unprocessable|Timeout|MethodNotAllowed)[A-Z]\w*(?:Error|Exception)\b"
 )
 """Paths, addresses, foreign exceptions."""
 

@@ -77,7 +77,7 @@ def test_a_served_answer(package: Path, environment: dict[str, str]) -> None:
         with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == 8
-    assert "class            bitnet_plugin.model:BitNetForCausalLM" in "\n".join(server.log)
+    assert "class bitnet_plugin.model:BitNetForCausalLM" in "\n".join(server.log)
 
 
 def test_the_row_is_one() -> None:

@@ -114,6 +114,13 @@ class OutputStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
+    async def decided(self) -> None:
+        """Return once the request is under way or refused; a task must be iterating meanwhile.
+
+        After this, iteration raises no error that the prompt or its parameters deserve.
+        """
+        ...
+
     async def pour(
         self,
         take: Callable[[RequestOutput], bool],

@@ -165,12 +165,16 @@ class Engine:
         self, news: News, n: int, prepare: Callable[[], Awaitable[PreparedRequest]]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Take the request in and yield its outputs, as far as they are not poured."""
-        self._check_open()
-        with self._limits.arriving(n):
-            request = await prepare()
-            await self._gate.passed()
-            self._limits.check_tokens(len(request.prompt_token_ids) * len(request.core_requests))
-            state = self._open_stream(request, news)
+        try:
+            self._check_open()
+            with self._limits.arriving(n):
+                request = await prepare()
+                await self._gate.passed()
+                num_tokens = len(request.prompt_token_ids) * len(request.core_requests)
+                self._limits.check_tokens(num_tokens)
+                state = self._open_stream(request, news)
+        finally:
+            news.decided.set()
         assert isinstance(state, RequestState)
         try:
             while not state.exhausted:

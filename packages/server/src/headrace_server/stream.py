@@ -179,13 +179,17 @@ class Numbered(AsyncIterator[tuple[int, T]]):
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of several streams as they come, each with its stream's position.
 
-    At most one item per stream waits. Closing, or an error in one, closes all.
+    The first item comes once the engine has taken all requests in: if it refuses one, that error
+    comes first. At most one item per stream waits. Closing, or an error in one, closes all.
     """
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(maxsize=1)
-    pumps = [asyncio.create_task(_pump(i, s, queue)) for i, s in enumerate(streams)]
+    failures: list[Exception] = []
+    pumps = [asyncio.create_task(_pump(i, s, queue, failures)) for i, s in enumerate(streams)]
     try:
+        given: Sequence[object] = streams
+        await asyncio.gather(*(s.decided() for s in given if isinstance(s, OutputStream)))
         running = len(pumps)
-        while running:
+        while running and not failures:
             got = await queue.get()
             if got is None:
                 running -= 1
@@ -193,6 +197,8 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int
                 raise got
             else:
                 yield got
+        if failures:
+            raise failures[0]
     finally:
         await _cancel(pumps)
 
@@ -201,11 +207,13 @@ async def _pump(
     position: int,
     stream: AsyncIterator[T],
     queue: asyncio.Queue[tuple[int, T] | BaseException | None],
+    failures: list[Exception],
 ) -> None:
     try:
         async for item in stream:
             await queue.put((position, item))
     except Exception as error:
+        failures.append(error)
         await queue.put(error)
     else:
         await queue.put(None)

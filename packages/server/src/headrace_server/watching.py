@@ -318,6 +318,10 @@ class _WatchedStream(_WatchedOutputs):
         self._stream = outputs
         self._every_output = every_output
 
+    async def decided(self) -> None:
+        """See :meth:`headrace_core.engine.OutputStream.decided`."""
+        await self._stream.decided()
+
     async def pour(
         self,
         take: Callable[[RequestOutput], bool],

@@ -618,6 +618,9 @@ class _Outputs(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         return await self._pulled.__anext__()
 
+    async def decided(self) -> None:
+        """Nothing is prepared elsewhere: the first item is there at once, or its error."""
+
     async def aclose(self) -> None:
         await self._pulled.aclose()
 

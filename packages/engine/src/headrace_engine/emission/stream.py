@@ -21,9 +21,11 @@ TakeText = Callable[[str, int], bool]
 class News:
     """Tells the consumer of a request that there is news. Made before the request is taken in."""
 
-    __slots__ = ("_take", "_take_text", "_waiter", "state")
+    __slots__ = ("_take", "_take_text", "_waiter", "decided", "state")
 
     def __init__(self) -> None:
+        self.decided = asyncio.Event()
+        """Set once the request is under way, or refused."""
         self.state: RequestState | PooledState | None = None
         """Set once the request is under way."""
         self._take: Take | None = None
@@ -101,6 +103,10 @@ class Outputs(AsyncIterator[RequestOutput]):
 
     async def __anext__(self) -> RequestOutput:
         return await self._pulled.__anext__()
+
+    async def decided(self) -> None:
+        """See :meth:`headrace_core.engine.OutputStream.decided`."""
+        await self._news.decided.wait()
 
     async def aclose(self) -> None:
         """End the request if it still runs."""
