@@ -25,8 +25,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def equal_bodies(count: int) -> list[dict[str, Any]]:
 
 
 def _comparable(answer: Answer) -> Any:
-    """What must be equal bit for bit: tokens, text, log-probabilities, the reason of the end."""
+    """The parts that must be equal bit for bit: tokens, text, log-probabilities, the reason of the end."""
     if answer.status != 200:
         return f"status {answer.status}: {answer.body[:200]!r}"
     [choice] = answer.json()["choices"]
@@ -149,7 +149,7 @@ def _comparable(answer: Answer) -> Any:
 
 @dataclass
 class Equal:
-    """What a run of equal answers came to."""
+    """Results of a run of equal answers."""
 
     seconds: float
     num_answers: int = 0
@@ -187,7 +187,7 @@ async def run_equal(url: str, seconds: float, *, at_once: int = 32, kinds: int =
 
 @dataclass
 class Burst:
-    """What a burst came to."""
+    """Results of a burst."""
 
     statuses: Counter[int]
     unhelpful: int
@@ -229,7 +229,7 @@ KINDS = ("whole", "stream", "chat", "leave", "wrong", "unknown", "slow", "many")
 
 @dataclass
 class Soak:
-    """What a soak came to."""
+    """Results of a soak."""
 
     counts: Counter[tuple[str, int]] = field(default_factory=Counter)
     """(kind, status) -> how often."""
@@ -328,12 +328,10 @@ async def _chat(url: str, seed: int) -> tuple[int, str]:
 
 
 async def _leave(url: str, seed: int) -> tuple[int, str]:
-    """A client that goes while its stream runs."""
-    stream = Stream(seed, 1000)
-    task = asyncio.create_task(run_stream(url, stream, keep=False))
-    await asyncio.sleep(0.003 * (seed % 11))
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    """A client that goes at once, or when it has seen some bytes of its stream."""
+    async with _reading_little(url, seed, 1000) as reader:
+        for _ in range(seed % 11):
+            await reader.read(100)
     return 0, ""
 
 
@@ -357,22 +355,29 @@ async def _unknown(url: str, seed: int) -> tuple[int, str]:
 
 
 async def _slow(url: str, seed: int) -> tuple[int, str]:
-    """A reader that looks away for a while."""
+    """A reader that looks away while other requests are answered."""
+    async with _reading_little(url, seed, 200) as reader:
+        await reader.read(100)
+        for _ in range(seed % 5):
+            await post(url, "/v1/completions", {"prompt": "x", "max_tokens": 10, "seed": seed})
+        data = await reader.read(-1)
+    ended = b"data: [DONE]" in data
+    return 200, "" if ended else f"200 tokens wanted, ended with {data[-80:]!r}"
+
+
+@asynccontextmanager
+async def _reading_little(url: str, seed: int, wanted: int) -> AsyncIterator[asyncio.StreamReader]:
+    """A stream of so many tokens, read by hand on a connection that buffers 1 KiB."""
     address = urlsplit(url)
-    stream = Stream(seed, 200)
-    body = json.dumps({"prompt": "x", "max_tokens": 200, "seed": seed, "stream": True}).encode()
+    body = json.dumps({"prompt": "x", "max_tokens": wanted, "seed": seed, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1024)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         writer.write(f"{head}Content-Type: application/json\r\nConnection: close\r\n\r\n".encode())
         writer.write(body)
-        await reader.read(100)
-        await asyncio.sleep(0.05 * (seed % 5))
-        data = await reader.read(-1)
+        yield reader
     finally:
         writer.close()
-    ended = b"data: [DONE]" in data
-    return 200, "" if ended else f"{stream.wanted} tokens wanted, ended with {data[-80:]!r}"
 
 
 async def _many(url: str, seed: int) -> tuple[int, str]:
@@ -394,7 +399,7 @@ _SOAK = {
 
 @dataclass
 class Crowd:
-    """What a crowd cost the server, and the streams of others."""
+    """Cost of a crowd for the server, and for the streams of others."""
 
     number: int
     bytes_each: float

@@ -4,11 +4,14 @@ in place."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
+from servers import RunningServer, serving
 
 WORDS = (  # noqa: SIM905 - a list is harder to read
     "a quick brown fox jumps over the lazy dog while seven large bears sleep in quiet woods and "
@@ -76,6 +79,14 @@ def bert(folder: Path, labels: int = 0) -> Any:
         sentence_transformers(folder, 32, "mean_tokens")
     _randomise(model, 7).save_pretrained(folder)
     return model
+
+
+@contextmanager
+def serving_bert(folder: Path, *words: str) -> Iterator[RunningServer]:
+    """Make a BERT that embeds, and serve it."""
+    bert(folder)
+    with serving(str(folder), *words) as server:
+        yield server
 
 
 def qwen3(folder: Path) -> Any:

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,35 @@ def serving(*words: str, environment: dict[str, str] | None = None) -> Iterator[
             except subprocess.TimeoutExpired:
                 process.kill()
         reader.join(PATIENCE)
+
+
+class WatchedCommand:
+    """A process whose output is read as it comes; it is killed when the block ends."""
+
+    def __init__(self, process: subprocess.Popen[str], output: Iterable[str]) -> None:
+        self.process = process
+        self.text = ""
+        """What it has printed so far."""
+        self._output = output
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *reason):
+        self.process.kill()
+        self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+
+    @property
+    def has_ended(self) -> bool:
+        """All of its output was read."""
+        return not self._reader.is_alive()
+
+    def _read(self) -> None:
+        for piece in self._output:
+            self.text += piece
 
 
 def _read(server: RunningServer) -> None:

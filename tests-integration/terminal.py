@@ -7,9 +7,9 @@ import os
 import pty
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
 
-from servers import PATIENCE, wait_for
+from servers import WatchedCommand, wait_for
 
 # The child takes the pty as its controlling terminal, so that Ctrl-C becomes SIGINT.
 _START = (
@@ -21,29 +21,22 @@ _START = (
 CTRL_C, CTRL_D, CTRL_P = "\x03", "\x04", "\x10"
 
 
-class Terminal:
+class Terminal(WatchedCommand):
     """``headrace WORDS`` in a pty."""
 
     def __init__(self, *words: str, **environment: str) -> None:
         self._keys, screen = pty.openpty()
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", _START, *words],
             stdin=screen, stdout=screen, stderr=screen, start_new_session=True,
             env={**os.environ, "TERM": "xterm", **environment},
         )  # fmt: skip
         os.close(screen)
-        self._shown = ""
         self._seen = 0
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def __enter__(self):
-        return self
+        super().__init__(process, _shown_on(self._keys))
 
     def __exit__(self, *reason):
-        self.process.kill()
-        self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+        super().__exit__(*reason)
         os.close(self._keys)
 
     def press(self, keys: str) -> None:
@@ -53,16 +46,17 @@ class Terminal:
     def shows(self, text: str) -> str:
         """Wait until a text is shown after what was waited for before; returns what came up to it."""
         wait_for(
-            lambda: text in self._shown[self._seen :] or not self._reader.is_alive(),
-            what=f"{text!r} is not in {self._shown[self._seen :]!r}",
+            lambda: text in self.text[self._seen :] or self.has_ended,
+            what=f"{text!r} is not in {self.text[self._seen :]!r}",
         )
-        new = self._shown[self._seen :]
+        new = self.text[self._seen :]
         assert text in new, new
         end = new.index(text) + len(text)
         self._seen += end
         return new[:end]
 
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
-            while data := os.read(self._keys, 4096):
-                self._shown += data.decode(errors="replace").replace("\r\n", "\n")
+
+def _shown_on(screen: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the other end is closed
+        while data := os.read(screen, 4096):
+            yield data.decode(errors="replace").replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""What does not fit into the context is refused in the same words on every route, which clients know."""
+"""A prompt that does not fit is refused in the same words on every route, which clients know."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import urllib.request
 import anthropic
 import openai
 import pytest
-from pooling_checkpoints import bert, text
+from pooling_checkpoints import serving_bert, text
 from servers import serving
 
 from headrace import LLM
@@ -44,8 +44,7 @@ def server():
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("encoder")
-    bert(folder)
-    with serving(str(folder), "--served-model-name", "e") as running:
+    with serving_bert(folder, "--served-model-name", "e") as running:
         yield running
 
 

@@ -54,8 +54,9 @@ def test_a_clock_that_jumps(jumping, words):
         async def streams_across(seconds: int) -> list[str]:
             streams = [Stream(seed, 60) for seed in range(8)]
             tasks = [asyncio.create_task(run_stream(server.url, stream)) for stream in streams]
-            while not all(len(stream.token_ids) > 5 for stream in streams):
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(
+                wait_for, lambda: all(len(stream.token_ids) > 5 for stream in streams)
+            )
             jump(seconds)
             await asyncio.gather(*tasks)
             return [stream.wrong for stream in streams if stream.wrong]
@@ -109,7 +110,7 @@ def test_a_collector_that_takes_and_never_answers():
 @pytest.mark.req("F14")
 @pytest.mark.req("SEC-20")
 def test_a_head_of_ten_megabytes():
-    """It is refused long before its end, and costs no memory to speak of."""
+    """The head is refused long before its end, and costs hardly any memory."""
     with serving(*SIM) as server:
         address = urlsplit(server.url)
         asyncio.run(post(server.url, "/v1/completions", {"prompt": "x"}))

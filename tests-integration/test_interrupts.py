@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import yaml
-from servers import PATIENCE, children_of, wait_for
+from servers import PATIENCE, WatchedCommand, children_of, wait_for
 
 from headrace import demo
 
@@ -51,7 +50,7 @@ def test_interrupted_while_it_reads_weights(name, tmp_path):
 
 
 def test_a_library_that_swallows_the_exception_stops_nothing():
-    """As numpy and torch do while they are imported."""
+    """numpy and torch swallow it while they are imported."""
     code = (
         "import os, signal, threading\n"
         "from headrace.interrupts import ending_at_once\n"
@@ -66,11 +65,11 @@ def test_a_library_that_swallows_the_exception_stops_nothing():
     assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE).returncode == 130
 
 
-class _Command:
+class _Command(WatchedCommand):
     """A ``headrace`` command whose weights never finish loading."""
 
     def __init__(self, words, folder: Path) -> None:
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "headrace", *words],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=folder,
@@ -80,25 +79,11 @@ class _Command:
                 "HEADRACE_FAILPOINTS": f"loader.read=delay(seconds={STUCK},after=1)",
             },
         )  # fmt: skip
-        self.text = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(process, process.stdout)
 
     def wait_until_logged(self, text: str) -> None:
         wait_for(lambda: text in self.text or self.process.poll() is not None, what=self.text)
         assert text in self.text, self.text
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *reason):
-        self.process.kill()
-        self.process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.text += line
 
 
 def _runs_headrace(pid: int) -> bool:

@@ -4,18 +4,17 @@ memory of long ones that are tokenized comes back."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
+from endurance import MIB, resident
 from fuzz import SERVER
 from malformed import Client
-from pooling_checkpoints import bert
+from pooling_checkpoints import serving_bert
 from servers import serving
 
 from headrace import LLM
 from headrace_core.errors import PromptTooLong
 
-MIB = 1 << 20
 LONG = "the quick brown fox " * (12 * MIB // 20)
 pytestmark = [pytest.mark.req("SEC-13"), pytest.mark.req("REL-21")]
 
@@ -28,18 +27,8 @@ def server():
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bert")
-    bert(folder)
-    with serving(str(folder), "--max-body-bytes", "64M") as running:
+    with serving_bert(tmp_path_factory.mktemp("bert"), "--max-body-bytes", "64M") as running:
         yield running
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the process has no memory")
 
 
 def _post(server, path, body):

@@ -76,31 +76,15 @@ def rope_settings(
         max_positions: replaces ``max_position_embeddings``, if the config has another name for it.
 
     Raises:
-        UnsupportedModel: an unknown kind, a value that is no number, or two blocks that contradict each
+        UnsupportedModel: the kind is unknown, a value is not a number, or two blocks contradict each
             other.
     """
-    settings = _read(config, layer_type, theta, partial, max_positions)
-    _check_nothing_is_lost(config, settings)
-    return settings
-
-
-def _read(
-    config: Mapping[str, Any],
-    layer_type: str | None = None,
-    theta: float | None = None,
-    partial: float = 1.0,
-    max_positions: int | None = None,
-) -> RopeSettings:
-    """See :func:`rope_settings`."""
     block = scaling_block(config, layer_type)
     own, whole = Settings(block), Settings(config)
     kind = _kind(block)
     limit = max_positions or whole.integer("max_position_embeddings", 2048)
-    original = whole.integer(  # beside the block it wins: Phi-3 writes both
-        "original_max_position_embeddings",
-        own.integer("original_max_position_embeddings", limit),
-    )
-    return RopeSettings(
+    original = _original_context(config, block, limit)
+    settings = RopeSettings(
         kind=kind,
         theta=own.positive("rope_theta", whole.positive("rope_theta", theta or 10_000.0)),
         partial_rotary_factor=own.positive(
@@ -111,6 +95,14 @@ def _read(
         sections=_sections(block),
         interleaved_sections=own.flag("mrope_interleaved", False),
     )
+    _check_nothing_is_lost(config, settings)
+    return settings
+
+
+def _original_context(config: Mapping[str, Any], block: Mapping[str, Any], default: int) -> int:
+    """Context of the pre-training; beside the block it wins, as Phi-3 writes both."""
+    name = "original_max_position_embeddings"
+    return Settings(config).integer(name, Settings(block).integer(name, default))
 
 
 def _sections(block: Mapping[str, Any]) -> tuple[int, ...]:
@@ -139,7 +131,7 @@ def scaling_block(config: Mapping[str, Any], layer_type: str | None = None) -> M
     """``rope_scaling`` or ``rope_parameters``, of the layer type if it is kept by layer type.
 
     Raises:
-        UnsupportedModel: it is no object, of an unknown kind, or contradicted by the other.
+        UnsupportedModel: it is not an object, of an unknown kind, or contradicted by the other.
     """
     block = _written(config)
     return _of_type(block, layer_type or "full_attention") if is_per_layer_type(block) else block
@@ -294,16 +286,15 @@ def scaled_context(config: Mapping[str, Any], max_positions: int) -> int:
     trained context: beyond it the base would depend on the length of each request, which a cache
     of rotated keys cannot follow.
     """
-    if is_per_layer_type(_written(config)) or str(config.get("model_type", "")).startswith(
-        "gemma3"
-    ):
+    block = _written(config)
+    if is_per_layer_type(block) or str(config.get("model_type", "")).startswith("gemma3"):
         return max_positions
-    rope = _read(config, max_positions=max_positions)
-    if rope.kind == "linear":
-        return _context(max_positions * rope.number("factor"))
-    if rope.kind == "yarn":
-        scaled = rope.original_max_position_embeddings * rope.number("factor", 1.0)
-        return max(max_positions, _context(scaled))
+    settings, kind = Settings(block), _kind(block)
+    if kind == "linear":
+        return _context(max_positions * settings.positive("factor"))
+    if kind == "yarn":
+        original = _original_context(config, block, max_positions)
+        return max(max_positions, _context(original * settings.positive("factor", 1.0)))
     return max_positions
 
 

@@ -48,6 +48,9 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
 }
 
 ItemId = Annotated[str, Field(max_length=256)]
+CallName = Annotated[str, Field(min_length=1, max_length=256)]
+"""A tool's name, or the id of a call."""
+TextOrParts = Text | Annotated[list[FreeObject], Field(max_length=4096)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -65,24 +68,29 @@ class MessageItem(Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Text | Annotated[list[FreeObject], Field(max_length=4096)]
+    content: TextOrParts
 
 
 class FunctionCallItem(Item):
     """A call that the model made."""
 
     type: Literal["function_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    call_id: CallName
+    name: CallName
     arguments: Text
 
 
-class FunctionCallOutputItem(Item):
-    """What the client's function returned."""
+class CallOutputItem(Item):
+    """A result that the client sends for a call."""
+
+    call_id: CallName
+    output: TextOrParts
+
+
+class FunctionCallOutputItem(CallOutputItem):
+    """Result of the client's function."""
 
     type: Literal["function_call_output"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    output: Text | Annotated[list[FreeObject], Field(max_length=4096)]
 
 
 class ReasoningText(BaseModel):
@@ -106,7 +114,7 @@ class McpCallItem(Item):
 
     type: Literal["mcp_call"]
     server_label: ShortText
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: CallName
     arguments: Text
     output: Text | None = None
     error: Any = None
@@ -131,24 +139,22 @@ class CustomToolCallItem(Item):
     """A call of a tool that takes any text, which another server's model made."""
 
     type: Literal["custom_tool_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    call_id: CallName
+    name: CallName
     input: Text
 
 
-class CustomToolCallOutputItem(Item):
-    """What the client's custom tool returned."""
+class CustomToolCallOutputItem(CallOutputItem):
+    """Result of the client's custom tool."""
 
     type: Literal["custom_tool_call_output"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
-    output: Text | Annotated[list[FreeObject], Field(max_length=4096)]
 
 
 class LocalShellCallItem(Item):
     """A command that the client was told to run."""
 
     type: Literal["local_shell_call"]
-    call_id: Annotated[str, Field(min_length=1, max_length=256)]
+    call_id: CallName
     action: FreeObject
 
 
