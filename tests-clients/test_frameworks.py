@@ -61,7 +61,7 @@ def test_litellm(url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _knows_what_is_too_long(litellm: Any, common: dict[str, Any]) -> None:
-    """Whoever catches this error shortens the conversation and asks again."""
+    """Callers that catch this error shorten the conversation and ask again."""
     long = [{"role": "user", "content": "one two three " * 4000}]
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(messages=long, **common)

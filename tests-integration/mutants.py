@@ -27,7 +27,7 @@ class Mutant(NamedTuple):
     name: str
     content: bytes
     harmless: bool = False
-    """It may load: what is wrong may lie where nobody looks."""
+    """The mutant may load, as the fault may lie where nobody looks."""
 
 
 def safetensors_mutants(path: Path) -> Iterator[Mutant]:
@@ -127,7 +127,7 @@ def other_mutants(folder: Path) -> Iterator[Mutant]:
 
 
 class Outcome(NamedTuple):
-    """What loading a mutant came to."""
+    """Result of loading a mutant."""
 
     kind: str
     """``loaded``, ``refused`` (an error of headrace's), or ``raised``."""

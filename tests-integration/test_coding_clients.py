@@ -1,4 +1,4 @@
-"""What coding clients send, as published, is answered: whole, and as a stream that they can read."""
+"""Requests of coding clients, as published, are answered: whole, and as a stream that they can read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRUNCATED = [
     '{"path": "a.py", "content": "x = ',
     '{"path"',
     "{",
-    "no JSON",
+    "not JSON",
     '{"a": [1, {"b": "\\',
     "[1",
 ]
@@ -209,7 +209,7 @@ def test_reasoning_that_others_encrypted_is_left_out(server):
     ],
 )  # fmt: skip
 def test_edits_of_the_context(server, edit, status):
-    """Those that cannot apply here are accepted, others refused by name."""
+    """Edits that cannot apply here are accepted, others are refused by name."""
     messages = [{"role": "user", "content": "Look."}]
     for number in range(5):
         call = {"type": "tool_use", "id": f"t{number}", "name": "Read", "input": {"p": "a"}}

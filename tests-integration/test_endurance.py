@@ -1,4 +1,4 @@
-"""What ``endurance.py`` does at full size, small: every answer checked, no figure of speed."""
+"""The runs of ``endurance.py`` in a small size: every answer is checked, no speed is."""
 
 from __future__ import annotations
 

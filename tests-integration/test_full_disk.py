@@ -74,7 +74,7 @@ def _answers(url: str) -> bool:
 @pytest.mark.req("F10")
 @pytest.mark.req("REL-14")
 def test_temporary_folders_and_caches_on_a_full_disk(small_disk):
-    """What runs needs neither; sockets take no room."""
+    """A running server needs neither; sockets take no room."""
     (small_disk / "filled").write_bytes(b"x" * (200 << 10))
     with pytest.raises(OSError, match="No space left"):
         (small_disk / "rest").write_bytes(b"x" * (100 << 10))
@@ -88,7 +88,7 @@ def test_temporary_folders_and_caches_on_a_full_disk(small_disk):
 @pytest.mark.req("F10")
 @pytest.mark.req("REL-14")
 def test_a_batch_whose_output_does_not_fit(small_disk, tmp_path):
-    """It says so, keeps what was written, and goes on from there once there is room."""
+    """The batch says so, keeps its answers, and goes on from there once there is room."""
     lines = [
         {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions",
          "body": {"prompt": "x", "max_tokens": 100, "seed": i, "logprobs": 3}}
@@ -171,7 +171,7 @@ def _hub():
 @pytest.mark.req("F10")
 @pytest.mark.req("REL-13")
 def test_a_download_that_does_not_fit(small_disk, tmp_path):
-    """It names the folder and what is wrong with it, and nothing half is ever loaded."""
+    """The error names the folder and the cause, and half a download is never loaded."""
     words = ("generate", "o/m", "--prompt", "Hello", "--max-tokens", "2")
     with _hub() as url:
         places = {"HF_ENDPOINT": url, "HF_HOME": str(small_disk), "HF_HUB_DISABLE_XET": "1"}

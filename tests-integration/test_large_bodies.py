@@ -59,11 +59,11 @@ BODIES = {
             + b"}}"
         ),
     ),
-    "numbers that are no ids": (
+    "numbers that are not ids": (
         COMPLETION,
         lambda: b'{"prompt":[' + _ids(MILLION - 1, b"0.%d") + b"]}",
     ),
-    "numbers that are no ids, twice": (
+    "numbers that are not ids, twice": (
         "/detokenize",
         lambda: b'{"tokens":[' + _ids(MILLION - 1, b"-%d.5") + b"]}",
     ),

@@ -37,7 +37,7 @@ def _chosen(mutants) -> list[Mutant]:
 
 
 def _problems(loader: Loader, mutants: list[Mutant], folder) -> list[str]:
-    """What went wrong with any of them."""
+    """Descriptions of all that went wrong."""
     right = loader.load(demo.path())
     assert right.kind == "loaded", right.text
     names = {mutant.file for mutant in mutants} | {file.name for file in demo.path().iterdir()}
@@ -51,7 +51,7 @@ def _problems(loader: Loader, mutants: list[Mutant], folder) -> list[str]:
         elif outcome.kind == "loaded" and not mutant.harmless:
             found.append(f"{said}, but must be refused")
         elif outcome.kind == "refused" and not any(name in outcome.text for name in names):
-            found.append(f"{said}, which names no file")
+            found.append(f"{said}, which does not name a file")
         if outcome.seconds > 5 * SLACK:
             found.append(f"{said}, after {outcome.seconds:.1f} s")
         if outcome.peak > right.peak + len(mutant.content) + 100 * 2**20:

@@ -1,6 +1,6 @@
-"""What an attacker's request looks like on the wire, and what the server's log makes of it: framing that two
-servers could read in two ways is refused and the connection closed; keys in an address reach no log; a
-request's template is not even parsed in the server."""
+"""An attacker's requests on the wire and in the log: framing that two servers could read in two ways is
+refused and the connection closed; keys in an address reach no log; a request's template is not even parsed in
+the server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def server():
 
 
 def statuses(server, data: bytes, size: int = 1 << 20) -> tuple[list[int], bytes]:
-    """Of the answers on one connection, which the server closes; the bytes come in pieces."""
+    """(statuses, bytes) of the answers on one connection, which the server closes. Sends the data in pieces."""
     address = urlsplit(server.url)
     got = b""
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:

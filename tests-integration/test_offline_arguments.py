@@ -1,4 +1,4 @@
-"""What scripts hand to ``LLM``: numbers and arrays of other libraries work, wrong kinds are named."""
+"""Arguments of ``LLM`` in scripts: numbers and arrays of other libraries work, wrong kinds are named."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_methods_of_all_kinds_at_once(llm):
 
 
 def test_a_call_from_within_a_callback_of_another(llm):
-    """Its outputs are its own, and the outer call loses none."""
+    """The inner call gets its own outputs, and the outer call loses none."""
     inner = []
 
     class Bar:

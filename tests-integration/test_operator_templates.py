@@ -177,7 +177,7 @@ BROKEN = {
 
 
 def refused(*words: str) -> str:
-    """What a command line is refused with."""
+    """The last lines of a command line that is refused."""
     done = subprocess.run(
         [sys.executable, "-m", "headrace", *words], capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""What a real server's log looks like: one form in all processes, and a start that fits a screen."""
+"""A real server's log: one form in all processes, and a start that fits a screen."""
 
 from __future__ import annotations
 

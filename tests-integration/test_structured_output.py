@@ -195,7 +195,7 @@ def test_what_leaves_nothing_ends_that_request_alone(llm, bias):
 
 
 def test_an_ambiguous_grammar_ends_alone_and_early(llm):
-    """Its cost grows with the square of its length; a neighbour gets all of its tokens."""
+    """The cost grows with the square of the length; a neighbour gets all of its tokens."""
     grammar = 's ::= s s | "a" | s s s | ""'
     wanted = [
         params(0, grammar=f"root ::= s\n{grammar}", max_tokens=240, bias={EOS: -100.0}),

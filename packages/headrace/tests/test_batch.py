@@ -324,7 +324,7 @@ def test_a_link_stays_and_its_target_gets_the_answers(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """As a device is, which a test must not risk."""
+    """The pipe stands for a device, which a test must not risk."""
     pipe = tmp_path / "out"
     os.mkfifo(pipe)
     args = make_parser().parse_args(["-i", "in", "-o", str(pipe)])

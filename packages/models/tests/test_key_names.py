@@ -128,7 +128,7 @@ def test_second_names_are_read_as_transformers_reads_them(tmp_path: Path, case: 
 
 
 def test_the_base_of_the_new_block_is_not_lost(tmp_path: Path) -> None:
-    """As Qwen's pages tell people to extend a context: in a config that transformers 5 saved, the scaling
+    """Qwen's pages tell people to extend a context so: in a config that transformers 5 saved, the scaling
     alone would bring the family's default base back."""
     tiny = Tiny("Qwen3", tmp_path)
     tiny.edit(rope_parameters={**NEW, "rope_theta": 1e6}, rope_scaling=YARN)

@@ -135,7 +135,7 @@ def test_text_is_equal(name: str, kind: str, tmp_path: Path) -> None:
     "name", ["LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration"]
 )
 def test_the_other_layout_of_names(name: str, tmp_path: Path) -> None:
-    """As the class of transformers calls its own tensors since 4.52, and as it saved them before."""
+    """The class of transformers has other names of tensors since 4.52; both load."""
     kind = next(iter(WRAPPERS[name].texts))
     model = make(name, kind, tmp_path)
     tensors = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -146,7 +146,7 @@ def test_the_other_layout_of_names(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(OF_FLAT_CONFIGS))
 def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
-    """As the published Qwen2-VL and Qwen2.5-VL have it."""
+    """The published Qwen2-VL and Qwen2.5-VL have such a config."""
     name = next(name for name, row in WRAPPERS.items() if kind in row.texts)
     model = make(name, f"{kind}_text", tmp_path)
     file = tmp_path / "config.json"
@@ -159,7 +159,7 @@ def test_a_config_that_is_not_nested(kind: str, tmp_path: Path) -> None:
 
 
 def test_gemma_3n(tmp_path: Path) -> None:
-    """Its class needs a library for its towers: the language model's own, under the whole's names."""
+    """The whole needs a library for its towers: its language model is saved under the whole's names."""
     config_class = CONFIG_MAPPING["gemma3n_text"]
     config = config_class(**{**small(config_class, TEXT), **OWN["gemma3n_text"]})
     model = transformers.Gemma3nForCausalLM._from_config(

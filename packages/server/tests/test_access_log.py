@@ -43,7 +43,7 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What both loggers write, wherever somebody's uvicorn has had them write before."""
+    """Lines of both loggers, wherever they were written before."""
     handler = Lines()
     for name in (ACCESS_LOGGER, ASGI_LOGGER):
         logger = logging.getLogger(name)

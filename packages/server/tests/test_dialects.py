@@ -392,7 +392,7 @@ TALKS: dict[str, dict[str, Any]] = {
 
 
 def told(prompt: ChatPrompt) -> str:
-    """What a template sees of a chat, the order of members included."""
+    """A chat as a template sees it, the order of members included."""
     messages = [dict(sorted(message.items())) for message in prompt.messages]
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -235,7 +235,7 @@ async def test_nor_does_looking_for_calls_in_a_long_one(
 
 
 async def test_nor_does_reading_a_body_of_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be done in slices is, and in another thread: counting what a body holds, and base64."""
+    """Counting the body's values and decoding base64 run in slices, in another thread."""
 
     class Embedding(Prepared):
         def __init__(self) -> None:

@@ -239,7 +239,7 @@ async def test_a_form_is_read_no_further_than_its_model() -> None:
 
 @pytest.mark.req("REL-21")
 async def test_a_body_that_holds_too_much_names_nothing(server: Any) -> None:
-    """It is not decoded for its model's name; the model that gets it says what is too much."""
+    """The body is not decoded for its model's name; the model that gets it says what is too much."""
     fields = ",".join(f'"a{number}":1' for number in range(140_000))
     for body in ('{"model": "chat", "prompt": "a"}', f'{{"model": "chat", {fields}}}'):
         answer = await server.client.post(

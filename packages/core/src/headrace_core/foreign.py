@@ -33,7 +33,7 @@ def own_value(value: Any) -> Any:
 def own_values(values: Any) -> Any:
     """Several values as a list of Python's own; one that is a list of such already is not copied.
 
-    What is no collection of values (text, a mapping, a single value) comes back as it is.
+    Anything that is not a collection of values (text, a mapping, a single value) comes back as it is.
     """
     if isinstance(values, str | bytes | bytearray | memoryview | Mapping):
         return values

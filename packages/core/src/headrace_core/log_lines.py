@@ -255,12 +255,12 @@ def writes_json(name: str) -> bool:
 
 
 def writes_colours(name: str) -> bool:
-    """Whether lines of this logger come out with marked levels now."""
+    """True if this logger's lines are written with colours at present."""
     return any(isinstance(each, LineFormatter) and each.colour for each in _formatters(name))
 
 
 def _formatters(name: str) -> list[logging.Formatter | None]:
-    """Of the handlers that a logger's lines come to first."""
+    """Formatters of the nearest handlers that a logger's lines reach."""
     logger: logging.Logger | None = logging.getLogger(name)
     while logger is not None:
         if logger.handlers:

@@ -1,4 +1,4 @@
-"""What matching a constraint may cost, in a step and in all."""
+"""The cost of matching a constraint is bounded, in a step and in all."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What callers of the offline API hand in, checked and in one form: lists of prompts and parameters."""
+"""Checks the prompts and parameters that callers of the offline API hand in, and makes lists of them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from headrace_models.regular_file import open_regular
 
 _FIRST_LINE = b"version https://git-lfs.github.com/spec/v1"
 _MAX_BYTES = 1024
-"""Of a pointer, by its specification."""
+"""Largest size of a pointer, by its specification."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _TEXTS = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
 _SHOWN = 3

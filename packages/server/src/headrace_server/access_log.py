@@ -13,10 +13,11 @@ ACCESS_LOGGER = "uvicorn.access"
 ASGI_LOGGER = "uvicorn.asgi"
 """Writes whole scopes, at level trace."""
 LIFECYCLE_LOGGER = "uvicorn.error"
-"""Of its start and end, too, whatever the name says."""
+"""Writes of the server's start and end too, whatever the name says."""
 HIDDEN = "***"
 _SECRET = re.compile("key|token|secret|passw|auth|credential|sig", re.IGNORECASE)
-"""Of names of query parameters; this server reads no key there, but clients send them."""
+"""Matches names of query parameters whose values are hidden: clients send keys there, though this server
+reads none."""
 _SEPARATORS = re.compile("([&;])")
 
 

@@ -133,8 +133,8 @@ class Answer(msgspec.Struct, frozen=True):
 def answer(error: BaseException) -> Answer:
     """What a client is told about an exception."""
     entry, told = entry_of(error), _answer(error)
-    # What nobody foresaw keeps the code of its status, which says less; as does what the system
-    # refused the server, which is no affair of the client's.
+    # An unforeseen error keeps the code of its status, which says less. So does what the system refused
+    # the server, which is not the client's fault.
     own = entry is BUG or isinstance(error, (OSError, UnicodeError))
     return told if own else msgspec.structs.replace(told, headrace_code=entry.code)
 
@@ -248,7 +248,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def unknown_path(request: Request) -> str:
-    """What a client is told that asks for a path which no route has."""
+    """The message for a path that no route has."""
     path = route_path(request.scope)
     served: set[str] = request.app.state.headrace.paths
     message = f"there is no {path[:_MAX_PATH]} here"

@@ -20,7 +20,7 @@ _FOREIGN = re.compile(
 
 
 def is_foreign(kind: Any) -> bool:
-    """Whether tools of a type are left out."""
+    """True if tools of this type are left out of the prompt."""
     return isinstance(kind, str) and _FOREIGN.fullmatch(kind) is not None
 
 

@@ -36,7 +36,7 @@ class StrictConnection(h11.Connection):
 
 
 def _problem(head: bytes) -> str:
-    """What is ambiguous in a request's head, its last empty line included; "": nothing."""
+    """The ambiguity in a request's head, its last empty line included; "": there is none."""
     if _ODD_LINE.search(head):
         return "a line is folded, or does not end with CR LF"  # sections 2.2 and 5.2
     framing = [(name.lower(), value) for name, value in _FRAMING.findall(head)]

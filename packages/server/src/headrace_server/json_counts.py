@@ -1,4 +1,4 @@
-"""How much a JSON text holds, counted before it is decoded.
+"""Counts the names and values of a JSON text before it is decoded.
 
 Decoding and validating keep the interpreter's lock to their end: 0.5 microseconds for each name of an
 object, as many for an object or list, 0.05 for a number. Bytes say little: 50 MB may be one text or ten
@@ -14,7 +14,7 @@ SLICE = 1 << 17
 
 
 class Counts(NamedTuple):
-    """What a JSON text holds outside its strings."""
+    """Numbers of names and values in a JSON text, outside its strings."""
 
     names: int
     """Names in objects, and objects and lists."""
@@ -23,10 +23,9 @@ class Counts(NamedTuple):
 
 
 def exceeds(data: bytes, most: Counts) -> bool:
-    """Whether a JSON text holds more of anything than ``most``.
+    """True if a JSON text holds more names or more values than ``most``.
 
-    Of a text that is not valid JSON, what stands before its first error is counted: no decoder comes
-    further.
+    In a text that is not valid JSON, the part before its first error is counted: no decoder gets further.
     """
     names = items = 0
     in_string = 0

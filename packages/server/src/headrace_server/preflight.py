@@ -1,4 +1,4 @@
-"""What the settings name, tried before an engine is loaded: a mistake shows at once."""
+"""Tries the files, parsers and middleware that the settings name before an engine is loaded."""
 
 from __future__ import annotations
 

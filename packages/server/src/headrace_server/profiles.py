@@ -22,9 +22,9 @@ MIN_KEY_LENGTH = 22
 
 
 HARDENED_CONNECTIONS = 256
-"""Of one address."""
+"""Connections that one address may hold under the hardened profile."""
 FEW_CONNECTIONS = 16
-"""That one address may hold, however few there may be in all."""
+"""Connections that one address may always hold, however few there may be in all."""
 LARGEST_BODY, HARDENED_BODY = 64 << 20, 16 << 20
 BODY_WITHOUT_TEXT = 4 << 20
 """Bytes of a body for tools, schemas and the like, or for many short texts."""
@@ -90,7 +90,7 @@ def body_limit(settings: ServerSettings, model: ServedModel | None) -> int:
         return settings.max_body_bytes
     most = HARDENED_BODY if settings.hardened else LARGEST_BODY
     if model is None or model.modalities or model.prompt_embeds or _TEXTLESS & set(model.tasks):
-        return most  # what they are sent is no text
+        return most  # their bodies hold more than text
     return min(most, BODY_WITHOUT_TEXT + BODY_BYTES_PER_TOKEN * model.max_model_len)
 
 

@@ -104,7 +104,7 @@ class JsonRequest(Request):
 
 
 class BodyField(Protocol):
-    """What a route's body must be, as FastAPI knows it."""
+    """The form of a route's body, as FastAPI keeps it."""
 
     def validate(
         self, value: Any, values: dict[str, Any], *, loc: tuple[int | str, ...]

@@ -229,10 +229,10 @@ def _config(app: FastAPI, settings: ServerSettings, connections: Connections) ->
 
 
 def keep_alive_seconds(environ: Mapping[str, str]) -> int:
-    """How long an idle connection is kept (:data:`KEEP_ALIVE_VARIABLE`).
+    """Seconds that an idle connection is kept (:data:`KEEP_ALIVE_VARIABLE`).
 
     Raises:
-        ConfigError: the variable holds no whole number.
+        ConfigError: the variable is not a whole number.
     """
     given = environ.get(KEEP_ALIVE_VARIABLE, "5")
     if not given.isascii() or not given.isdigit():
@@ -244,7 +244,7 @@ def keep_alive_seconds(environ: Mapping[str, str]) -> int:
 
 
 def stays_when_dead(environ: Mapping[str, str]) -> bool:
-    """Whether the server goes on answering once its engine has died (:data:`STAY_VARIABLE`).
+    """True if the server goes on answering after its engine has died (:data:`STAY_VARIABLE`).
 
     Raises:
         ConfigError: the variable is neither 0 nor 1.

@@ -121,7 +121,7 @@ class Lifecycle:
 
 
 class LoggedOnce:
-    """What requests hold and nobody heeds: each name is logged once, within bounds.
+    """Warnings about parts of requests that have no effect: each name is logged once, within bounds.
 
     Args:
         message: of the warning, with a place (``%r``) for the name.

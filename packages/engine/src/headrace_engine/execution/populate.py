@@ -76,7 +76,7 @@ class CachePopulator:
         self._num_blocks = num_blocks
         self._whole, self._num_threads = ahead_bytes == WHOLE, num_threads
         self.total_bytes = total = sum(buffer.numel() for buffer in self._buffers)
-        """Of the whole cache."""
+        """Size of the whole cache."""
         self._ahead = num_blocks if self._whole else -(-ahead_bytes * num_blocks // max(1, total))
         self._target = min(self._ahead, num_blocks)
         self._done = 0

@@ -1,4 +1,4 @@
-"""What torch raises where the system refuses it memory, as the error that says so."""
+"""Turns torch's error for memory that the system refuses into one that says so."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ MAX_ARGUMENTS = 1 << 20
 
 
 def arguments_object(text: str | None) -> Any:
-    """What a call's arguments say; ``{}`` for none.
+    """A call's arguments as an object; ``{}`` for none.
 
-    Of cut JSON it is what had been said so far. Text that is no JSON at all is an object's ``input``,
-    as the text of OpenAI's custom tools.
+    JSON that was cut gives what had come so far. Text that is not JSON becomes the object's ``input``, as
+    the text of OpenAI's custom tools.
     """
     if not text or not text.strip():
         return {}

@@ -1,4 +1,4 @@
-"""Which form of messages' content a template expects."""
+"""Finds the form of messages' content that a template expects."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class MessageGuard:
                 every character that could serve.
         """
         if not self._texts or not _is_list(prompt.messages):
-            return prompt, ""  # what is no list of messages is refused elsewhere
+            return prompt, ""  # anything but a list of messages is refused elsewhere
         self._check_roles(prompt.messages)
         messages = [_with_open_calls(message) for message in prompt.messages]
         answered = any(self._whole.search(text) for text in _answered(messages))
@@ -108,7 +108,7 @@ class MessageGuard:
         return tuple(self._guarded(text, guard=guard) for text in texts), guard
 
     def settle(self, text: str, guard: str) -> RenderedPrompt:
-        """What was rendered of a chat with guards.
+        """The prompt of a chat that was rendered with guards.
 
         Guards that the template has spelled in another way (JSON, URLs) are told by their spelling.
         """
@@ -135,8 +135,8 @@ class MessageGuard:
         return self._whole.search(text) is not None or bool(self._unfinished(text))
 
     def _unfinished(self, text: str) -> list[int]:
-        """Where control tokens begin that the end of a text cuts off: templates join parts, and strip
-        what is around them."""
+        """Positions near the end of a text where a control token begins and is cut off. A template may
+        complete it, since templates join parts and strip the space around them."""
         end = len(text.rstrip())
         starts = range(max(0, end - self._longest + 1), end)
         return [start for start in starts if text[start:end] in self._beginnings]
@@ -152,7 +152,7 @@ class MessageGuard:
                 )
 
     def _builds_token(self, role: str) -> bool:
-        """Whether a role is, begins or ends with, a piece of a control token."""
+        """True if a role is a piece of a control token, or begins or ends with one."""
         heads = (role[:length] for length in range(2, self._longest))
         return self._is_suspicious(role) or any(head in self._endings for head in heads)
 
@@ -277,10 +277,10 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _unused(value: object) -> str:
-    """A guard that no string of some data holds, in no spelling.
+    """A guard character that none of the strings holds, in any spelling.
 
     Raises:
-        RequestError: they hold all.
+        RequestError: the strings hold every candidate.
     """
     texts = list(strings(value))
     for guard in GUARDS:

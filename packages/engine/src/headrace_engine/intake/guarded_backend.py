@@ -76,8 +76,8 @@ def _given(part: object) -> list[object]:
 def _keeps_apart(
     made: tokenizers.Tokenizer, guard: str, texts: Collection[tuple[int, str]]
 ) -> bool:
-    """Whether guarded texts have other tokens. Those that single characters have anyway (the unknown,
-    bytes) say nothing of a text."""
+    """True if no guarded text keeps its special token. A token that single characters of the text have
+    anyway (the unknown token, bytes) does not count."""
     spelled = [text[0] + guard + text[1:] for _, text in texts]
     encodings = made.encode_batch_fast(spelled, add_special_tokens=False)
     same = [pair for pair, found in zip(texts, encodings, strict=True) if pair[0] in found.ids]

@@ -39,10 +39,10 @@ class PromptTokens(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What becomes of text that is long."""
+    """Rules for text that is too long."""
 
     max_length: int | None = None
-    """It is shortened to so many tokens, special ones kept
+    """Tokens that it is shortened to, special ones kept
     (:meth:`headrace_core.text.Tokenizer.encode_pair`); None: it is not."""
     room: int | None = None
     """Tokens that the prompt may have; None: the context."""
@@ -337,7 +337,7 @@ class PromptReader:
 
 
 def _is_empty(ids: object) -> bool:
-    """Whether a prompt says nothing."""
+    """True if a prompt has no token."""
     ids = own_ids(ids)
     return ids is None or (isinstance(ids, Sequence) and not ids)
 

@@ -39,7 +39,7 @@ class TemplateTooLarge(jinja2.TemplateError):
 
 
 class OutputTooLong(TemplateTooLarge):
-    """What the template writes is longer than its cap."""
+    """The template's output is longer than its cap."""
 
 
 class _Generation(jinja2.ext.Extension):

@@ -55,8 +55,8 @@ RESERVED = frozenset(
 """Names that ``chat_template_kwargs`` may not set."""
 
 PromptTemplates = Literal["refused", "isolated", "trusted"]
-"""How a template that a prompt brings is treated: not at all; as a client's, which renders in a
-process that is killed after a second; or as the operator's own."""
+"""Treatment of a template that comes with a prompt: an error; a client's, rendered in a process that is
+killed after a second; or the operator's own."""
 
 _HELLO = {"role": "user", "content": "Hello"}
 
@@ -258,7 +258,7 @@ class ChatRenderer:
         raise RequestError(f"{param}: the chat template failed: {reason}", param=param)
 
     def _max_chars(self) -> int:
-        """What a template may write, in characters."""
+        """Most characters that a template may write."""
         return CHARS_PER_TOKEN * self._max_model_len + _MARKUP_CHARS
 
     def _too_long(self, source: str) -> PromptTooLong:

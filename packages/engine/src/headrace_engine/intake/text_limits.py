@@ -1,4 +1,4 @@
-"""Which texts are worth tokenizing: no others are, as it takes a hundred times a text's memory."""
+"""Refuses texts that are too long to be worth tokenizing, which takes a hundred times a text's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MeasuresTexts(Protocol):
     """A tokenizer that knows something of a text's tokens before it has tokenized it."""
 
     def fewest_tokens(self, text: str) -> int | None:
-        """Tokens that the text becomes at least; None: there is no such bound."""
+        """A lower bound of the text's number of tokens; None: the tokenizer has none."""
         ...
 
 

@@ -211,7 +211,7 @@ class ByteTokenizer(HFTokenizer):
         return decoder.feed(token_ids) + decoder.finish()
 
     def fewest_tokens(self, text: str) -> int | None:
-        """Tokens that a text becomes at least, without tokenizing it; None: there is no such bound."""
+        """A lower bound of a text's number of tokens, found without tokenizing it; None: there is none."""
         return None if self._measure is None else self._measure.fewest(text)
 
     @functools.cached_property

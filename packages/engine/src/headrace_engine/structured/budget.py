@@ -1,4 +1,4 @@
-"""How much processor time the matching of one request's constraint may take.
+"""Bounds the processor time that matching one request's constraint may take.
 
 A backend's own limits bound a single step. This bounds their sum: a constraint that stays just
 below those limits would slow every step that its request takes part in, and so all other requests.
@@ -30,7 +30,7 @@ class MatchingBudget:
 
     @property
     def exceeded(self) -> bool:
-        """Whether the request must end."""
+        """True once the request must end."""
         return self._left < 0
 
     @contextmanager

@@ -57,7 +57,7 @@ class RowConstraint:
         self.backend = compiled.backend
         self.budget = budget
         self.alone = False
-        """Its mask is filled by itself, as it may be the one that is slow."""
+        """True where its mask is filled in a batch of its own, as it may be the slow one."""
         self.words: Words | None = None
         """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
         self.banned: Sequence[int] = ()
@@ -128,7 +128,7 @@ class RowConstraint:
 
     @property
     def failure(self) -> str | None:
-        """Why no token is possible, where that is not the constraint itself; None: it may be."""
+        """Reason other than the constraint itself why no token is possible; None: there is none."""
         return TOO_SLOW if self.budget.exceeded else None
 
     def take(self, words: Words) -> None:

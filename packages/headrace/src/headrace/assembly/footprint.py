@@ -164,7 +164,7 @@ def _built(resolved: Resolved) -> tuple[CausalLM, int]:
 
 
 def specs_of(model: CausalLM) -> Mapping[str, CacheSpec]:
-    """What each layer of a model caches."""
+    """The cache specification of each layer of a model."""
     from headrace_engine.execution.cache import cache_specs
 
     states = model.state_layers() if isinstance(model, SupportsRecurrence) else {}
@@ -174,7 +174,7 @@ def specs_of(model: CausalLM) -> Mapping[str, CacheSpec]:
 def reckoned(
     resolved: Resolved, weights: int, specs: Mapping[str, CacheSpec], available: int
 ) -> Footprint:
-    """What a start would find.
+    """The footprint of a model, computed without loading it.
 
     Args:
         weights: bytes that the model keeps.

@@ -1,4 +1,4 @@
-"""What a configuration names, looked up before the checkpoint is read and torch is imported."""
+"""Checks the names in a configuration before the checkpoint is read and torch is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_core.ops import OP_NAMES
 from headrace_core.platform import BringsWorker, Platform
 
 _LOAD_FORMATS = ("auto", "dummy")
-"""Load formats that are no plug-ins."""
+"""Load formats that are not plug-ins."""
 
 
 def check_named(
@@ -24,8 +24,8 @@ def check_named(
     """Look for every plug-in, op and core that a configuration names; import none.
 
     Raises:
-        PluginNotFound: there is no such plug-in; lists what there is.
-        ConfigError: no such op or core, or what has no effect on this device.
+        PluginNotFound: a plug-in is not installed; lists the installed ones.
+        ConfigError: an op or core does not exist, or a setting has no effect on this device.
     """
     plugins.find("headrace.schedulers", config.scheduler.scheduler_cls)
     plugins.find("headrace.executors", config.parallel.distributed_executor_backend)
@@ -80,7 +80,7 @@ def _check_device(config: EngineConfig, platform: Platform) -> None:
 
 
 def kv_scale_constants(cache: CacheConfig, environ: Mapping[str, str]) -> ScaleConstants | None:
-    """What the largest measured keys and values are stored as; None: no scales are measured.
+    """Numbers that the largest measured keys and values are stored as; None: no scales are measured.
 
     Raises:
         ConfigError: an environment variable is out of range.

@@ -1,4 +1,4 @@
-"""Whether a model fits, asked between building it and reading its weights."""
+"""Refuses a model that cannot fit, after it is built and before its weights are read."""
 
 from __future__ import annotations
 

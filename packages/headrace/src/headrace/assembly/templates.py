@@ -1,4 +1,4 @@
-"""How one engine's chats are rendered: the operator's template, and whose others are taken.
+"""Settings for rendering chats: the operator's template, and who else may bring one.
 
 A template is tried before weights are read: a chat that is as simple as can be shows what would fail
 with every request.
@@ -26,7 +26,7 @@ SIMPLE_CHATS: Sequence[Sequence[Mapping[str, str]]] = (
     ({"role": "system", "content": "Be brief."}, USER),
     ({"role": "query", "content": "Hello"}, {"role": "document", "content": "Hello"}),
 )
-"""What a template may be made for: chats, with a system message or without, or pairs to be scored."""
+"""The simplest inputs of a template: chats with and without a system message, and a pair to be scored."""
 PLACEHOLDER_TOKENS = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -38,13 +38,13 @@ MAX_CHARS = 1 << 20
 
 
 class TemplateSettings(NamedTuple):
-    """How chats are rendered."""
+    """Settings for rendering chats."""
 
     chat_template: str | None = None
-    """The operator's: its text."""
+    """Text of the operator's template."""
     content_format: str = "auto"
     prompt_templates: PromptTemplates = "refused"
-    """How templates are treated that prompts bring."""
+    """Treatment of templates that come with prompts."""
 
 
 PYTHON = TemplateSettings(prompt_templates="trusted")
@@ -52,7 +52,7 @@ PYTHON = TemplateSettings(prompt_templates="trusted")
 
 
 def templates_of(settings: ServerSettings) -> TemplateSettings:
-    """How a server's chats are rendered. Prompts bring templates of clients, if any.
+    """The template settings of a server, where a prompt's template is a client's.
 
     Raises:
         ConfigError: ``chat_template`` is neither a readable file nor a template, or renders no chat.

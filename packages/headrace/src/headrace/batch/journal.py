@@ -160,7 +160,7 @@ class Journal:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is a device, a pipe or the like, which must not be replaced by a file."""
+    """True if a path is a device, a pipe or the like, which must not be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

@@ -152,7 +152,7 @@ def _take(chat: Chat, line: str) -> None:
 
 
 def banner(model: TerminalModel) -> str:
-    """What a chat begins with: the model, where it runs, and the keys."""
+    """The first lines of a chat: the model, where it runs, and the keys."""
     from headrace import __version__
 
     context = f"context {model.context} tokens, " if model.context else ""

@@ -14,7 +14,7 @@ HELP = "/help"
 
 
 class Command(NamedTuple):
-    """What a word does."""
+    """A command of the chat, such as ``/help``."""
 
     argument: str
     """Name of its argument, empty if it takes none."""

@@ -26,7 +26,7 @@ class Turn:
     question: str
     answer: str
     num_tokens: int = 0
-    """How many tokens the context grew by, 0 if that is unknown."""
+    """Tokens that the turn added to the context; 0: unknown."""
 
     def messages(self) -> list[Message]:
         """The turn as chat messages."""
@@ -38,7 +38,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far.
+    """The turns of a chat so far.
 
     Args:
         system: first message, in the system role.

@@ -13,7 +13,7 @@ MAX_HISTORY = 1000
 
 
 def history_file() -> Path:
-    """Where the lines of earlier chats are kept (XDG Base Directory Specification, state data)."""
+    """File of the lines of earlier chats (XDG Base Directory Specification, state data)."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "headrace" / "chat-history"
 

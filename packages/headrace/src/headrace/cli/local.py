@@ -40,7 +40,7 @@ class LocalModel:
 
     @property
     def place(self) -> str:
-        """Where the model runs, for the user."""
+        """The place where the model runs, for the user."""
         device = self._engine.settings["device"]["device"]
         return f"{self._engine.model.dtype} on {device}, in this process"
 

@@ -62,7 +62,7 @@ class RemoteServer:
         return str(self.model or self.model_card()["id"])
 
     def model_card(self) -> Mapping[str, Any]:
-        """What the server says of the model."""
+        """The model's entry in the server's list."""
         with self._open("/models", None) as response:
             try:
                 cards = json.load(response)["data"]
@@ -164,11 +164,11 @@ class ConnectedServer(RemoteServer):
 
     @property
     def place(self) -> str:
-        """Where it runs, for the user."""
+        """The place where it runs, for the user."""
         return f"served at {self.url}"
 
     def close(self) -> None:
-        """Nothing is held open between requests."""
+        """Do nothing: no connection is kept between requests."""
 
 
 def connect_server(url: str, model: str | None, api_key: str | None) -> ConnectedServer:
@@ -195,7 +195,7 @@ def _error_of(error: urllib.error.HTTPError) -> Mapping[str, Any]:
 
 
 def _is_too_long(content: Mapping[str, Any]) -> bool:
-    """Whether an error is about the context: headrace names its own, others have OpenAI's code."""
+    """True if an error is about the context, by headrace's own code or OpenAI's."""
     return (
         content.get("headrace_code") == "HR-REQ-003"
         or content.get("code") == "context_length_exceeded"

@@ -18,7 +18,7 @@ class TerminalModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Its served name."""
+        """The model's served name."""
         ...
 
     @property
@@ -28,7 +28,7 @@ class TerminalModel(Protocol):
 
     @property
     def place(self) -> str:
-        """Where it runs, for the user."""
+        """The place where it runs, for the user."""
         ...
 
     def chat(
@@ -88,7 +88,7 @@ def sampling_options(args: Namespace) -> dict[str, Any]:
 
 
 def is_terminal() -> bool:
-    """Whether a person types and reads; else lines come from a pipe or go to a file."""
+    """True if a person types and reads; else lines come from a pipe or go to a file."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -116,5 +116,5 @@ def show(pieces: Iterable[str]) -> str:
 
 
 def note(text: str) -> None:
-    """Tell the user something that is no part of an answer."""
+    """Tell the user something that is not part of an answer."""
     print(text, file=sys.stderr, flush=True)

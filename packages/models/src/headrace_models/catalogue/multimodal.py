@@ -13,16 +13,16 @@ class Wrapper:
     """An architecture that has a language model in it. Plain data."""
 
     name: str
-    """As ``config.json``'s ``architectures`` spells it."""
+    """The class, as ``architectures`` in ``config.json`` spells it."""
     texts: Mapping[str, str]
     """``model_type`` of the language model's config -> the architecture that serves it."""
     models: str
-    """What people know it by."""
+    """Name of the models, as people know them."""
     passed_over: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     """Modules beside the language model, as names of tensors begin, perhaps after ``model.``."""
 
     def own_name(self, tensor: str) -> str | None:
-        """What the language model's own class calls a tensor; None if it belongs to another module."""
+        """A tensor's name in the language model's own class; None if it belongs to another module."""
         for prefix, own in _PREFIXES.items():
             if tensor.startswith(prefix):
                 return own + tensor.removeprefix(prefix)

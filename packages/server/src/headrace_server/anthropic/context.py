@@ -45,7 +45,7 @@ def apply_edits(body: CountTokensRequest, max_model_len: int) -> None:
 
 
 def _kept_turns(where: str, keep: Any) -> int | None:
-    """How many of the last turns keep their thoughts; None: all."""
+    """Number of last turns that keep their thoughts; None: all."""
     if keep is None:
         return 1
     if keep == "all" or (isinstance(keep, dict) and keep.get("type") == "all"):

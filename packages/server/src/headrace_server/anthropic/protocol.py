@@ -41,7 +41,7 @@ class ContentBlock(BaseModel):
     id: ShortText | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     input: FreeObject | Text | None = Field(
-        None, description="Of a call; as text, if it was cut and is no JSON."
+        None, description="Arguments of a call; text if they were cut and are not valid JSON."
     )
     tool_use_id: ShortText | None = None
     content: Text | Annotated[list[FreeObject], Field(max_length=4096)] | None = None

@@ -87,7 +87,7 @@ class ChatRequest(SamplingBody):
     documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
 
     def check_fields(self, state: ServerState) -> None:
-        """As all bodies; and leave out tools that are not functions."""
+        """Check the fields of all bodies, and leave out tools that are not functions."""
         super().check_fields(state)
         if self.tools:
             self._leave_out_tools(state)

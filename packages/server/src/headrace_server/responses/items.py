@@ -189,7 +189,7 @@ def _failure(error: Any) -> str:
 
 
 def _reasoning(item: ReasoningItem) -> str | None:
-    """What was thought: its text, else what the opaque content holds, else the summary; None: only
+    """Text of earlier reasoning: its own, else that of the opaque content, else the summary; None: only
     another server could read it."""
     if item.content:
         return "\n".join(part.text for part in item.content)
