@@ -44,7 +44,7 @@ BROKEN: tuple[bytes, ...] = (
     b'{"a": +1}', b'{"a": 1e}', b"[" * 100_000, b'{"a":' * 100_000, b"[" * 1000 + b"]" * 1000,
     b'{"prompt": "x", "prompt": []}', b"/* c */ {}", b'{"\\ud800": 1}', b"9" * 100_000, b"-", b"\x1f\x8b\x08",
 )  # fmt: skip
-"""Bodies that are no JSON object, or hardly one."""
+"""Bodies that are not a JSON object, or hardly one."""
 
 _POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 _BODY = b'{"prompt": "x", "max_tokens": 1}'

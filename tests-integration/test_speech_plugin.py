@@ -242,7 +242,9 @@ def test_languages_that_are_none_keep_the_class_from_being_made(
     checkpoint: Path, install: Install
 ) -> None:
     install(('{"en": "English"', '{"english": "English"'))
-    with pytest.raises(PluginLoadError, match=r"supported_languages: \['english'\] are no ISO 639"):
+    with pytest.raises(
+        PluginLoadError, match=r"supported_languages: \['english'\] are not ISO 639"
+    ):
         inspect_model(config(checkpoint))
 
 

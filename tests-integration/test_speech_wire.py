@@ -244,7 +244,7 @@ def test_other_formats_and_what_is_refused(client: openai.OpenAI) -> None:
         file=("a.webm", file.getvalue()), **given, extra_body=ONCE
     )
     assert isinstance(answer, str)
-    for data, said in ((b"text", "no audio file"), (LONG[:20_000], "cut off")):
+    for data, said in ((b"text", "not an audio file"), (LONG[:20_000], "cut off")):
         with pytest.raises(openai.BadRequestError, match=said):
             client.audio.transcriptions.create(file=("a.wav", data), **given)
     for form in ("verbose_json", "srt", "vtt"):

@@ -95,7 +95,7 @@ def test_recordings_of_all_kinds_equal_transformers(
 
 
 def test_nothing_is_left_behind(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no audio file"):
+    with pytest.raises(RequestError, match="not an audio file"):
         llm.transcribe([wav(sound(0, 5.0)), b"text"], language="en", use_tqdm=False)
     with pytest.raises(RequestError, match="language = 'xx'"):
         llm.transcribe(wav(sound(0)), language="xx")

@@ -185,10 +185,10 @@ def test_classes_and_names_are_loaded_once_in_order() -> None:
     [
         ("no.such.module:Thing", "could not be imported"),
         (f"{__name__}:Missing", "has no 'Missing'"),
-        (f"{__name__}:NOT_A_PROCESSOR", "no subclass"),
-        (f"{__name__}.Nothing", "no class name"),
-        (":Nothing", "no class name"),
-        (object, "no subclass"),
+        (f"{__name__}:NOT_A_PROCESSOR", "not a subclass"),
+        (f"{__name__}.Nothing", "not a class name"),
+        (":Nothing", "not a class name"),
+        (object, "not a subclass"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(name: Any, reason: str) -> None:

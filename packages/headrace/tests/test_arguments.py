@@ -62,7 +62,7 @@ def test_bad_json_is_a_usage_error(parser, capsys):
     with pytest.raises(SystemExit) as caught:
         parser.parse_args(["--hf-overrides", "{"])
     assert caught.value.code == 2
-    assert "no JSON" in capsys.readouterr().err
+    assert "not valid JSON" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_gets_the_nearest(parser, capsys):

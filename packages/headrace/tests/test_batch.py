@@ -272,7 +272,7 @@ def test_journals_of_something_else_are_refused(tmp_path: Path) -> None:
             Journal(path, source, model)
     for text in ("hello\n", "hello"):
         (tmp_path / "text").write_text(text)
-        with pytest.raises(ConfigError, match="no journal"):
+        with pytest.raises(ConfigError, match="not a journal"):
             Journal(tmp_path / "text", SOURCE, "m")
         assert (tmp_path / "text").read_text() == text
     with pytest.raises(ConfigError, match="written"):

@@ -92,7 +92,7 @@ def test_a_recording_that_cannot_be_read(tmp_path: Path) -> None:
         list(read_ahead([tmp_path / "none.wav"], decoder, 16_000))
     with pytest.raises(RequestError, match="samples of shape"):
         list(read_ahead([(np.zeros(3, np.int16), 8000)], decoder, 16_000))
-    with pytest.raises(RequestError, match="samples of list that are no array"):
+    with pytest.raises(RequestError, match="samples of list that are not an array"):
         list(read_ahead([([[0.0], [0.0, 1.0]], 8000)], decoder, 16_000))
     [clip] = read_ahead([(SAMPLES, np.int64(16_000))], decoder, 16_000)
     assert len(clip.samples) == len(SAMPLES)

@@ -197,7 +197,7 @@ FAULTS: Mapping[str, Fault] = {
         "run-batch --device sim -i {requests} -o http://127.0.0.1:9/o --output-tmp-dir {text}",
         "text", code="HR-FIL-001"
     ),
-    "input's URL": fault("run-batch --device sim -i http://[::1/x -o {folder}/out", "no URL"),
+    "input's URL": fault("run-batch --device sim -i http://[::1/x -o {folder}/out", "not a URL"),
     "benchmark": fault("bench latncy", "'latncy'", "'latency'", code="HR-CFG-002"),
     "benchmark's URL": fault("bench serve --base-url nonsense", "base URL"),
     "server's URL": fault("chat -q hi --url nonsense", "url", "'nonsense'"),

@@ -143,7 +143,7 @@ def _config(**changes: Any) -> dict[str, Any]:
         (_config(default_num_special_tokens=2), "more special tokens than"),
         (_config(version="v13"), "version 'v13' without 'special_tokens'"),
         (_config(default_vocab_size=4000), "ranks from 0 to 3969, once each"),
-        ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "rank 0: token_bytes is no base64"),
+        ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "rank 0: token_bytes is not base64"),
         ({"vocab": [{"rank": 0, "token_bytes": ""}]}, "rank 0: 0 bytes: must be from 1 to 1024"),
         ({"vocab": [{"rank": 0, "token_bytes": "A" * 4000}]}, "rank 0: 3000 bytes"),
         ({"vocab": [{"rank": "0"}]}, "must have a 'rank' and 'token_bytes'"),

@@ -270,5 +270,5 @@ class TestFaults:
         assert decoded({NAME: codes, SCALE: scales}, {**BLOCKS, "ignored_layers": [entry]})
 
     def test_a_malformed_entry(self) -> None:
-        with pytest.raises(ConfigError, match=r"'\(' is no pattern"):
+        with pytest.raises(ConfigError, match=r"'\(' is not a pattern"):
             Fp8.from_config({**BLOCKS, "ignored_layers": ["("]}, OPS)

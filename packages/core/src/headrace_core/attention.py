@@ -108,7 +108,7 @@ class AttentionLayerSpec:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"layer {self.name!r}: num_heads {self.num_heads} is no multiple of "
+                f"layer {self.name!r}: num_heads {self.num_heads} is not a multiple of "
                 f"num_kv_heads {self.num_kv_heads}"
             )
 

@@ -286,7 +286,8 @@ def _import(name: str) -> object:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         raise ConfigError(
-            f"{_FIELD}: {name!r} is no class name of the form 'package.module:Class'", field=_FIELD
+            f"{_FIELD}: {name!r} is not a class name of the form 'package.module:Class'",
+            field=_FIELD,
         )
     try:
         module = importlib.import_module(module_name)
@@ -310,6 +311,6 @@ def _checked(name: object, found: object) -> type[LogitsProcessor]:
     if isinstance(found, type) and issubclass(found, LogitsProcessor):
         return found
     raise ConfigError(
-        f"{_FIELD}: {name!r} is no subclass of headrace.logits_process.LogitsProcessor",
+        f"{_FIELD}: {name!r} is not a subclass of headrace.logits_process.LogitsProcessor",
         field=_FIELD,
     )

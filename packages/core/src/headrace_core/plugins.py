@@ -192,7 +192,7 @@ def installed(group: str) -> Mapping[str, Plugin]:
 @functools.cache
 def _by_entry_points(group: str) -> Mapping[str, Plugin]:
     if group not in GROUPS:
-        raise KeyError(f"{group!r} is no plug-in group; groups are {sorted(GROUPS)}")
+        raise KeyError(f"{group!r} is not a plug-in group; groups are {sorted(GROUPS)}")
     return _index(group, entry_points(group=group))
 
 

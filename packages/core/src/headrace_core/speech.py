@@ -184,7 +184,7 @@ def check_languages(name: str, languages: object) -> None:
     bad = [code for code, title in languages.items() if not _is_code(code) or not title]
     if bad:
         raise ModelError(
-            f"{name}.supported_languages: {bad} are no ISO 639 codes (two or three small letters) "
+            f"{name}.supported_languages: {bad} are not ISO 639 codes (two or three small letters) "
             "with a name"
         )
 

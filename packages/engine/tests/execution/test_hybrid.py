@@ -150,7 +150,7 @@ def test_a_sharing_layer_is_bound_to_its_targets_tensor_and_group(model: HybridL
     [
         ("layers.6", "cannot be the same as the current layer"),
         ("layers.9", "must come before the current layer"),
-        ("layers.1", "is no attention layer of the model"),
+        ("layers.1", "is not an attention layer of the model"),
         (
             "layers.2",
             r"must be the same type as the current layer \(decoder of 2 x 4\), not .*dow 6",

@@ -190,10 +190,10 @@ def test_the_prompt_of_an_output_is_the_decoders() -> None:
         (True, {"encoder_prompt": heard("", ONE), "zzz": 1}, "prompt.zzz: no such field"),
         (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": 3}, "must be text or a list"),
         (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": np.array([0.5])},
-         r"0\.5 is no token id"),
+         r"0\.5 is not a token id"),
         (True, {"encoder_prompt": heard("", ONE), "decoder_prompt": bytearray(b"ab")},
          r"b'ab'\): must be text or a list of token ids$"),
-        (False, heard("~", (ONE, 16000, 1)), r"audio: tuple of what is no array .*; must be"),
+        (False, heard("~", (ONE, 16000, 1)), r"audio: tuple is not an array .*; must be"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(encodes: bool, prompt: Any, message: str) -> None:

@@ -37,7 +37,9 @@ def human_int(text: str) -> int:
     """
     match = re.fullmatch(r"(-?[0-9]+(?:\.[0-9]+)?)([kmgtKMGT]?)", text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4k (4000) or 4K (4096)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write 4096, 4k (4000) or 4K (4096)"
+        )
     number, letter = match.groups()
     if "." in number and letter not in _DECIMAL:
         raise argparse.ArgumentTypeError(
@@ -46,9 +48,9 @@ def human_int(text: str) -> int:
     try:
         value = Decimal(number) * (_DECIMAL.get(letter) or _BINARY.get(letter) or 1)
     except InvalidOperation as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size") from error
     if value != value.to_integral_value():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)
 
 
@@ -61,9 +63,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 
@@ -117,7 +119,7 @@ def _json_texts(parser: argparse.ArgumentParser, word: str, flag: str | None) ->
     try:
         found = json.loads(word)
     except json.JSONDecodeError as error:
-        parser.error(f"argument {flag}: {word!r} is no JSON: {error}")
+        parser.error(f"argument {flag}: {word!r} is not valid JSON: {error}")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         parser.error(f"argument {flag}: {word!r} must be a JSON list of texts")
     return found

@@ -182,7 +182,7 @@ class LLM:
         for chat in self._chats(messages, **options):
             if brings_media(chat):
                 raise UnsupportedFeature(
-                    "messages: what they bring besides text is no part of a prompt of tokens; use "
+                    "messages: what they bring besides text cannot be part of a prompt of tokens; use "
                     "chat()",
                     param="messages",
                 )

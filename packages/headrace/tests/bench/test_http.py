@@ -79,9 +79,9 @@ async def test_every_way_of_ending_a_body(reply, body):
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (b"SSH-2.0-OpenSSH\r\n\r\n", "no HTTP"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "not HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", "broke off"),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "not HTTP"),
         (b"", "without an answer"),
     ],
 )

@@ -59,5 +59,5 @@ def _vocabulary(content: Any) -> dict[str, int]:
     added = {entry["content"]: entry["id"] for entry in content.get("added_tokens") or ()}
     known = {**pieces, **added}
     if any(type(index) is not int for index in known.values()):
-        raise TypeError("a token's id is no number")
+        raise TypeError("a token's id is not a number")
     return known

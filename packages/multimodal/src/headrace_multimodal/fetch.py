@@ -203,7 +203,7 @@ class Fetcher:
         try:
             parsed = httpx2.URL(url)
         except httpx2.InvalidURL as error:
-            raise FetchRefused(f"{_shown(url)}: is no URL") from error
+            raise FetchRefused(f"{_shown(url)}: is not a URL") from error
         if parsed.scheme not in rules.schemes:
             raise FetchRefused(f"{_shown(url)}: must begin with one of {list(rules.schemes)}")
         host = parsed.host
@@ -267,7 +267,7 @@ def _redirected(url: str, response: httpx2.Response) -> str:
     try:
         target = httpx2.URL(url).join(location)
     except httpx2.InvalidURL as error:
-        raise FetchRefused(f"{_shown(url)}: redirects to something that is no URL") from error
+        raise FetchRefused(f"{_shown(url)}: redirects to something that is not a URL") from error
     if httpx2.URL(url).scheme == "https" and target.scheme != "https":
         raise FetchRefused(f"{_shown(url)}: redirects away from https")
     return str(target)

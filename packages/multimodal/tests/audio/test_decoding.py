@@ -163,11 +163,11 @@ def test_mp3_with_a_note_that_is_cut_off(decoder):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no audio file of a kind"),
-        (b"hello, I am text", "no audio file of a kind"),
-        (b"#EXTM3U\nhttp://127.0.0.1/secret", "no audio file of a kind"),
-        (b"ffconcat version 1.0\nfile /etc/passwd", "no audio file of a kind"),
-        (encoded("avi", "pcm_s16le"), "no audio file of a kind"),
+        (b"", "not an audio file of a kind"),
+        (b"hello, I am text", "not an audio file of a kind"),
+        (b"#EXTM3U\nhttp://127.0.0.1/secret", "not an audio file of a kind"),
+        (b"ffconcat version 1.0\nfile /etc/passwd", "not an audio file of a kind"),
+        (encoded("avi", "pcm_s16le"), "not an audio file of a kind"),
         (wav(tone())[:20_000], "cut off: .* bytes of sound"),
         (encoded("mp4", "aac")[:9_000], "damaged|cut off"),
         (b"\x1a\x45\xdf\xa3" + bytes(1000), "damaged|no sound"),
@@ -357,7 +357,7 @@ def test_wav_files_of_writers_that_cannot_know_the_length(decoder):
 def test_a_thread_may_wait_for_its_file(decoder, monkeypatch):
     clip = decoder.decode_now(wav(tone()), name="speech.x", sample_rate=RATE)
     assert clip.seconds == SECONDS
-    with pytest.raises(RequestError, match=r"speech\.x.*no audio file"):
+    with pytest.raises(RequestError, match=r"speech\.x.*not an audio file"):
         decoder.decode_now(b"text", name="speech.x", sample_rate=RATE)
     monkeypatch.setattr(decoding, "WAIT_SECONDS", 0.0)
     with pytest.raises(QueueFull):

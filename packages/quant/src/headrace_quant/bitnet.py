@@ -60,7 +60,7 @@ class TernaryMethod(IntegerMethod):
         """values [N, K] int8 and a scale for each fused part."""
         for scale in scales:
             if not 0 <= scale < float("inf"):
-                raise WeightsError(f"layer {spec.name!r}: weight_scale = {scale}: is no scale")
+                raise WeightsError(f"layer {spec.name!r}: weight_scale = {scale}: is not a scale")
         sizes = torch.tensor(spec.out_parts)
         by_row = torch.tensor(scales, dtype=torch.float32).repeat_interleave(sizes)[:, None]
         whole = torch.cat(list(values))

@@ -265,7 +265,7 @@ def _pattern(entry: str) -> re.Pattern[str]:
     try:
         return re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))")
     except re.error as error:
-        raise ConfigError(f"quantization_config: {entry!r} is no pattern: {error}") from error
+        raise ConfigError(f"quantization_config: {entry!r} is not a pattern: {error}") from error
 
 
 def _block(value: object) -> tuple[int, int] | None:

@@ -39,5 +39,7 @@ def matches(entry: str, name: str) -> bool:
         try:
             return re.match(entry[3:], name) is not None
         except re.error as error:
-            raise ConfigError(f"quantization_config: {entry!r} is no pattern: {error}") from error
+            raise ConfigError(
+                f"quantization_config: {entry!r} is not a pattern: {error}"
+            ) from error
     return name == entry or name.startswith(f"{entry}.")

@@ -185,7 +185,7 @@ def checked_scales(spec: LinearSpec, scales: Tensor) -> Tensor:
         WeightsError: a scale is negative, infinite or no number.
     """
     if not bool((scales.isfinite() & (scales >= 0)).all()):
-        raise WeightsError(f"layer {spec.name!r}: weight_scale holds values that are no scales")
+        raise WeightsError(f"layer {spec.name!r}: weight_scale holds values that are not scales")
     return scales.float().contiguous()
 
 

@@ -64,7 +64,7 @@ class Mxfp4Weight(PlainWeight):
     def weight(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Tensor:
         scales = tensors["weight_scales"]
         if bool((scales == _NO_NUMBER).any()):
-            raise WeightsError(f"{spec.name}: a scale of its mxfp4 weight is no number")
+            raise WeightsError(f"{spec.name}: a scale of its mxfp4 weight is not a number")
         return dequantize(tensors["weight_blocks"], scales, getattr(torch, spec.dtype))
 
     def finish(self, spec: LinearSpec, tensors: Mapping[str, Tensor]) -> Any:

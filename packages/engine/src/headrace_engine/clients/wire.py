@@ -192,7 +192,7 @@ class FrameDecoder(Generic[MessageT]):
         try:
             return self._decoder.decode(frame)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-            raise BadFrame(f"a frame of {len(frame)} bytes is no message: {error}") from error
+            raise BadFrame(f"a frame of {len(frame)} bytes is not a message: {error}") from error
 
 
 _DETAILS = (

@@ -57,7 +57,9 @@ def _why_not(
     if target not in layers:
         late = _index(spec.name) <= _index(target)
         return (
-            "must come before the current layer" if late else "is no attention layer of the model"
+            "must come before the current layer"
+            if late
+            else "is not an attention layer of the model"
         )
     ours, theirs = _kind(spec), _kind(layers[target].spec)
     if ours != theirs:

@@ -161,7 +161,7 @@ class MediaReader:
         except (TypeError, ValueError, RuntimeError) as error:
             # Ragged lists, or a tensor that numpy cannot read.
             raise RequestError(
-                f"{FIELD}.audio: {type(given).__name__} of what is no array ({error}); must be a "
+                f"{FIELD}.audio: {type(given).__name__} is not an array ({error}); must be a "
                 "waveform, or (waveform, samples a second)",
                 param=f"{FIELD}.audio",
             ) from error

@@ -32,7 +32,7 @@ def check_ids(param: str, ids: Iterable[object], vocab_size: int) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param}: {token_id!r:.100} is no token id; they are integers in "
+                f"{param}: {token_id!r:.100} is not a token id; they are integers in "
                 f"0..{vocab_size - 1}",
                 param=param,
             )
@@ -48,6 +48,6 @@ def check_text(param: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"{param}: character {error.start} is half of a surrogate pair, which is no text",
+            f"{param}: character {error.start} is half of a surrogate pair, which is not text",
             param=param,
         ) from None

@@ -160,7 +160,7 @@ def malformed_at(schema: Any) -> Iterator[str]:
         if isinstance(found, Mapping) and _leads_nowhere(found.get("$ref"), schema):
             yield Refusal.of("$ref", pointer, f"{found['$ref']!r:.80} leads nowhere")
         if not isinstance(found, Mapping):
-            yield f"{found!r:.80} at {'#' + pointer!r} is no schema: must be an object or a boolean"
+            yield f"{found!r:.80} at {'#' + pointer!r} is not a schema: must be an object or a boolean"
             continue
         for keyword, value in found.items():
             accepted = _accepted(keyword, value)

@@ -104,7 +104,7 @@ def _check_text(text: str, kind: str, config: StructuredOutputsConfig) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise malformed(kind, "holds half of a surrogate pair, which is no text") from None
+        raise malformed(kind, "holds half of a surrogate pair, which is not text") from None
     _check_count(kind, size, config.max_source_bytes, "bytes")
 
 

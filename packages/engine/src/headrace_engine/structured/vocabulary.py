@@ -24,7 +24,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, end_token_ids: Iterable[int])
     """
     if not isinstance(tokenizer, BytePieces):
         raise UnsupportedFeature(
-            "structured_outputs: not with this model: its tokenizer's tokens are no byte strings",
+            "structured_outputs: not with this model: its tokenizer's tokens are not byte strings",
             param="structured_outputs",
         )
     token_bytes = tokenizer.token_bytes

@@ -240,11 +240,11 @@ def build_context(
 
 def _paged(backend: BackendFacts) -> AttentionBackend:
     if not isinstance(backend, AttentionBackend):
-        raise PluginError(f"attention backend {backend.name!r} is no AttentionBackend")
+        raise PluginError(f"attention backend {backend.name!r} is not an AttentionBackend")
     return backend
 
 
 def _without_cache(backend: BackendFacts) -> EncoderBackend:
     if not isinstance(backend, EncoderBackend):
-        raise PluginError(f"attention backend {backend.name!r} is no EncoderBackend")
+        raise PluginError(f"attention backend {backend.name!r} is not an EncoderBackend")
     return backend

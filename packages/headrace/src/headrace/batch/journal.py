@@ -173,7 +173,7 @@ def _decode(raw: bytes, kind: type[_Form], path: Path) -> _Form:
 
 def _no_journal(path: Path) -> ConfigError:
     return ConfigError(
-        f"{str(path)!r} exists and is no journal of a batch; move it away or start afresh with "
+        f"{str(path)!r} exists and is not a journal of a batch; move it away or start afresh with "
         "--restart",
         field="output_file",
     )

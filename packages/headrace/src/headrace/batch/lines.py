@@ -89,7 +89,7 @@ def read_line(number: int, raw: bytes) -> BatchLine:
     try:
         line = _decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        said = str(error) if isinstance(error, msgspec.DecodeError) else "is no JSON"
+        said = str(error) if isinstance(error, msgspec.DecodeError) else "is not valid JSON"
         raise RequestError(f"line {number}: {said}", param="input_file") from None
     if len(line.custom_id) > MAX_ID:
         raise RequestError(

@@ -41,7 +41,7 @@ async def fetcher_for(url: str) -> AsyncIterator[Fetcher]:
     try:
         host = urlsplit(url).hostname or ""
     except ValueError as error:
-        raise ConfigError(f"{url!r:.200}: no URL: {error}") from error
+        raise ConfigError(f"{url!r:.200}: is not a URL: {error}") from error
     rules = FetchRules(
         private_hosts=frozenset({host}), max_bytes=MAX_INPUT, seconds=TRANSFER_SECONDS
     )

@@ -215,7 +215,7 @@ class _Connection(asyncio.Protocol):
                     return
             content = self._body.feed(data)
         except ValueError as error:
-            self._done.set_exception(HttpError(f"the server's answer is no HTTP: {error}"))
+            self._done.set_exception(HttpError(f"the server's answer is not HTTP: {error}"))
             return
         if content:
             self._answer.pieces.append(Piece(at, content))

@@ -35,7 +35,7 @@ def run_command(conversation: Conversation, line: str) -> str:
         hint = f"; did you mean {near[0]}?" if near else ""
         names = ", ".join([HELP, *COMMANDS, QUIT])
         return (
-            f"there is no command {name}{hint}\ncommands: {names}\n"
+            f"unknown command {name}{hint}\ncommands: {names}\n"
             "A message that begins with a slash needs a space in front."
         )
     if argument and not command.argument:

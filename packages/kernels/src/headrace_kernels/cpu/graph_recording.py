@@ -142,7 +142,7 @@ class _Pass(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:  # what it is made of comes here
                 return func.decompose(*args, **kwargs)
-        raise CaptureRefused(f"torch operation {func} is no recorded kernel")
+        raise CaptureRefused(f"torch operation {func} is not a recorded kernel")
 
     def _allocate(self, meta: Tensor) -> Tensor:
         """Memory for a tensor without gaps."""

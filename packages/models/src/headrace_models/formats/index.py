@@ -72,12 +72,12 @@ def read_index(folder: Path, naming: Naming = SAFETENSORS) -> dict[str, str]:
         if not isinstance(names, dict):
             raise TypeError("weight_map is not an object")
         if not names:
-            raise ValueError("weight_map names no tensor")
+            raise ValueError("weight_map is empty")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(f"{path}: unreadable index: {type(error).__name__}: {error}") from error
     for tensor, name in names.items():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise WeightsError(f"{path}: tensor {tensor!r}: {name!r} is no plain file name")
+            raise WeightsError(f"{path}: tensor {tensor!r}: {name!r} is not a plain file name")
         if not _is_file(folder / name):
             raise WeightsError(f"{path}: tensor {tensor!r}: file {name!r} is missing")
     return names

@@ -158,7 +158,7 @@ def _ranks(path: Path, content: Mapping[str, Any], count: int) -> dict[bytes, in
             try:
                 token = base64.b64decode(text, validate=True)
             except (binascii.Error, ValueError):
-                raise _damaged(path, f"vocab: rank {rank}: token_bytes is no base64") from None
+                raise _damaged(path, f"vocab: rank {rank}: token_bytes is not base64") from None
             if not 1 <= len(token) <= MAX_TOKEN_BYTES:
                 raise _damaged(
                     path,
@@ -168,7 +168,7 @@ def _ranks(path: Path, content: Mapping[str, Any], count: int) -> dict[bytes, in
     if sorted(ranks.values()) != list(range(count)):
         raise _damaged(path, f"vocab: must have the ranks from 0 to {count - 1}, once each")
     if missing := {bytes([byte]) for byte in range(256)} - ranks.keys():
-        raise _damaged(path, f"vocab: {len(missing)} single bytes are no tokens")
+        raise _damaged(path, f"vocab: {len(missing)} single bytes are not tokens")
     return ranks
 
 

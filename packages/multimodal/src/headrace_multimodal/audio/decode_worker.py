@@ -52,7 +52,7 @@ def decode(data: bytes, sample_rate: int, max_seconds: float) -> bytearray:
     """
     kind = recognised(data)
     if kind is None:
-        raise BadAudio(f"it is no audio file of a kind that is read: {NAMES}")
+        raise BadAudio(f"it is not an audio file of a kind that is read: {NAMES}")
     if kind == "wav" and (lacking := missing_bytes(data)):
         raise BadAudio(f"cut off: {lacking} bytes of sound that it announces are not there")
     if kind in SOUNDFILE_FORMATS:

@@ -44,7 +44,7 @@ def mono(data: Any) -> Float:
     except (TypeError, ValueError, RuntimeError) as error:
         # Ragged lists, or a tensor that numpy cannot read.
         raise _wrong(
-            f"samples of {type(data).__name__} that are no array ({error}): must be [samples] or "
+            f"samples of {type(data).__name__} that are not an array ({error}): must be [samples] or "
             "[channels, samples] of floats from -1 to 1"
         ) from error
     if samples.dtype.kind not in "f" or samples.ndim not in (1, 2) or samples.size == 0:

@@ -103,7 +103,7 @@ class ScoreRouter:
             router.post(path, response_model=ScoreResponse)(score)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             router.post(path, response_model=RerankResponse)(rerank)
-        logger.info("%s are no routes of OpenAI's", " and ".join(_NOT_OPENAIS))
+        logger.info("%s are not routes of OpenAI's", " and ".join(_NOT_OPENAIS))
         return router
 
 

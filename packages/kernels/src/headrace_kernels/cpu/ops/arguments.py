@@ -83,7 +83,7 @@ def gate_width(op: str, packed: PackedLinear) -> int:
     """How many of the outputs are gates: half."""
     if packed.out_features % 2:
         raise ConfigError(
-            f"{op}: a weight of {packed.out_features} outputs is no gate and up of equal size"
+            f"{op}: a weight of {packed.out_features} outputs is not a gate and an up of equal size"
         )
     return packed.out_features // 2
 

@@ -104,7 +104,7 @@ class _Vocabulary:
     def _texts(self, key: str) -> list[str]:
         values = self.metadata.get(f"tokenizer.ggml.{key}", [])
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-            raise _elsewhere(self.path, f"tokenizer.ggml.{key} is no list of texts")
+            raise _elsewhere(self.path, f"tokenizer.ggml.{key} is not a list of texts")
         return values
 
     def _numbers(self, key: str, default: float) -> Sequence[float]:
@@ -117,7 +117,7 @@ class _Vocabulary:
             or not all(isinstance(value, int | float) for value in values)
         ):
             raise _elsewhere(
-                self.path, f"tokenizer.ggml.{key} is no list of {len(self.pieces)} numbers"
+                self.path, f"tokenizer.ggml.{key} is not a list of {len(self.pieces)} numbers"
             )
         return values
 
