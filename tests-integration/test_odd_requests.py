@@ -35,7 +35,7 @@ def server():
 
 
 def statuses(server, data: bytes, size: int = 1 << 20) -> tuple[list[int], bytes]:
-    """(statuses, bytes) of the answers on one connection, which the server closes. The data goes in pieces."""
+    """(statuses, bytes) of the answers on one connection, which the server closes; data goes in pieces."""
     address = urlsplit(server.url)
     got = b""
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE) as connection:
