@@ -492,7 +492,7 @@ async def run_half_open(server: RunningServer, number: int) -> Crowd:
 
 
 def _run(name: str, scale: float) -> tuple[str, bool]:
-    """(what was found, whether it is as promised)."""
+    """(result, whether it is as promised)."""
     if name == "equal":
         with serving("--max-num-seqs", "32", *QUIET) as server:
             equal = asyncio.run(run_equal(server.url, 1800 * scale))

@@ -31,7 +31,7 @@ class Mutant(NamedTuple):
 
 
 def safetensors_mutants(path: Path) -> Iterator[Mutant]:
-    """Files that hold no, not all, or other tensors than they should."""
+    """Files that lack tensors, or hold other tensors than they should."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
@@ -134,7 +134,7 @@ class Outcome(NamedTuple):
     text: str
     seconds: float
     peak: int
-    """Bytes that the child has held at most."""
+    """Largest memory of the child, in bytes."""
 
 
 class Loader:

@@ -47,7 +47,7 @@ class Shell:
         self.environment = dict(environment)
 
     def run(self, command: str, stdin: str = "") -> str:
-        """What the command prints.
+        """The command's standard output.
 
         Raises:
             AssertionError: its status is not 0.

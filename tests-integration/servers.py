@@ -89,7 +89,7 @@ class WatchedCommand:
     def __init__(self, process: subprocess.Popen[str], output: Iterable[str]) -> None:
         self.process = process
         self.text = ""
-        """What it has printed so far."""
+        """Its output so far."""
         self._output = output
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -44,7 +44,7 @@ class Terminal(WatchedCommand):
         os.write(self._keys, keys.encode())
 
     def shows(self, text: str) -> str:
-        """Wait until a text is shown after what was waited for before; returns what came up to it."""
+        """Wait until a text is shown, after the one waited for before; returns all that came up to it."""
         wait_for(
             lambda: text in self.text[self._seen :] or self.has_ended,
             what=f"{text!r} is not in {self.text[self._seen :]!r}",

@@ -31,7 +31,7 @@ def test_values_are_hidden_by_their_names(query: str, shown: str) -> None:
 
 
 class Lines(logging.Handler):
-    """Keeps what the loggers pass that it is added to."""
+    """Keeps the records of the loggers that it is added to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def log_block(logger: logging.Logger, title: str, block: str, short: str | None 
 
 
 def one_line(block: str) -> str:
-    """The lines of a block, without what aligns them."""
+    """The lines of a block joined by semicolons, each without the spaces that align it."""
     return "; ".join(" ".join(line.split()) for line in block.splitlines())
 
 

@@ -32,7 +32,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 RESOLUTION = ("headrace_core.resolution", "headrace_models.resolve", "headrace_models.runner")
-"""Loggers of what every process finds out of the same model by itself."""
+"""Loggers of the resolution of ``auto``, which every process does for itself with the same result."""
 
 
 def configure(

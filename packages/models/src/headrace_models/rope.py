@@ -138,7 +138,7 @@ def scaling_block(config: Mapping[str, Any], layer_type: str | None = None) -> M
 
 
 def _written(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The block that counts. Kinds are checked in both, so that none is passed over."""
+    """The block that is read. The kinds of both are checked, so that a wrong one is always told."""
     new, old = (_checked(name, config.get(name)) for name in (_NEW, _OLD))
     if not (new and old):
         return old or new

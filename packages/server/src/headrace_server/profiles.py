@@ -30,7 +30,7 @@ BODY_WITHOUT_TEXT = 4 << 20
 """Bytes of a body for tools, schemas and the like, or for many short texts."""
 _TEXTLESS = frozenset({"transcription", "plugin"})
 BODY_BYTES_PER_TOKEN = 256
-"""And for each token of the context: of one that is as long as tokens are, or of many texts."""
+"""Bytes of a body for each token of the context: of a long token, or of many texts."""
 
 
 class Row(NamedTuple):

@@ -384,7 +384,7 @@ class ServerSettings:
                    "'*', 'null' or an origin such as https://example.org, without a path")  # fmt: skip
 
     def _check_partners(self) -> None:
-        """Refuse what has an effect only along with another setting."""
+        """Refuse a setting whose partner is absent, without which it has no effect."""
         _check(self.ssl_ca_certs is None or self.ssl_certfile is not None, "ssl_ca_certs",
                self.ssl_ca_certs, "given along with ssl_certfile")  # fmt: skip
         _check(self.admin_host == "127.0.0.1" or self.admin_port is not None, "admin_host",

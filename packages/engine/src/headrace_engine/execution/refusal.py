@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TORCHS_WORDS = "DefaultCPUAllocator"
-"""In the message of a bare RuntimeError: torch has no class for it on a CPU."""
+"""Part of the message of the bare RuntimeError that torch raises on a CPU, for which it has no class."""
 
 
 @contextmanager

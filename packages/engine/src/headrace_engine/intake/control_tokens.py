@@ -122,7 +122,7 @@ class MessageGuard:
         return rendered
 
     def _guarded(self, text: str, *, guard: str) -> str:
-        """A text whose control tokens are interrupted, and what could become one with what follows."""
+        """The text with a guard in each control token, and in the beginning of one at its end."""
         if not self._texts:
             return text
         for start in reversed(self._unfinished(text)):

@@ -273,7 +273,7 @@ def _special_texts(tokenizer: Tokenizer) -> set[str]:
 
 
 def _size(variables: Mapping[str, Any]) -> int:
-    """Characters of what a template is given."""
+    """Characters of a template's input."""
     try:
         return len(json.dumps(variables, ensure_ascii=False))
     except (TypeError, ValueError):

@@ -66,7 +66,7 @@ class TextLimits:
         raise PromptTooLong(room, fewest, at_least=True, param=param, hint=hint)
 
     def _fewest(self, texts: tuple[str, ...]) -> int | None:
-        """Tokens of all texts together; None: nobody knows."""
+        """Tokens of all texts together; None: unknown."""
         if self._measures is None:
             return None
         total = 0

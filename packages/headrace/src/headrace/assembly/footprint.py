@@ -78,7 +78,7 @@ class Footprint:
     why_not: str = ""
     """Why an engine would not start, or not with what it was told to use; empty: it would."""
     cannot_start: str = ""
-    """Why a start is refused; empty: it is not."""
+    """Reason why a start is refused; empty: it is not."""
 
     @property
     def fits(self) -> bool:

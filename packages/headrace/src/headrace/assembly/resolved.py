@@ -60,7 +60,7 @@ def resolve_engine(config: EngineConfig) -> Resolved:
 
 
 def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
-    """Refuse what only generating, or only pooling models have."""
+    """Refuse a setting that only the other kind of model has, generating or pooling."""
     if config.model.pooler_config and info.runner != "pooling":
         raise ConfigError(
             f"model.pooler_config = {dict(config.model.pooler_config)!r}: must be left out for "

@@ -48,7 +48,7 @@ class TemplateSettings(NamedTuple):
 
 
 PYTHON = TemplateSettings(prompt_templates="trusted")
-"""For ``LLM`` and ``AsyncLLM``: whoever calls them is the operator."""
+"""Settings of ``LLM`` and ``AsyncLLM``, whose caller is the operator."""
 
 
 def templates_of(settings: ServerSettings) -> TemplateSettings:
@@ -84,8 +84,8 @@ def check_template(settings: ServerSettings) -> None:
 
 
 def warn_of_broken(tokenizer: Tokenizer | None, templates: TemplateSettings) -> None:
-    """Tell that the checkpoint's own template fails, if it is the one that chats get: what needs no
-    template is served all the same."""
+    """Warn if the checkpoint's own template is used and fails. Requests that need no template are served
+    all the same."""
     own = tokenizer.chat_template if tokenizer is not None else None
     if tokenizer is None or own is None or templates.chat_template is not None:
         return

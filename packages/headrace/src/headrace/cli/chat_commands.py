@@ -20,11 +20,11 @@ class Command(NamedTuple):
     """Name of its argument, empty if it takes none."""
     description: str
     run: Callable[[Conversation, str], str]
-    """Does it; returns what to show."""
+    """Runs the command; returns the text to show."""
 
 
 def run_command(conversation: Conversation, line: str) -> str:
-    """Do what a line that begins with a slash says; returns what to show."""
+    """Run the command of a line that begins with a slash; returns the text to show."""
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     if name == HELP:
