@@ -126,8 +126,13 @@ class Executor(ABC):
         """Create the workers. Raises what their creation raises."""
 
     @abstractmethod
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Run a worker method on every rank and wait: results by rank."""
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a worker method on every rank and wait: results by rank.
+
+        Args:
+            method: its name, or a function that gets the worker before ``args``; an executor whose
+                workers are in other processes refuses functions (:class:`UnsupportedFeature`).
+        """
 
     @abstractmethod
     def submit(self, step: ScheduledStep) -> Future[StepResult]:

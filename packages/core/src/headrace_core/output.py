@@ -165,6 +165,8 @@ class CompletionOutput:
     """None while it runs; else one of :data:`FINISH_REASONS`."""
     stop_reason: int | str | None = None
     """The stop string or token id that ended it; None for EOS and for other reasons."""
+    error: str | None = None
+    """Why it failed, in words; set where ``finish_reason`` is ``error``."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -215,6 +217,7 @@ def _append_delta(into: CompletionOutput, delta: CompletionOutput) -> None:
     into.cumulative_logprob = delta.cumulative_logprob
     into.finish_reason = delta.finish_reason
     into.stop_reason = delta.stop_reason
+    into.error = delta.error
 
 
 OutputT = TypeVar("OutputT")

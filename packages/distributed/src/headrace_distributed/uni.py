@@ -65,15 +65,19 @@ class UniExecutor(Executor):
             self.shutdown()
             raise
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Run a worker method after what is queued, and wait.
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Run a worker method, or a function with the worker, after what is queued, and wait.
 
         Raises:
             EngineDead: the executor is not running.
             Exception: the method's own.
         """
-        future = self._queue(lambda worker: getattr(worker, method)(*args), is_step=False)
-        return [future.result()]
+        def run(worker: Worker) -> Any:
+            if isinstance(method, str):
+                return getattr(worker, method)(*args)
+            return method(worker, *args)
+
+        return [self._queue(run, is_step=False).result()]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
         """Queue a step.

@@ -1,7 +1,7 @@
-"""Callers in several threads, one core: :class:`Calls` knows whose each output is.
+"""Several threads share one core: :class:`Calls` hands each caller the outputs of its own requests.
 
-No thread stands between the core and its callers. Of those that wait, one takes in the next step for all, so
-a caller that is alone gets its outputs without a task switch.
+No thread stands between the core and its callers. One of the callers that wait takes in the next step for all
+of them, so a caller that is alone gets its outputs without a task switch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from headrace_core.errors import EngineDead, GenerateError
 from headrace_core.output import RequestOutput
@@ -25,46 +25,75 @@ from headrace_engine.messages import CoreOutputs
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN = 1.0
-"""Seconds after which a waiting caller looks whether the core still lives."""
+"""Seconds after which a waiting caller checks that the core still runs."""
 
 
 class News(NamedTuple):
-    """What is new of one request."""
+    """An update of one request for the call that made it."""
 
     request_id: str
     output: RequestOutput | PooledOutput | None
-    """None: the request ended without any."""
+    """The new output; None: the request ended without one."""
     finished: bool
-    """Whether this is the last news of it."""
+    """True: no further update of this request comes."""
     error: BaseException | None
-    """Why the request failed."""
+    """The reason for which the request failed, or None."""
+
+
+class RequestWatch(Protocol):
+    """Follows one request that generates, for metrics."""
+
+    def saw(self, output: RequestOutput) -> None:
+        """Take note of an output before its caller gets it."""
+        ...
+
+    def ended(self) -> None:
+        """Take note that no more outputs come; called once, also for a request that was dropped."""
+        ...
+
+
+class RequestObserver(Protocol):
+    """Follows all requests of an engine that generate. Its methods are called with the engine's lock
+    held: they return at once, and must not raise."""
+
+    def begin(self, request: PreparedRequest) -> RequestWatch:
+        """Follow a request that goes to the core now."""
+        ...
 
 
 class Calls:
-    """All requests that are under way, by the calls that made them. Thread-safe.
+    """The requests that are under way, by the calls that made them. Thread-safe.
 
     It is the sink of the core's outputs.
 
     Args:
         client: the way to the core.
         tokenizer: None: outputs have no text.
+        observer: follows every request that generates; None: nobody does.
     """
 
-    def __init__(self, client: CoreClient, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        client: CoreClient,
+        tokenizer: Tokenizer | None,
+        observer: RequestObserver | None = None,
+    ) -> None:
         self._client = client
+        self._observer = observer
         self._inbox: queue.SimpleQueue[CoreOutputs | BaseException] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # All below is guarded by the lock.
         self._processor = OutputProcessor(tokenizer)
         self._owners: dict[str, Call] = {}
+        self._watches: dict[str, RequestWatch] = {}
         self._waiting: list[Call] = []
         self._end: BaseException | None = None
-        """Why no more outputs come."""
+        """The reason for which no more outputs come; None while the core runs."""
         self._taking = False
-        """Whether a caller takes in the next step."""
+        """True while a caller takes in the next step."""
 
     def open(self) -> Call:
-        """A new call, without requests yet."""
+        """Make a call that has no requests yet."""
         return Call(self, self._lock)
 
     def close(self) -> None:
@@ -91,12 +120,16 @@ class Calls:
             state = self._processor.add(request)
             self._owners[request.request_id] = call
             call.under_way[request.request_id] = state
+            if self._observer is not None and request.pooling is None:
+                self._watches[request.request_id] = self._observer.begin(request)
+        added = False
         try:
             self._client.add(request.core_requests)
-        except BaseException:
-            with self._lock:
-                self._forget(state)
-            raise
+            added = True
+        finally:
+            if not added:  # an error, or Ctrl-C: nobody would ever take its outputs
+                with self._lock:
+                    self._forget(state)
 
     def wait(self, call: Call) -> list[News]:
         """See :meth:`Call.wait`."""
@@ -133,7 +166,11 @@ class Calls:
         changed, call.fresh = call.fresh, {}
         news = []
         for request_id, state in changed.items():
-            news.append(News(request_id, state.take(), state.finished, state.error))
+            output = state.take()
+            news.append(News(request_id, output, state.finished, state.error))
+            watch = self._watches.get(request_id)
+            if watch is not None and isinstance(output, RequestOutput):
+                watch.saw(output)
             if state.finished:
                 self._forget(state)
                 if state.error is not None:
@@ -148,7 +185,7 @@ class Calls:
             self._waiting.remove(call)
 
     def _take_in(self, call: Call) -> None:
-        """Wait for a step's outputs and give every call its own."""
+        """Wait for a step's outputs and give each call the outputs of its requests."""
         received: CoreOutputs | BaseException | None = None
         try:
             received = self._receive()
@@ -196,7 +233,7 @@ class Calls:
                 return
 
     def _fail_all(self) -> None:
-        """The caller that took in a step was interrupted: nobody knows how far it came."""
+        """End all requests: the caller that took in a step was interrupted, so outputs are lost."""
         states = self._processor.states
         processed = self._processor.end([state.request.request_id for state in states], "error")
         for state in states:
@@ -213,8 +250,11 @@ class Calls:
         return dead_again(why)
 
     def _forget(self, state: Followed) -> list[str]:
-        """Follow a request no longer; returns what the core must abort. Idempotent."""
+        """Stop following a request; returns the ids that the core must abort. Idempotent."""
         request_id = state.request.request_id
+        watch = self._watches.pop(request_id, None)
+        if watch is not None:
+            watch.ended()
         call = self._owners.pop(request_id, None)
         if call is not None:
             call.under_way.pop(request_id, None)
@@ -223,20 +263,21 @@ class Calls:
 
 
 class Call:
-    """Requests of one caller, whose outputs nobody else takes. Leaving the ``with`` block ends them."""
+    """The requests of one caller; nobody else takes their outputs. Leaving the ``with`` block aborts
+    the requests that still run."""
 
     def __init__(self, calls: Calls, lock: threading.Lock) -> None:
         self._calls = calls
-        # Guarded by the lock, and the business of Calls:
+        # Guarded by the lock, and changed by Calls only:
         self.under_way: dict[str, Followed] = {}
-        """Requests whose last news was not taken."""
+        """Requests whose last update was not taken."""
         self.fresh: dict[str, Followed] = {}
-        """Those that have news."""
+        """Requests that have an update to take."""
         self.woken = threading.Condition(lock)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of which :meth:`wait` has more to tell."""
+        """Number of requests of which :meth:`wait` will return more."""
         return len(self.under_way)
 
     def add(self, request: PreparedRequest) -> None:
@@ -249,7 +290,7 @@ class Call:
         self._calls.add(self, request)
 
     def wait(self) -> list[News]:
-        """Wait for news of requests; [] at once if nothing is under way.
+        """Wait for updates of requests; returns [] at once if nothing is under way.
 
         Raises:
             EngineDead: the engine stopped; all requests of the call are gone.
@@ -257,11 +298,11 @@ class Call:
         return self._calls.wait(self)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests of this call with reason ``abort``; their last news comes with :meth:`wait`."""
+        """End requests of this call with reason ``abort``; :meth:`wait` returns their last updates."""
         self._calls.end(self, request_ids, "abort")
 
     def close(self) -> None:
-        """End what is left, of which nobody will ask for more."""
+        """Abort the requests that still run; their outputs are dropped. Idempotent."""
         if self.under_way:
             self._calls.drop(self)
 

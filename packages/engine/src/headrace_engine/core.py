@@ -251,6 +251,10 @@ class EngineCore:
         """What a function says of each worker's model, by rank, after the steps that are in flight."""
         return self.executor.call("apply_model", function)
 
+    def run_on_workers(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Run a function with each worker after the steps that are in flight: results by rank."""
+        return self.executor.call(function)
+
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         """Run a method of every worker after the steps that are in flight: results by rank.
 
@@ -265,7 +269,8 @@ class EngineCore:
             )
         if len(args) != WORKER_CALLS[method]:
             raise RequestError(
-                f"args: {method} takes {WORKER_CALLS[method] or 'none'}", param="args"
+                f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
+                param="args",
             )
         if method == "reload_weights":
             return self._reload_weights()

@@ -385,6 +385,19 @@ class Engine:
         async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
             return await asyncio.wrap_future(self._client.call_workers(method, args))
 
+    async def run_on_workers(
+        self, function: Callable[[Any], Any], *, timeout: float | None = None
+    ) -> list[Any]:
+        """Run a function with each worker of this process as its argument: results by rank.
+
+        Raises:
+            UnsupportedFeature: the workers are in another process.
+            TimeoutError: there was no answer in time.
+        """
+        self._check_open()
+        async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
+            return await asyncio.wrap_future(self._client.run_on_workers(function))
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """See :attr:`headrace_core.engine.EngineClient.settings`."""

@@ -141,6 +141,10 @@ class EngineLoop:
         """Run a function on every worker's model at the next pause between steps."""
         return self._call(lambda: self._core.apply_model(function))
 
+    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        """Run a function with each worker at the next pause between steps."""
+        return self._call(lambda: self._core.run_on_workers(function))
+
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         reply: Future[Result] = Future()
         self._commands.put(_Command(function, reply))

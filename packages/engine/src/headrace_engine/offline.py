@@ -1,15 +1,17 @@
 """The synchronous engine, for scripts: intake in front of a core, emission behind it.
 
 A calling thread takes each step's outputs from a queue itself, so no event loop and no task switch
-stands between two tokens (:mod:`headrace_engine.calls`).
+comes between two tokens (:mod:`headrace_engine.calls`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from headrace_core.engine import EngineStats, ServedModel
 from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
@@ -20,7 +22,7 @@ from headrace_core.request import Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_core.scoring import ScoreInput
 from headrace_core.text import Tokenizer
-from headrace_engine.calls import Call, Calls, News
+from headrace_engine.calls import Call, Calls, News, RequestObserver
 from headrace_engine.clients.base import CONTROL_TIMEOUT, PROFILE_TIMEOUT, CoreClient
 from headrace_engine.clients.sink import WeakSink
 from headrace_engine.emission.pooled import PooledOutput
@@ -33,6 +35,67 @@ FED_AT_ONCE = 1024
 """Pooling requests of one call that are under way together; the others are read meanwhile."""
 
 
+class EngineObserver(RequestObserver, Protocol):
+    """Follows all requests of an offline engine, for metrics."""
+
+    def pooled(
+        self, task: str, outputs: Sequence[PoolingRequestOutput[Any]], started: float
+    ) -> None:
+        """Prompts, or pairs with the task ``score``, were pooled.
+
+        Args:
+            started: when they came, by ``time.monotonic()``.
+        """
+        ...
+
+    def pooling_ended(self, reason: str) -> None:
+        """A prompt ended without a result; the reason is ``error`` or ``abort``."""
+        ...
+
+
+class Batch:
+    """Requests that were started together and end as one list of outputs. Leaving the ``with`` block
+    aborts the requests that still run. Belongs to one thread at a time.
+
+    Args:
+        call: holds the requests.
+        requests: their parameters by request id, in order.
+    """
+
+    def __init__(self, call: Call, requests: dict[str, SamplingParams]) -> None:
+        self._call = call
+        self._params = list(requests.values())
+        self._index = {request_id: index for index, request_id in enumerate(requests)}
+        self.request_ids: list[str] = list(requests)
+        """In the order of the prompts."""
+
+    def wait(
+        self, on_output: Callable[[int, RequestOutput], None] | None = None
+    ) -> list[RequestOutput]:
+        """Wait until all have ended; to be called once. Arguments, result and errors as
+        :meth:`OfflineEngine.run`; whatever it raises, the requests that still run are aborted."""
+        finals: dict[int, RequestOutput] = {}
+        with self._call as call:
+            while call.num_unfinished:
+                for request_id, output, _, _ in call.wait():
+                    assert isinstance(output, RequestOutput)
+                    index = self._index[request_id]
+                    _collect(finals, index, output, self._params[index])
+                    if on_output is not None:
+                        on_output(index, output)
+        return [finals[index] for index in range(len(self.request_ids))]
+
+    def close(self) -> None:
+        """Abort the requests that still run. Idempotent."""
+        self._call.close()
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class OfflineEngine:
     """The synchronous engine. Thread-safe: calls of several threads run together, in the same steps.
 
@@ -41,16 +104,22 @@ class OfflineEngine:
     Args:
         client: not yet started.
         intake: knows tokenizer and model.
+        observer: follows all requests; None: nobody does.
 
     Raises:
         HeadraceError: whatever kept the core from starting.
     """
 
-    def __init__(self, client: CoreClient, intake: Intake) -> None:
+    def __init__(
+        self, client: CoreClient, intake: Intake, observer: EngineObserver | None = None
+    ) -> None:
         self._client = client
         self._intake = intake
-        self._calls = Calls(client, intake.tokenizer)
+        self._observer = observer
+        self._calls = Calls(client, intake.tokenizer, observer)
         self._own = self._calls.open()
+        self._own_pooling: dict[str, tuple[str, float]] = {}
+        """Pooling requests of :meth:`add_request`: id -> (task, when it came); only for an observer."""
         self._serial = itertools.count(1)  # next() is atomic
         client.start(WeakSink(self._calls))
         intake.limit_context(client.max_model_len)
@@ -90,13 +159,37 @@ class OfflineEngine:
                 output kinds CUMULATIVE and DELTA also while a request runs. Must not raise.
 
         Returns:
-            One final, cumulative output per prompt, in order. A request that failed inside the
-            engine has finish reason ``error``; the log says why.
+            One final, cumulative output per prompt, in order. A completion that failed inside the
+            engine has finish reason ``error``, and its ``error`` says why.
 
         Raises:
             RequestError: a prompt or its parameters are wrong; nothing is left running.
             EngineDead: the engine stopped.
             KeyboardInterrupt: everything that was pending has been aborted.
+        """
+        with self.start(
+            prompts, params, priority=priority, add_special_tokens=add_special_tokens
+        ) as batch:
+            return batch.wait(on_output)
+
+    def start(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        priority: Sequence[int] | None = None,
+        add_special_tokens: bool | None = None,
+        on_added: Callable[[], None] | None = None,
+    ) -> Batch:
+        """Queue requests and return at once; :meth:`Batch.wait` returns their outputs.
+
+        Args:
+            prompts, params, priority, add_special_tokens: as :meth:`run`.
+            on_added: called after each request was queued.
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong; nothing is left running.
+            EngineDead: the engine stopped.
         """
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         for name, values in (("params", every), ("priority", priority)):
@@ -104,9 +197,9 @@ class OfflineEngine:
                 raise RequestError(
                     f"{name}: {len(values)} values for {len(prompts)} prompts", param=name
                 )
-        pending: dict[str, int] = {}
-        finals: dict[int, RequestOutput] = {}
-        with self._calls.open() as call:
+        requests: dict[str, SamplingParams] = {}
+        with contextlib.ExitStack() as undo:
+            call = undo.enter_context(self._calls.open())
             for index, prompt in enumerate(prompts):
                 request_id = self._next_id()
                 self.add_request(
@@ -117,15 +210,11 @@ class OfflineEngine:
                     add_special_tokens=add_special_tokens,
                     call=call,
                 )
-                pending[request_id] = index
-            while call.num_unfinished:
-                for request_id, output, _, _ in call.wait():
-                    assert isinstance(output, RequestOutput)
-                    index = pending[request_id]
-                    _collect(finals, index, output, every[index])
-                    if on_output is not None:
-                        on_output(index, output)
-        return [finals[index] for index in range(len(prompts))]
+                requests[request_id] = every[index]
+                if on_added is not None:
+                    on_added()
+            undo.pop_all()
+        return Batch(call, requests)
 
     def open_call(self) -> Call:
         """A place for requests whose outputs :meth:`step` does not return, but the call itself."""
@@ -152,9 +241,11 @@ class OfflineEngine:
             RequestError: the prompt or its parameters are wrong, or the id is in use.
             EngineDead: the engine stopped.
         """
-        (call or self._own).add(
-            self._prepared(request_id, prompt, params, priority, add_special_tokens)
-        )
+        started = time.monotonic()
+        request = self._prepared(request_id, prompt, params, priority, add_special_tokens)
+        (call or self._own).add(request)
+        if call is None and self._observer is not None and isinstance(params, PoolingParams):
+            self._own_pooling[request_id] = (params.task or "", started)
 
     def _prepared(
         self,
@@ -236,7 +327,7 @@ class OfflineEngine:
             )
             for index, prompt in enumerate(prompts)
         ]
-        return self._pool(jobs, on_output)
+        return self._pool(jobs, on_output, observed_as=task)
 
     def score(
         self,
@@ -254,11 +345,15 @@ class OfflineEngine:
             add_special_tokens: see :meth:`headrace_engine.pooling.scores.ScorePlanner.plan`.
             on_output: called with (index, result) for each prompt that is pooled for them.
         """
+        started = time.monotonic()
         plan = self._intake.scores.plan(
             data_1, data_2, params, self._next_id(),
             chat_template=chat_template, add_special_tokens=add_special_tokens,
         )  # fmt: skip
-        return plan.outputs(self._pool(plan.jobs, on_output))
+        scored = plan.outputs(self._pool(plan.jobs, on_output))
+        if self._observer is not None:
+            self._observer.pooled("score", scored, started)
+        return scored
 
     def align(self, prompts: Sequence[Prompt]) -> list[PackedArray]:
         """Which part of its media each token of a sequence comes from; see
@@ -279,9 +374,17 @@ class OfflineEngine:
         return [found[index] for index in range(len(prompts))]
 
     def _pool(
-        self, jobs: Sequence[Job], on_output: Callable[[int, PooledOutput], None] | None
+        self,
+        jobs: Sequence[Job],
+        on_output: Callable[[int, PooledOutput], None] | None,
+        observed_as: str | None = None,
     ) -> list[PooledOutput]:
-        """Results of prompts, in order. New ones are read while others run."""
+        """Results of prompts, in order. New ones are read while others run.
+
+        Args:
+            observed_as: the task under which the observer is told of each result; None: it is not.
+        """
+        started = time.monotonic()
         feed = self._feed(jobs)
         pending: dict[str, tuple[int, int, Gathering]] = {}
         results: dict[int, PooledOutput] = {}
@@ -294,11 +397,15 @@ class OfflineEngine:
                     return [results[index] for index in range(len(jobs))]
                 for news in call.wait():
                     index, part, gathering = pending.pop(news.request_id)
+                    if self._observer is not None and news.output is None:
+                        self._observer.pooling_ended("abort" if news.error is None else "error")
                     gathering.add(part, _pooled(news))
                     if gathering.complete:
-                        results[index] = gathering.output()
+                        result = results[index] = gathering.output()
+                        if self._observer is not None and observed_as is not None:
+                            self._observer.pooled(observed_as, [result], started)
                         if on_output is not None:
-                            on_output(index, results[index])
+                            on_output(index, result)
 
     def _feed(
         self, jobs: Sequence[Job]
@@ -312,7 +419,7 @@ class OfflineEngine:
                 yield request, (index, part, gathering)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has anything to wait for."""
+        """Return True while :meth:`step` has anything to wait for."""
         return bool(self._own.num_unfinished)
 
     def step(self) -> list[RequestOutput | PooledOutput]:
@@ -321,7 +428,25 @@ class OfflineEngine:
         Raises:
             EngineDead: the engine stopped; all requests are gone.
         """
-        return [news.output for news in self._own.wait() if news.output is not None]
+        every = self._own.wait()
+        for news in every:
+            self._observe_own(news)
+        return [news.output for news in every if news.output is not None]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests of which :meth:`step` will return more."""
+        return self._own.num_unfinished
+
+    def _observe_own(self, news: News) -> None:
+        """Tell the observer of a pooling request that :meth:`add_request` queued."""
+        if self._observer is None or not news.finished:
+            return
+        task, started = self._own_pooling.pop(news.request_id, ("", 0.0))
+        if isinstance(news.output, PoolingRequestOutput):
+            self._observer.pooled(task, [news.output], started)
+        elif task:
+            self._observer.pooling_ended("abort" if news.error is None else "error")
 
     def abort_request(self, request_ids: Sequence[str]) -> None:
         """End requests with finish reason ``abort``; their last outputs come with :meth:`step`."""
@@ -350,17 +475,36 @@ class OfflineEngine:
         self.shutdown()
 
     def collective_rpc(
-        self, method: str, *, args: Sequence[Any] = (), timeout: float | None = None
+        self,
+        method: str | Callable[..., Any],
+        *,
+        args: Sequence[Any] = (),
+        timeout: float | None = None,
     ) -> list[Any]:
-        """As :meth:`headrace_core.engine.EngineClient.collective_rpc`; without a timeout it waits
-        :data:`~headrace_engine.clients.base.PROFILE_TIMEOUT`."""
-        if not isinstance(method, str):
+        """Call a method of every worker: results by rank.
+
+        Args:
+            method: its name; or a function that gets the worker before ``args``, only where the
+                workers run in this process. It runs between two steps: nothing else runs meanwhile.
+            timeout: seconds; None: :data:`~headrace_engine.clients.base.PROFILE_TIMEOUT`. What was
+                called goes on after it.
+
+        Raises:
+            RequestError: a method of that name may not be called.
+            UnsupportedFeature: a function, and the workers are in another process.
+            TimeoutError: there was no answer in time.
+        """
+        if isinstance(method, str):
+            future = self._client.call_workers(method, args)
+        elif callable(method):
+            function = method
+            future = self._client.run_on_workers(lambda worker: function(worker, *args))
+        else:
             raise RequestError(
-                f"method = {method!r}: must be a name; functions are not called", param="method"
+                f"method = {method!r:.100}: must be the name of a worker method, or a function",
+                param="method",
             )
-        return self._client.call_workers(method, args).result(
-            PROFILE_TIMEOUT if timeout is None else timeout
-        )
+        return future.result(PROFILE_TIMEOUT if timeout is None else timeout)
 
     def apply_model(
         self, function: Callable[[Any], Any], *, timeout: float | None = None

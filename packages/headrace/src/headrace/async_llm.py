@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly import connect
+from headrace.assembly import front_end, start_engine, starting
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import need
+from headrace.given import as_worker_call, need
+from headrace.llm_engine import model_tokenizer
+from headrace.model_facts import ModelFacts
 from headrace.pooling import (
     as_tensor,
     chosen_task,
@@ -27,7 +29,7 @@ from headrace_core.sampling import BeamSearchParams, SamplingParams
 from headrace_core.scoring import ScoreInput
 
 if TYPE_CHECKING:
-    from headrace_core.text import Tokenizer
+    from headrace.tokenizer import ModelTokenizer
     from headrace_engine.emission.stream import Outputs
 
 
@@ -39,7 +41,10 @@ class AsyncLLM:
     """
 
     def __init__(self, args: EngineArgs) -> None:
-        self.engine = connect(args.create_engine_config(), PYTHON)
+        with starting() as timeline:
+            self._front = front_end(args.create_engine_config(), PYTHON, timeline)
+            self.engine = start_engine(self._front)
+        self._tokenizer: ModelTokenizer | None = None
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
@@ -48,8 +53,13 @@ class AsyncLLM:
 
     @property
     def model(self) -> ServedModel:
-        """Facts about the model."""
+        """Facts about the model, as the engine serves it."""
         return self.engine.model
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """Facts about the model: ``model``, ``max_model_len``, ``dtype``, ``hf_config``, ..."""
+        return ModelFacts(self.engine.model, self._front.info, self._front.config)
 
     def generate(
         self,
@@ -169,9 +179,20 @@ class AsyncLLM:
         """Why the engine stopped, or None."""
         return self.engine.dead_error
 
-    async def get_tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, None if none was loaded."""
-        return self.engine.tokenizer
+    async def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the interface of transformers' tokenizers; one object for all
+        calls.
+
+        Raises:
+            RuntimeError: none was loaded (``skip_tokenizer_init``).
+        """
+        if self._tokenizer is None:
+            self._tokenizer = model_tokenizer(self._front)
+        return self._tokenizer
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """The tasks that the model has, such as ``generate`` or ``embed``."""
+        return self.engine.model.tasks
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation config says, else the neutral values."""
@@ -219,14 +240,19 @@ class AsyncLLM:
         await self.engine.stop_profile()
 
     async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a listed worker method by name: results by rank.
-
-        Raises:
-            RequestError: the method may not be called.
-            TimeoutError: no answer in time.
-        """
+        """Call a method of every worker: results by rank; see :meth:`LLMEngine.collective_rpc`."""
+        method, args = as_worker_call(method, args, kwargs)
+        if callable(method):
+            function, given = method, args
+            return await self.engine.run_on_workers(
+                lambda worker: function(worker, *given), timeout=timeout
+            )
         return await self.engine.collective_rpc(method, args=args, timeout=timeout)
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

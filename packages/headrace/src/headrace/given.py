@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from headrace.pooling import listed
-from headrace_core.errors import RequestError
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.executor import Worker
 from headrace_core.foreign import own_value
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
@@ -111,6 +114,42 @@ def need_one_each(name: str, values: Sequence[object], num_prompts: int) -> None
     """Raises: RequestError, there are more or fewer than prompts."""
     if len(values) != num_prompts:
         raise RequestError(f"{name}: {len(values)} given for {num_prompts} prompts", param=name)
+
+
+def refuse_adapters(lora_request: object) -> None:
+    """Raises: UnsupportedFeature, unless the argument is None."""
+    if lora_request is not None:
+        raise UnsupportedFeature(
+            "lora_request: adapters are not served by this version", param="lora_request"
+        )
+
+
+def as_worker_call(
+    method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[str | Callable[..., Any], list[Any]]:
+    """A worker's method, or a function that gets the worker, and its arguments by position.
+
+    Raises:
+        RequestError: the arguments do not fit the method.
+    """
+    if not kwargs:
+        return method, list(args)
+    if not isinstance(method, str):
+        return partial(_with_keywords, method, dict(kwargs)), list(args)
+    known = getattr(Worker, method, None)
+    if known is None or method.startswith("_"):
+        return method, list(args)  # the engine refuses it, and lists those that may be called
+    try:
+        bound = inspect.signature(known).bind(None, *args, **kwargs)
+    except TypeError as error:
+        raise RequestError(f"kwargs: {method}: {error}", param="kwargs") from None
+    return method, list(bound.args[1:])
+
+
+def _with_keywords(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], worker: Any, *args: Any
+) -> Any:
+    return function(worker, *args, **kwargs)
 
 
 def _final(params: SamplingParams) -> SamplingParams:

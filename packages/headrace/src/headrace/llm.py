@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.assembly import default_sampling_params, front_end, starting
-from headrace.assembly.templates import PYTHON
+from headrace.assembly import default_sampling_params
 from headrace.engine_args import EngineArgs
 from headrace.given import (
     as_conversations,
@@ -17,7 +16,9 @@ from headrace.given import (
     as_sampling_params,
     need,
     need_one_each,
+    refuse_adapters,
 )
+from headrace.llm_engine import LLMEngine
 from headrace.pooling import (
     OfflinePooling,
     chosen_task,
@@ -26,7 +27,7 @@ from headrace.pooling import (
     score_inputs,
     tokenizing,
 )
-from headrace.progress import prompt_bar
+from headrace.progress import counting_bar, prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.output import (
     ClassificationRequestOutput,
@@ -44,12 +45,15 @@ from headrace_core.scoring import ScoreInput
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.metrics import Metric
+    from headrace.model_facts import ModelFacts
     from headrace.recordings import Recording
+    from headrace.tokenizer import ModelTokenizer
     from headrace.transcripts import WordTime
     from headrace_core.beam import BeamSearchOutput
     from headrace_core.listening.transcript import Transcript
     from headrace_core.speech import SpeechTask
-    from headrace_core.text import Tokenizer
+    from headrace_engine.offline import Batch, OfflineEngine
     from headrace_multimodal.audio.decoding import AudioDecoder
 
 Message = Mapping[str, Any]
@@ -61,7 +65,8 @@ class LLM:
     Args:
         model: folder or hub name of a checkpoint; None: the demo model that ships with headrace.
         engine_args: every engine setting by its flag's name (``max_model_len=2048``,
-            ``enable_prefix_caching=False``, ...); see :class:`headrace.EngineArgs`.
+            ``enable_prefix_caching=False``, ...); see :class:`headrace.EngineArgs`. And
+            ``disable_log_stats``: False collects what :meth:`get_metrics` returns.
 
     Raises:
         TypeError: an unknown setting.
@@ -78,14 +83,11 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        engine_args.setdefault("log_stats", False)
+        engine_args["log_stats"] = _collects_statistics(engine_args)
         if model is not None:
             engine_args["model"] = model
-        with starting() as timeline:
-            front = front_end(EngineArgs(**engine_args).create_engine_config(), PYTHON, timeline)
-            from headrace_engine.offline import OfflineEngine
-
-            self._engine: OfflineEngine | None = OfflineEngine(front.client, front.intake)
+        self._llm_engine: LLMEngine | None = LLMEngine(EngineArgs(**engine_args))
+        front = self._llm_engine.front
         self.model_info = front.info
         self.engine_config = front.config
         self._default_params = default_sampling_params(front.info.generation_config)
@@ -93,18 +95,35 @@ class LLM:
         self._io_processor = front.io_processor
         self._speech = front.speech
         self._decoder: AudioDecoder | None = None
-        self._decoder_lock = threading.Lock()
+        self._lock = threading.Lock()
+        # Guarded by the lock, as the decoder is:
+        self._enqueued: list[Batch] = []
 
     @property
-    def engine(self) -> Any:
-        """The synchronous engine underneath.
+    def llm_engine(self) -> LLMEngine:
+        """The engine underneath, to be driven step by step. It lives until this object is closed, or
+        until both objects were dropped.
 
         Raises:
             RuntimeError: the object was closed.
         """
-        if self._engine is None:
+        if self._llm_engine is None:
             raise RuntimeError("this LLM was closed")
-        return self._engine
+        return self._llm_engine
+
+    @property
+    def engine(self) -> OfflineEngine:
+        """The synchronous engine under :attr:`llm_engine`, of the package headrace-engine.
+
+        Raises:
+            RuntimeError: the object was closed.
+        """
+        return self.llm_engine.engine
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """Facts about the model: ``model``, ``max_model_len``, ``dtype``, ``hf_config``, ..."""
+        return self.llm_engine.model_config
 
     def generate(
         self,
@@ -132,7 +151,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
         self._check_generates("LLM.generate")
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         every = as_prompts(prompts)
         return self._run(every, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
@@ -156,7 +175,7 @@ class LLM:
             RequestError: as :meth:`generate`; or the template is missing or fails.
         """
         self._check_generates("LLM.chat")
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         chats = self._chats(
             messages,
             chat_template=chat_template,
@@ -211,9 +230,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        every = as_sampling_params(sampling_params, len(prompts))
+        every = self._params(sampling_params, len(prompts))
         priorities = as_priorities(priority, len(prompts))
         with prompt_bar(len(prompts), use_tqdm) as on_output:
             outputs: list[RequestOutput] = self.engine.run(
@@ -221,16 +238,89 @@ class LLM:
             )
         return outputs
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        return as_sampling_params(given, num_prompts)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Start prompts and return at once; :meth:`wait_for_completion` returns their outputs.
+
+        The engine computes them meanwhile. A stop string is found only while some call of this object
+        waits for outputs; until then such a request runs on, and what is too much is dropped.
+
+        Args:
+            prompts, sampling_params, lora_request, priority: as :meth:`generate`.
+            use_tqdm: show how many were added; or a callable that makes the bar.
+
+        Returns:
+            The request ids, in order.
+
+        Raises:
+            RequestError: a prompt or parameter is wrong; none of this call's prompts is left running.
+        """
+        self._check_generates("LLM.enqueue")
+        refuse_adapters(lora_request)
+        every = as_prompts(prompts)
+        params = self._params(sampling_params, len(every))
+        priorities = as_priorities(priority, len(every))
+        with counting_bar(len(every), use_tqdm, "Adding requests") as on_added:
+            batch = self.engine.start(every, params, priority=priorities, on_added=on_added)
+        with self._lock:
+            self._enqueued.append(batch)
+        return batch.request_ids
+
+    def wait_for_completion(
+        self, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Wait for all prompts that were enqueued before, by any thread, and that no other call of
+        this method waits for.
+
+        Returns:
+            One output per prompt, in the order of the calls of :meth:`enqueue` and of their prompts;
+            ``request_id`` is what :meth:`enqueue` returned. [] if there are none.
+
+        Raises:
+            EngineDead: the engine stopped, or the object was closed.
+            KeyboardInterrupt: everything that was waited for has been aborted.
+        """
+        with self._lock:
+            batches, self._enqueued = self._enqueued, []
+        outputs: list[RequestOutput] = []
+        total = sum(len(batch.request_ids) for batch in batches)
+        with contextlib.ExitStack() as left, prompt_bar(total, use_tqdm) as on_output:
+            for batch in batches:
+                left.callback(batch.close)
+            for batch in batches:
+                outputs += batch.wait(on_output)
+        return outputs
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the interface of transformers' tokenizers; one object for all
+        calls.
 
         Raises:
             RuntimeError: none was loaded (``skip_tokenizer_init``).
         """
-        tokenizer: Tokenizer | None = self.engine.tokenizer
-        if tokenizer is None:
-            raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
-        return tokenizer
+        return self.llm_engine.get_tokenizer()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """The tasks that the model has, such as ``generate`` or ``embed``."""
+        return self.llm_engine.get_supported_tasks()
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of all metrics; see :meth:`LLMEngine.get_metrics`."""
+        return self.llm_engine.get_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation config says, else the neutral values."""
@@ -264,7 +354,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong; nothing is left running.
         """
         self._check_generates("LLM.beam_search")
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         from headrace.beams import OfflineBeams
 
         beams = OfflineBeams(self.engine, self._intake, need("params", params, BeamSearchParams))
@@ -279,16 +369,14 @@ class LLM:
         self.collective_rpc("stop_profile")
 
     def collective_rpc(
-        self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method by name: results by rank. A function in its place is refused: only
-        listed methods may be called.
-
-        Raises:
-            RequestError: the method may not be called.
-            TimeoutError: no answer in time.
-        """
-        return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
+        """Call a method of every worker: results by rank; see :meth:`LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Run a function on the model of every worker: results by rank.
@@ -298,7 +386,7 @@ class LLM:
         Raises:
             UnsupportedFeature: the engine is in another process.
         """
-        return list(self.engine.apply_model(func))
+        return self.llm_engine.apply_model(func)
 
     def embed(
         self,
@@ -331,7 +419,7 @@ class LLM:
             RequestError: a prompt or parameter is wrong; nothing is left running.
             GenerateError: a prompt failed.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
         pooling = self._pooling("LLM.embed", "embed")
@@ -352,7 +440,7 @@ class LLM:
         Returns:
             One output per prompt, in order; ``outputs.probs`` is a list of numbers.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, None)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.classify", "classify")
@@ -374,7 +462,7 @@ class LLM:
         Returns:
             One output per prompt, in order; ``outputs.data`` is a tensor [tokens, labels].
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.reward", "token_classify")
@@ -409,7 +497,7 @@ class LLM:
 
         Raises: as :meth:`embed`.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
         pooling = self._pooling("LLM.score", None)
@@ -449,7 +537,7 @@ class LLM:
 
         Raises: as :meth:`embed`.
         """
-        _refuse_adapters(lora_request)
+        refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         self._pooling("LLM.encode", None)
         params = completed(pooling_params, truncate_prompt_tokens=keep, prompt_name=prompt_name)
@@ -535,7 +623,7 @@ class LLM:
         from headrace.transcripts import need_speech
 
         speech = need_speech(self.engine, self._speech)
-        with self._decoder_lock:
+        with self._lock:
             if self._decoder is None:
                 self._decoder = offline_decoder(self.engine_config.speech)
         listening = OfflineListening(self.engine, speech, self._decoder)
@@ -603,12 +691,14 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and free model and cache. Idempotent."""
-        engine, self._engine = self._engine, None
+        engine, self._llm_engine = self._llm_engine, None
         if engine is not None:
             engine.shutdown()
-            for decoding in (self._speech, self._decoder):
-                if decoding is not None:
-                    decoding.close()
+        self._close_decoder()
+
+    def _close_decoder(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -619,12 +709,23 @@ class LLM:
     def __del__(self) -> None:
         # Interpreter shutdown may have taken away what closing needs.
         with contextlib.suppress(Exception):
-            if getattr(self, "_engine", None) is not None:
-                self.close()
+            self._close_decoder()
 
 
-def _refuse_adapters(lora_request: object) -> None:
-    if lora_request is not None:
-        raise UnsupportedFeature(
-            "lora_request: adapters are not served by this version", param="lora_request"
+def _collects_statistics(engine_args: dict[str, Any]) -> bool:
+    """Take the choice out of the keywords of :class:`LLM`, whose default is not to collect any.
+
+    Raises:
+        TypeError: ``disable_log_stats`` is not a boolean, or contradicts ``log_stats``.
+    """
+    collects = engine_args.pop("log_stats", None)
+    disabled = engine_args.pop("disable_log_stats", None)
+    if disabled is None:
+        return False if collects is None else collects
+    if not isinstance(disabled, bool):
+        raise TypeError(f"disable_log_stats = {disabled!r:.100}: must be True or False")
+    if collects is not None and collects is disabled:
+        raise TypeError(
+            f"disable_log_stats = {disabled} contradicts log_stats = {collects}; give one of them"
         )
+    return not disabled

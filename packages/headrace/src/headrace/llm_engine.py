@@ -2,34 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, starting
+from headrace.assembly.missing import missing
+from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
+from headrace.given import as_worker_call, refuse_adapters
+from headrace.metrics import Metric, OfflineMetrics, disabled
+from headrace.model_facts import ModelFacts
 from headrace.pooling import as_tensor
+from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from headrace.assembly import FrontEnd
+    from headrace_engine.offline import OfflineEngine
+
 
 class LLMEngine:
-    """Add requests, call :meth:`step` until nothing is unfinished."""
+    """Add requests, call :meth:`step` until nothing is unfinished.
+
+    Leaving a ``with`` block, :meth:`shutdown` or dropping the object frees model and cache.
+    """
 
     def __init__(self, args: EngineArgs) -> None:
+        self._metrics: OfflineMetrics | ImportError | None = None
         with starting() as timeline:
-            front = front_end(args.create_engine_config(), None, timeline)
+            front = front_end(args.create_engine_config(), PYTHON, timeline)
             from headrace_engine.offline import OfflineEngine
 
-            self._engine = OfflineEngine(front.client, front.intake)
-        self._speech = front.speech
+            if front.config.observability.log_stats:
+                self._metrics = _offline_metrics(front)
+            observer = self._metrics if isinstance(self._metrics, OfflineMetrics) else None
+            self.engine: OfflineEngine = OfflineEngine(front.client, front.intake, observer)
+            """The synchronous engine underneath, of the package headrace-engine."""
+        self.front: FrontEnd = front
+        """The parts that the engine was made of."""
+        self._tokenizer: ModelTokenizer | None = None
+        self._lock = threading.Lock()
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Build model, cache and scheduler."""
         return cls(args)
+
+    @property
+    def model_config(self) -> ModelFacts:
+        """Facts about the model: ``model``, ``max_model_len``, ``dtype``, ``hf_config``, ..."""
+        return ModelFacts(self.engine.model, self.front.info, self.front.config)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """The tasks that the model has, such as ``generate`` or ``embed``."""
+        return self.engine.model.tasks
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer, with the interface of transformers' tokenizers; one object for all
+        calls.
+
+        Raises:
+            RuntimeError: none was loaded (``skip_tokenizer_init``).
+        """
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = model_tokenizer(self.front)
+            return self._tokenizer
 
     def add_request(
         self,
@@ -37,16 +81,19 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         *,
+        lora_request: None = None,
         priority: int = 0,
     ) -> None:
         """Queue a request.
 
         Args:
             params: of pooling, with their ``task``, for a model that pools.
+            lora_request: refused unless None; adapters are not served by this version.
 
         Raises:
             RequestError: the prompt or a parameter is wrong, or the id is in use.
         """
+        refuse_adapters(lora_request)
         if not isinstance(request_id, str):
             raise RequestError(
                 f"request_id = {request_id!r:.100}: must be text", param="request_id"
@@ -57,40 +104,125 @@ class LLMEngine:
                 "pools",
                 param="params",
             )
-        self._engine.add_request(request_id, prompt, params, priority=priority)
+        self.engine.add_request(request_id, prompt, params, priority=priority)
 
     def step(self) -> list[RequestOutput | PoolingRequestOutput[PoolingOutput]]:
         """Wait for the next outputs; [] if nothing is unfinished.
 
         Pooling requests have one output, whose ``outputs.data`` is a float32 tensor.
         """
-        outputs = self._engine.step()
+        outputs = self.engine.step()
         for output in outputs:
             if isinstance(output, PoolingRequestOutput):
                 output.outputs.data = as_tensor(output.outputs.data)
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(self._engine.has_unfinished_requests())
+        """Return True while any request waits or runs."""
+        return bool(self.engine.has_unfinished_requests())
+
+    def get_num_unfinished_requests(self) -> int:
+        """Number of requests of which :meth:`step` will return more."""
+        return self.engine.num_unfinished
 
     def abort_request(self, request_ids: str | Sequence[str]) -> None:
         """End requests; unknown ids are ignored."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._engine.abort_request(ids)
+        self.engine.abort_request(ids)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached blocks; False if some are in use and running requests may not be reset."""
-        return bool(self._engine.reset_prefix_cache(reset_running_requests))
+        return bool(self.engine.reset_prefix_cache(reset_running_requests))
+
+    def get_metrics(self) -> list[Metric]:
+        """A snapshot of all metrics, under the names of a server's ``/metrics``.
+
+        Returns:
+            Objects of :mod:`headrace.metrics`: :class:`~headrace.metrics.Counter`,
+            :class:`~headrace.metrics.Gauge`, :class:`~headrace.metrics.Histogram`.
+
+        Raises:
+            RequestError: the engine collects no statistics (``log_stats=False``, the default of
+                :class:`headrace.LLM`).
+            MissingDependency: headrace-server, which defines the metrics, is not installed.
+            EngineDead: the engine stopped.
+        """
+        if self._metrics is None:
+            raise disabled()
+        if isinstance(self._metrics, ImportError):
+            raise missing(self._metrics)
+        return self._metrics.snapshot(self.engine.stats(drain=True))
+
+    def start_profile(self) -> None:
+        """Record the coming steps (``profiler_config``)."""
+        self.collective_rpc("start_profile")
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        self.collective_rpc("stop_profile")
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker: results by rank.
+
+        Args:
+            method: the name of a method that may be called; or a function that gets the worker before
+                ``args``, for an engine in this process. The worker has ``rank``, ``device`` and
+                ``get_model()``. The function runs between two steps: nothing else runs meanwhile.
+            timeout: seconds; None: ten minutes. What was called goes on after it.
+
+        Raises:
+            RequestError: the method may not be called, or the arguments do not fit.
+            UnsupportedFeature: a function, and the engine is in another process.
+            TimeoutError: there was no answer in time.
+        """
+        method, args = as_worker_call(method, args, kwargs)
+        return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Run a function on the model of every worker: results by rank.
+
+        Raises:
+            UnsupportedFeature: the engine is in another process.
+        """
+        return list(self.engine.apply_model(func))
 
     def shutdown(self) -> None:
         """Stop and free everything. Idempotent."""
-        self._engine.shutdown()
-        if self._speech is not None:
-            self._speech.close()
+        self.engine.shutdown()
+        if self.front.speech is not None:
+            self.front.speech.close()
 
     def __enter__(self) -> LLMEngine:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
+
+    def __del__(self) -> None:
+        # Interpreter shutdown may have taken away what closing needs; a failed start has no engine.
+        with contextlib.suppress(Exception):
+            self.shutdown()
+
+
+def model_tokenizer(front: FrontEnd) -> ModelTokenizer:
+    """The tokenizer of a front end, for scripts.
+
+    Raises:
+        RuntimeError: none was loaded.
+    """
+    if front.intake.tokenizer is None:
+        raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
+    return ModelTokenizer(front.intake)
+
+
+def _offline_metrics(front: FrontEnd) -> OfflineMetrics | ImportError:
+    try:
+        return OfflineMetrics(front.intake.model)
+    except ImportError as error:  # told to whoever asks for metrics
+        return error

@@ -63,14 +63,7 @@ def prompt_bar(
     if not use_tqdm:
         yield None
         return
-    if callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
-    else:
-        from tqdm import tqdm
-
-        bar = tqdm(
-            total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True, disable=None
-        )
+    bar = _bar(total, use_tqdm, "Processed prompts")
     counts: dict[str, int] = {"input": 0}
 
     def show(_: int, output: Output) -> None:
@@ -90,6 +83,37 @@ def prompt_bar(
         yield show
     finally:
         bar.close()
+
+
+@contextmanager
+def counting_bar(
+    total: int, use_tqdm: bool | Callable[..., Any], title: str
+) -> Iterator[Callable[[], None] | None]:
+    """A callback that counts one more prompt each time.
+
+    Args:
+        total, use_tqdm: as :func:`prompt_bar`.
+        title: stands before the bar.
+    """
+    if not use_tqdm:
+        yield None
+        return
+    bar = _bar(total, use_tqdm, title)
+    try:
+        yield lambda: bar.update(1)
+    finally:
+        bar.close()
+
+
+def _bar(total: int, use_tqdm: bool | Callable[..., Any], title: str) -> Any:
+    options: dict[str, Any] = {
+        "total": total, "desc": title, "unit": "prompt", "dynamic_ncols": True,
+    }  # fmt: skip
+    if callable(use_tqdm):
+        return use_tqdm(**options)
+    from tqdm import tqdm
+
+    return tqdm(**options, disable=None)
 
 
 class AudioBar:

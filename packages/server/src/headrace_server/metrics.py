@@ -318,13 +318,23 @@ class Metrics:
     async def collect(self, engine: EngineClient, others: Sequence[Any] = ()) -> list[Metric]:
         """The families of :meth:`expose`."""
         self._engine.healthy = await is_healthy(engine)
+        stats = None
         if engine.dead_error is None:
             stats = await fresh_stats(engine, drain=True)
-            if stats is not None:
-                for tokens in stats.step_tokens:
-                    self._step.observe(tokens)
-                self._engine.stats = stats
             self._engine.paused = await engine.is_paused()
+        return self.snapshot(stats, others)
+
+    def snapshot(self, stats: EngineStats | None, others: Sequence[Any] = ()) -> list[Metric]:
+        """All metrics, with a snapshot of the engine.
+
+        Args:
+            stats: taken with ``drain=True``; None: the last one holds.
+            others: as :meth:`expose`.
+        """
+        if stats is not None:
+            for tokens in stats.step_tokens:
+                self._step.observe(tokens)
+            self._engine.stats = stats
         self._observe_latencies()
         own = self.registry.collect()
         counted = families.added(own, others) if others else own

@@ -246,6 +246,13 @@ class ExecutorConformance:
         executor.call("allocate_cache", KVCacheConfig(pools=(5,), groups=()))
         assert all(worker.calls == ["allocate_cache (5,)"] for worker in workers)
 
+    def test_call_runs_a_function_with_each_worker(
+        self, executor: Executor, workers: list[EchoWorker]
+    ) -> None:
+        found = executor.call(lambda worker, more: (worker.report()["rank"], more), "more")
+        assert found == [(0, "more")] * len(workers)
+        assert all(worker.calls == ["report"] for worker in workers)
+
     def test_call_raises_what_the_worker_raises(self, executor: Executor) -> None:
         with pytest.raises(LookupError, match="warm_up"):
             executor.call("warm_up")

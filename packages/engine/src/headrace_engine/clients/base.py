@@ -75,10 +75,15 @@ class CoreClient(ABC):
         Raises:
             UnsupportedFeature: the workers are in another process, and nothing that runs is sent there.
         """
-        raise UnsupportedFeature(
-            "apply_model: the engine runs in a process of its own, and functions are not sent there: "
-            "start it in this process (engine_process=False)"
-        )
+        raise _stays_here("apply_model", "func")
+
+    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        """Run a function with each worker as its argument; results by rank.
+
+        Raises:
+            UnsupportedFeature: as :meth:`apply_model`.
+        """
+        raise _stays_here("collective_rpc", "method")
 
     @property
     @abstractmethod
@@ -93,3 +98,12 @@ class CoreClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the core and free everything. Idempotent; waits."""
+
+
+def _stays_here(call: str, param: str) -> UnsupportedFeature:
+    """The refusal of a function: reading one from a socket would run whatever was sent."""
+    return UnsupportedFeature(
+        f"{call}: the engine runs in a process of its own, and functions are not sent there; start it "
+        "in this process (engine_process=False), or call a worker method by its name",
+        param=param,
+    )

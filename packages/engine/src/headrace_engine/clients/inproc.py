@@ -65,6 +65,9 @@ class InprocClient(CoreClient):
     def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
         return self._running().apply_model(function)
 
+    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+        return self._running().run_on_workers(function)
+
     @property
     def heartbeat_age(self) -> float:
         return self._running().heartbeat_age

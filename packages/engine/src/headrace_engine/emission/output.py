@@ -326,6 +326,10 @@ class RequestState:
     def _output(
         self, completions: list[CompletionOutput], prompt_logprobs: Logprobs | None
     ) -> RequestOutput:
+        if self.error is not None:
+            for completion in completions:
+                if completion.finish_reason == "error":
+                    completion.error = str(self.error)
         return RequestOutput(
             self.request.request_id,
             self.request.prompt,

@@ -313,10 +313,24 @@ class ModelWorker:
         if self._runner is not None:
             self._runner.launching = call
 
+    @property
+    def rank(self) -> int:
+        """Its place among the workers."""
+        return 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._device
+
+    def get_model(self) -> Any:
+        """The built model, for functions of ``collective_rpc``."""
+        return self._loaded()
+
     def report(self) -> dict[str, Any]:
         """Facts about this worker, as plain data."""
         return {
-            "rank": 0,
+            "rank": self.rank,
             "pid": os.getpid(),
             "device": str(self._device),
             "dtype": self._dtype,

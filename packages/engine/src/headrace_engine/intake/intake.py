@@ -233,6 +233,15 @@ class Intake:
         tokenizer = need_tokenizer(self.tokenizer, "prompt")
         return TokenizedPrompt(ids, [tokenizer.token_string(token_id) for token_id in ids])
 
+    def render(self, chat: ChatPrompt) -> str:
+        """The prompt's text that the chat template makes of a chat without media.
+
+        Raises:
+            RequestError: no template, wrong messages, or the template failed or refused.
+            PromptTooLong: the chat is far longer than the context.
+        """
+        return self._prompts.render(chat)
+
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, special tokens included unless they are skipped.
 

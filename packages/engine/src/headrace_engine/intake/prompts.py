@@ -185,6 +185,10 @@ class PromptReader:
             ids, types = tokenizer.encode_pair(*texts, max_length=fit.max_length)
         return PromptTokens(ids, None, None, token_type_ids=types)
 
+    def render(self, chat: ChatPrompt) -> str:
+        """See :meth:`headrace_engine.intake.intake.Intake.render`."""
+        return self._chat_renderer().render(chat).plain
+
     def render_pair(self, query: str, document: str, template: str | None) -> RenderedPrompt | None:
         """A pair's prompt by a template: the call's, the operator's, or the checkpoint's; None: there
         is none, and the tokenizer's own rule for pairs holds.

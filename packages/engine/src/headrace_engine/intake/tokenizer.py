@@ -61,6 +61,11 @@ class HFTokenizer:
         self._guarded_by = functools.lru_cache(GUARDS_KEPT)(self._make_guarded)
 
     @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's object underneath: for reading, it is shared by all threads."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         return self._vocab_size
 

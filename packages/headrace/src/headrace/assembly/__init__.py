@@ -25,6 +25,7 @@ from headrace.assembly.front import (
     connect,
     front_end,
     shared_core,
+    start_engine,
     starting,
 )
 from headrace.assembly.named import kv_scale_constants
@@ -55,6 +56,7 @@ __all__ = [
     "resolve_engine",
     "served_model",
     "shared_core",
+    "start_engine",
     "starting",
     "templates_of",
     "worker_factory",

@@ -91,7 +91,14 @@ def connect(
     if timeline is None:
         with starting() as begun:
             return connect(config, templates, begun, client)
-    front = front_end(config, templates, timeline, client)
+    return start_engine(front_end(config, templates, timeline, client))
+
+
+def start_engine(front: FrontEnd) -> Engine:
+    """Start the engine of a front end.
+
+    Raises: as :func:`connect`.
+    """
     from headrace_engine.engine import Engine
 
     speech = front.speech
