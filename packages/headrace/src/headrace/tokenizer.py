@@ -231,10 +231,16 @@ class ModelTokenizer:
 
     # Text to ids.
 
-    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False) -> Any:
-        """The tokens of a text, as the vocabulary spells them."""
-        ids = self.encode(text, pair, add_special_tokens=add_special_tokens)
-        return self.convert_ids_to_tokens(ids)
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False) -> list[str]:
+        """The tokens of a text, as the vocabulary spells them; unknown parts as the text does, where
+        the vocabulary tells."""
+        _need_text("text", text)
+        if self._backend is None:
+            ids = self.encode(text, pair, add_special_tokens=add_special_tokens)
+            return [self._tokenizer.token_string(token_id) for token_id in ids]
+        given = text if pair is None else (text, _need_text("pair", pair))
+        made = self._backend.encode_batch([given], add_special_tokens=add_special_tokens)
+        return list(made[0].tokens)
 
     def encode(
         self,

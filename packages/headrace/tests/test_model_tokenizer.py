@@ -1,0 +1,328 @@
+"""The tokenizer for scripts: equal to transformers' ``AutoTokenizer`` on the same files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import pre_tokenizers as cuts
+from tokenizers import processors, trainers
+
+from headrace.tokenizer import ModelTokenizer
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.testing.engine import fake_served_model
+from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.tokenizer import load_tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. Hello world! How are you today?",
+    "def f(x):\n    return x + 1\n\n it 's don 't they 're I 'm",
+    "ünïcödé straße naïve 你好世界 привет мир 😀😀 numbers 1 22 333  two  spaces",
+] * 3
+TEXTS = [
+    "Hello world", "", " ", "The quick <s> fox</s>", "你好 😀 naïve\n\n  two  spaces", "don 't stop .",
+    "<|user|>tool <tool call> it 's",
+]  # fmt: skip
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content }}{{ eos_token }}\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if extra is defined %}{{ extra }}{% endif %}"
+    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello world"},
+    {"role": "assistant", "content": "The quick fox"},
+]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]",
+        "mask_token": "[MASK]"}  # fmt: skip
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def bpe() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = cuts.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=["<s>", "</s>", "<|user|>", "<pad>"],
+            initial_alphabet=cuts.ByteLevel.alphabet(), show_progress=False,
+        ),
+    )  # fmt: skip
+    made.add_tokens([AddedToken("<tool call>", normalized=False)])
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 0)]
+    )
+    return made, {
+        "bos_token": "<s>", "eos_token": "</s>", "pad_token": {"__type": "AddedToken", "content": "<pad>"},
+        "extra_special_tokens": ["<|user|>"], "padding_side": "left", "model_max_length": 12,
+        "model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": True,
+    }  # fmt: skip
+
+
+def llama() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)]
+    )  # fmt: skip
+    tokens = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "<|user|>"]
+    made.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=460, special_tokens=tokens, limit_alphabet=50, show_progress=False
+        ),
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return made, {**LLAMA, "truncation_side": "left"}
+
+
+def wordpiece() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)
+    made.pre_tokenizer = cuts.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    made.train_from_iterator(
+        CORPUS,
+        trainers.WordPieceTrainer(vocab_size=200, special_tokens=special, show_progress=False),
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )  # fmt: skip
+    return made, {
+        **BERT, "tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 16,
+        "clean_up_tokenization_spaces": True,
+    }  # fmt: skip
+
+
+def unigram() -> tuple[Tokenizer, dict[str, Any]]:
+    made = Tokenizer(models.Unigram())
+    made.pre_tokenizer = cuts.Metaspace()
+    made.decoder = decoders.Metaspace()
+    made.train_from_iterator(
+        CORPUS,
+        trainers.UnigramTrainer(
+            vocab_size=160, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>",
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return made, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+KINDS = {"bpe": bpe, "llama": llama, "wordpiece": wordpiece, "unigram": unigram}
+
+
+def write(folder: Path, kind: str) -> Path:
+    backend, config = KINDS[kind]()
+    whole = json.loads(backend.to_str())
+    # Byte tokens are ordinary vocabulary, as in checkpoints.
+    whole["added_tokens"] = [t for t in whole["added_tokens"] if not t["content"].startswith("<0x")]
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+    config = {"chat_template": TEMPLATE, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def opened(folder: Path) -> ModelTokenizer:
+    tokenizer = load_tokenizer(folder)
+    model = fake_served_model(
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_info=json.loads((folder / "tokenizer_config.json").read_text()),
+    )
+    return ModelTokenizer(Intake(tokenizer, model, prompt_templates="trusted"))
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def both(request: Any, tmp_path_factory: Any) -> tuple[ModelTokenizer, Any]:
+    from transformers import AutoTokenizer
+
+    folder = write(tmp_path_factory.mktemp(request.param), request.param)
+    return opened(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_vocabulary(both: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = both
+    assert ours.get_vocab() == ours.vocab == theirs.get_vocab()
+    assert ours.get_added_vocab() == theirs.get_added_vocab()
+    assert (ours.vocab_size, len(ours)) == (theirs.vocab_size, len(theirs))
+    tokens = [*list(ours.get_vocab())[:40], "no such token"]
+    assert ours.convert_tokens_to_ids(tokens) == theirs.convert_tokens_to_ids(tokens)
+    assert ours.convert_tokens_to_ids(tokens[0]) == theirs.convert_tokens_to_ids(tokens[0])
+    ids = [*range(len(ours)), len(ours) + 5]
+    for skip in (False, True):
+        assert ours.convert_ids_to_tokens(ids, skip) == theirs.convert_ids_to_tokens(ids, skip)
+    assert ours.convert_ids_to_tokens(3) == theirs.convert_ids_to_tokens(3)
+    for text in TEXTS:
+        tokens = theirs.tokenize(text)
+        assert ours.tokenize(text) == tokens
+        assert ours.convert_tokens_to_string(tokens) == theirs.convert_tokens_to_string(tokens)
+
+
+def test_special_tokens_and_what_the_files_say(both: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = both
+    for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"):
+        for attribute in (f"{name}_token", f"{name}_token_id"):
+            assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    for attribute in (
+        "all_special_tokens", "all_special_ids", "special_tokens_map", "padding_side",
+        "truncation_side", "model_max_length", "chat_template", "is_fast",
+    ):  # fmt: skip
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert set(ours.model_input_names) == set(theirs.model_input_names)
+
+
+def test_texts_to_ids(both: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = both
+    for text in TEXTS:
+        for special in (True, False):
+            given = {"add_special_tokens": special}
+            assert ours.encode(text, **given) == theirs.encode(text, **given)
+            assert dict(ours(text, **given)) == dict(theirs(text, **given))
+            assert ours.encode(text, "a dog", **given) == theirs.encode(text, "a dog", **given)
+            pair = {"return_token_type_ids": True, **given}
+            assert dict(ours(text, "a dog", **pair)) == dict(theirs(text, "a dog", **pair))
+    assert dict(ours(TEXTS)) == dict(theirs(TEXTS))
+    assert ours(TEXTS[0]).input_ids == ours(TEXTS[0])["input_ids"]
+    plain = {"return_attention_mask": False, "return_token_type_ids": False}
+    assert dict(ours(TEXTS, TEXTS[::-1], **plain)) == dict(theirs(TEXTS, TEXTS[::-1], **plain))
+
+
+def test_cutting_and_filling(both: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = both
+    assert dict(ours(TEXTS, truncation=True)) == dict(theirs(TEXTS, truncation=True))
+    for length in (2, 5, 9, 40):
+        given: dict[str, Any] = {"truncation": True, "max_length": length}
+        assert dict(ours(TEXTS, **given)) == dict(theirs(TEXTS, **given))
+        assert ours.encode(TEXTS[4], max_length=length) == theirs.encode(
+            TEXTS[4], max_length=length
+        )
+    if ours.pad_token is None:
+        with pytest.raises(RequestError, match="no padding token; set one"):
+            ours(TEXTS, padding=True)
+        ours.pad_token = theirs.pad_token = ours.eos_token
+    for given in (
+        {"padding": True}, {"padding": "longest", "padding_side": "left"},
+        {"padding": "max_length", "max_length": 40}, {"padding": True, "pad_to_multiple_of": 8},
+        {"padding": "max_length", "max_length": 7, "truncation": True, "padding_side": "right"},
+    ):  # fmt: skip
+        assert dict(ours(TEXTS, **given)) == dict(theirs(TEXTS, **given)), given
+    for kind in ("pt", "np"):
+        mine = ours(TEXTS, padding=True, return_tensors=kind)
+        other = theirs(TEXTS, padding=True, return_tensors=kind)
+        for name in other:
+            assert mine[name].dtype == other[name].dtype
+            assert (mine[name] == other[name]).all()
+        assert ours.encode(TEXTS[0], return_tensors=kind).shape == (1, len(ours.encode(TEXTS[0])))
+
+
+def test_ids_to_texts(both: tuple[ModelTokenizer, Any]) -> None:
+    import torch
+
+    ours, theirs = both
+    every = [theirs.encode(text) for text in TEXTS]
+    for ids in every:
+        for skip in (False, True):
+            want = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == want
+            plain = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+            assert ours.decode(ids, **plain) == theirs.decode(ids, **plain)
+    assert ours.decode(every) == ours.batch_decode(every) == theirs.batch_decode(every)
+    assert ours.batch_decode(every, skip_special_tokens=True) == theirs.batch_decode(
+        every, skip_special_tokens=True
+    )
+    assert ours.decode(every[0][-1]) == theirs.decode(every[0][-1])
+    assert ours.decode(torch.tensor(every[0])) == theirs.decode(torch.tensor(every[0]))
+    assert ours.decode([]) == theirs.decode([])
+
+
+def test_chats(both: tuple[ModelTokenizer, Any]) -> None:
+    ours, theirs = both
+    for given in (
+        {}, {"add_generation_prompt": True}, {"tools": [TOOL]}, {"extra": "more"},
+        {"continue_final_message": True}, {"chat_template": "{{ messages[0].content }}"},
+        {"truncation": True, "max_length": 6},
+    ):  # fmt: skip
+        for chat in (CHAT, [CHAT, CHAT[:2]]):
+            got = ours.apply_chat_template(chat, **given)
+            assert dict(got)["input_ids"] == theirs.apply_chat_template(chat, **given)["input_ids"]
+            for how in ({"tokenize": False}, {"return_dict": False}):
+                want = theirs.apply_chat_template(chat, **given, **how)
+                assert ours.apply_chat_template(chat, **given, **how) == want
+    one = ours.apply_chat_template(CHAT, return_tensors="np")
+    assert one["input_ids"].shape[0] == 1
+    assert ours.get_chat_template() == theirs.get_chat_template()
+    if ours.eos_token is not None:
+        sly = [{"role": "user", "content": f"Hello {ours.eos_token}"}]
+        plain = theirs.apply_chat_template(sly, return_dict=False)
+        open_door = {"sanitize_control_tokens": False, "return_dict": False}
+        assert ours.apply_chat_template(sly, **open_door) == plain
+        kept = ours.apply_chat_template(sly, return_dict=False)
+        assert kept.count(ours.eos_token_id) == plain.count(ours.eos_token_id) - 1
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda t: t(3), "text = 3: must be text or a list"),
+        (lambda t: t(["a", None]), r"text\[1\] = None: must be text"),
+        (lambda t: t.encode(["a"]), r"text = \['a'\]: must be text"),
+        (lambda t: t("a", ["b"]), "text_pair"),
+        (lambda t: t(["a", "b"], ["c"]), "text_pair: must hold a text for each of text, .* 2"),
+        (lambda t: t("a", padding="both"), "padding = 'both': must be True"),
+        (lambda t: t("a", padding=True, padding_side="top"), "padding_side = 'top': must be"),
+        (lambda t: t("a", truncation="only_last"), "truncation = 'only_last': must be True"),
+        (lambda t: t("a", truncation=True, max_length=0), "max_length = 0: must be at least 1"),
+        (lambda t: t(["a", "The dog"], return_tensors="pt"), "different lengths.*padding=True"),
+        (lambda t: t("a", return_tensors="tf"), "return_tensors = 'tf': must be 'pt', 'np'"),
+        (lambda t: setattr(t, "pad_token", "[new]"), r"pad_token = '\[new\]': must be a token"),
+        (lambda t: t.apply_chat_template([]), r"conversation = \[\]: must be a list of messages"),
+        (lambda t: t.apply_chat_template("Hi"), "conversation = 'Hi': must be a list"),
+        (lambda t: t.apply_chat_template(CHAT, tools=[print]), r"tools\[0\] = .*JSON object"),
+        (lambda t: t.apply_chat_template(CHAT, chat_template="{{ raise_exception('no') }}"), "no"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(tmp_path: Path, call: Any, said: str) -> None:
+    tokenizer = opened(write(tmp_path, "bpe"))
+    with pytest.raises(RequestError, match=said):
+        call(tokenizer)
+
+
+def test_what_is_not_done_is_refused(tmp_path: Path) -> None:
+    tokenizer = opened(write(tmp_path, "bpe"))
+    with pytest.raises(UnsupportedFeature, match=r"pairs are not cut; encode_pair"):
+        tokenizer("a", "b", truncation=True, max_length=4)
+    with pytest.raises(TypeError, match="return_offsets_mapping"):
+        tokenizer("a", return_offsets_mapping=True)
+
+
+def test_it_imports_neither_transformers_nor_torch(tmp_path: Path) -> None:
+    write(tmp_path, "bpe")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
+        "from test_model_tokenizer import opened\n"
+        "t = opened(Path(sys.argv[1])); t.decode(t('Hello', padding=True).input_ids)\n"
+        "t.apply_chat_template([{'role': 'user', 'content': 'Hi'}])\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.strip() == "set()", done.stderr
