@@ -158,3 +158,48 @@ def test_the_async_engine():
             await engine.shutdown()
 
     asyncio.run(run())
+
+
+@pytest.mark.spec("ENGINE-LLM-CHAT")
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("chat_template", (3, ["x"], b"x"), "must be a template's text, or None"),
+        ("tools", (3, "x", {"a": 1}, [3], [[]]), "must be a list of JSON objects, or None"),
+        ("chat_template_kwargs", (3, [1], "x"), "must be a mapping of names to values, or None"),
+        ("add_generation_prompt", (3, "x", None), "must be True or False"),
+        ("continue_final_message", (3, "x", None), "must be True or False"),
+    ],
+)  # fmt: skip
+def test_how_a_chat_is_rendered_of_another_kind(llm, name, values, said):
+    chat = [{"role": "user", "content": "Hi"}]
+    for value in values:
+        given = {name: value}
+        calls = [
+            lambda g=given: llm.chat(chat, GREEDY, use_tqdm=False, **g),
+            lambda g=given: llm.preprocess_chat(chat, **g),
+        ]
+        if name != "chat_template_kwargs":  # the tokenizer takes these one by one
+            calls.append(lambda g=given: llm.get_tokenizer().apply_chat_template(chat, **g))
+        for call in calls:
+            with pytest.raises(RequestError, match=f"^{name} = .*{said}") as caught:
+                call()
+            assert caught.value.param == name
+
+
+def test_control_calls_with_arguments_of_another_kind(llm):
+    for value in ("x", 3.5, True, 0, -1):
+        with pytest.raises(RequestError, match=r"^concurrency_limit = .*at least 1, or None"):
+            llm.beam_search("a", BeamSearchParams(1, 1), concurrency_limit=value)
+    for value in ("x", -1, 0, True, math.nan):
+        with pytest.raises(RequestError, match=r"^timeout = .*seconds above 0, or None"):
+            llm.collective_rpc("report", timeout=value)
+    for value in (3, "x", None, {}):
+        with pytest.raises(RequestError, match=r"^args = .*must be a list"):
+            llm.collective_rpc("report", args=value)
+    for value in (3, "x", [1]):
+        with pytest.raises(RequestError, match=r"^kwargs = .*must be a mapping"):
+            llm.collective_rpc("report", kwargs=value)
+    for value in (3, "x", None):
+        with pytest.raises(RequestError, match=r"^func = .*must be a function"):
+            llm.apply_model(value)

@@ -72,6 +72,7 @@ class UniExecutor(Executor):
             EngineDead: the executor is not running.
             Exception: the method's own.
         """
+
         def run(worker: Worker) -> Any:
             if isinstance(method, str):
                 return getattr(worker, method)(*args)

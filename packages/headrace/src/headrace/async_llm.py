@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.assembly import front_end, start_engine, starting
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import as_worker_call, need
+from headrace.given import as_timeout, as_worker_call, check_chat_options, need
 from headrace.llm_engine import model_tokenizer
 from headrace.model_facts import ModelFacts
 from headrace.pooling import (
@@ -153,9 +153,10 @@ class AsyncLLM:
     ) -> list[ScoringRequestOutput]:
         """How well the texts of each pair fit; see :meth:`headrace.LLM.score`."""
         need("request_id", request_id, str)
+        check_chat_options(chat_template=chat_template)
         return await self.engine.score(
-            score_inputs(data_1),
-            score_inputs(data_2),
+            score_inputs(data_1, "data_1"),
+            score_inputs(data_2, "data_2"),
             for_all(completed(pooling_params)) or PoolingParams(),
             request_id,
             priority=priority,
@@ -248,6 +249,7 @@ class AsyncLLM:
     ) -> list[Any]:
         """Call a method of every worker: results by rank; see :meth:`LLMEngine.collective_rpc`."""
         method, args = as_worker_call(method, args, kwargs)
+        timeout = as_timeout(timeout)
         if callable(method):
             function, given = method, args
             return await self.engine.run_on_workers(

@@ -20,6 +20,7 @@ from headrace_core.beam import (
     step_prompt,
 )
 from headrace_core.errors import RequestError
+from headrace_core.foreign import own_value
 from headrace_core.request import ChatPrompt, Prompt
 from headrace_core.sampling import BeamSearchParams
 
@@ -61,9 +62,10 @@ class OfflineBeams:
             use_tqdm: show how many are done; or a callable that makes a bar.
             at_once: prompts that are searched at the same time; None: all.
         """
-        if at_once is not None and at_once < 1:
+        at_once = own_value(at_once)
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
             raise RequestError(
-                f"concurrency_limit = {at_once!r}: must be at least 1, or None",
+                f"concurrency_limit = {at_once!r:.100}: must be an integer of at least 1, or None",
                 param="concurrency_limit",
             )
         searches = [self._search(prompt) for prompt in prompts]

@@ -61,6 +61,46 @@ def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
     return conversations
 
 
+def check_chat_options(
+    *,
+    chat_template: object = None,
+    tools: object = None,
+    documents: object = None,
+    chat_template_kwargs: object = None,
+    add_generation_prompt: object = True,
+    continue_final_message: object = False,
+    **_: object,
+) -> None:
+    """Check how conversations are to be rendered.
+
+    Raises:
+        RequestError: an option is of another kind, or two exclude each other.
+    """
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise _not_params("chat_template", chat_template, "a template's text, or None")
+    for name, given in (("tools", tools), ("documents", documents)):
+        if given is not None and not (
+            _is_list(given) and all(isinstance(one, Mapping) for one in cast("list[Any]", given))
+        ):
+            raise _not_params(name, given, "a list of JSON objects, or None")
+    if chat_template_kwargs is not None and not isinstance(chat_template_kwargs, Mapping):
+        raise _not_params(
+            "chat_template_kwargs", chat_template_kwargs, "a mapping of names to values, or None"
+        )
+    flags = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    for name, flag in flags.items():
+        if own_value(flag) not in (True, False):
+            raise _not_params(name, flag, "True or False")
+    if all(flags.values()):
+        raise RequestError(
+            "continue_final_message = True: must be False while add_generation_prompt is True",
+            param="continue_final_message",
+        )
+
+
 def as_sampling_params(
     params: SamplingParams | Iterable[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
@@ -124,6 +164,20 @@ def refuse_adapters(lora_request: object) -> None:
         )
 
 
+def as_timeout(timeout: object) -> float | None:
+    """Seconds to wait, or None.
+
+    Raises:
+        RequestError: it is not a number above 0.
+    """
+    seconds = own_value(timeout)
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise _not_params("timeout", timeout, "a number of seconds above 0, or None")
+    return float(seconds)
+
+
 def as_worker_call(
     method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[str | Callable[..., Any], list[Any]]:
@@ -132,6 +186,10 @@ def as_worker_call(
     Raises:
         RequestError: the arguments do not fit the method.
     """
+    if not _is_list(args):
+        raise _not_params("args", args, "a list of arguments")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise _not_params("kwargs", kwargs, "a mapping of names to arguments, or None")
     if not kwargs:
         return method, list(args)
     if not isinstance(method, str):

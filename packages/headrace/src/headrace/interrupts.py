@@ -26,8 +26,8 @@ def ending_at_once() -> Iterator[None]:
     """Within the block, SIGINT raises ``KeyboardInterrupt``; if the process still runs after
     :data:`GRACE_SECONDS`, it ends with status :data:`INTERRUPTED`.
 
-    Whatever else is raised in the block after the signal, and nothing at all, becomes
-    ``KeyboardInterrupt``. For the main thread of a process that nothing is lost with; in another
+    After the signal the block ends with ``KeyboardInterrupt``, whatever else it raises, and also if
+    it raises nothing. It is for the main thread of a process that may end at any moment; in another
     thread the block has no effect.
 
     Raises:
@@ -53,16 +53,12 @@ def ending_at_once() -> Iterator[None]:
     ).start()
     try:
         yield
-    except BaseException:
-        if heard.is_set():
-            raise KeyboardInterrupt from None
-        raise
     finally:
         signal.signal(signal.SIGINT, before)
         signal.set_wakeup_fd(wakeup)
         os.close(writer)
-    if heard.is_set():
-        raise KeyboardInterrupt
+        if heard.is_set():  # in place of what a library made of the interrupt
+            raise KeyboardInterrupt from None
 
 
 def leave_interrupted() -> NoReturn:

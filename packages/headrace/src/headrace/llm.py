@@ -14,6 +14,7 @@ from headrace.given import (
     as_priorities,
     as_prompts,
     as_sampling_params,
+    check_chat_options,
     need,
     need_one_each,
     refuse_adapters,
@@ -28,7 +29,7 @@ from headrace.pooling import (
     tokenizing,
 )
 from headrace.progress import counting_bar, prompt_bar
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import UnsupportedFeature
 from headrace_core.output import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -183,7 +184,7 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
-            chat_template_kwargs=chat_template_kwargs or {},
+            chat_template_kwargs={} if chat_template_kwargs is None else chat_template_kwargs,
         )
         return self._run(chats, sampling_params, use_tqdm=use_tqdm)
 
@@ -215,11 +216,7 @@ class LLM:
         check_generates(self.engine.model, call)
 
     def _chats(self, messages: Any, **options: Any) -> list[ChatPrompt]:
-        if options.get("add_generation_prompt", True) and options.get("continue_final_message"):
-            raise RequestError(
-                "continue_final_message = True: must be False while add_generation_prompt is True",
-                param="continue_final_message",
-            )
+        check_chat_options(**options)
         return [ChatPrompt(messages=each, **options) for each in as_conversations(messages)]
 
     def _run(
@@ -384,6 +381,7 @@ class LLM:
         >>> llm.apply_model(type)  # whose code runs the model
 
         Raises:
+            RequestError: it is not a function.
             UnsupportedFeature: the engine is in another process.
         """
         return self.llm_engine.apply_model(func)
@@ -500,10 +498,11 @@ class LLM:
         refuse_adapters(lora_request)
         keep, special = tokenizing(tokenization_kwargs, truncate_prompt_tokens)
         params = completed(pooling_params, truncate_prompt_tokens=keep)
+        check_chat_options(chat_template=chat_template)
         pooling = self._pooling("LLM.score", None)
         return pooling.score(
-            score_inputs(data_1),
-            score_inputs(data_2),
+            score_inputs(data_1, "data_1"),
+            score_inputs(data_2, "data_2"),
             for_all(params),
             chat_template,
             use_tqdm,

@@ -11,7 +11,7 @@ from headrace.assembly import front_end, starting
 from headrace.assembly.missing import missing
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import as_worker_call, refuse_adapters
+from headrace.given import as_timeout, as_worker_call, refuse_adapters
 from headrace.metrics import Metric, OfflineMetrics, disabled
 from headrace.model_facts import ModelFacts
 from headrace.pooling import as_tensor
@@ -182,14 +182,17 @@ class LLMEngine:
             TimeoutError: there was no answer in time.
         """
         method, args = as_worker_call(method, args, kwargs)
-        return list(self.engine.collective_rpc(method, args=args, timeout=timeout))
+        return list(self.engine.collective_rpc(method, args=args, timeout=as_timeout(timeout)))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Run a function on the model of every worker: results by rank.
 
         Raises:
+            RequestError: it is not a function.
             UnsupportedFeature: the engine is in another process.
         """
+        if not callable(func):
+            raise RequestError(f"func = {func!r:.100}: must be a function", param="func")
         return list(self.engine.apply_model(func))
 
     def shutdown(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.foreign import own_value
 from headrace_core.io_processor import IOProcessor, plugin_params
 from headrace_core.io_processor import as_prompts as plugin_prompts
 from headrace_core.output import (
@@ -281,19 +282,22 @@ def _refused_tokenizing(name: str, value: object, accepted: str) -> RequestError
     )
 
 
-def score_inputs(data: ScoreInput | Sequence[ScoreInput]) -> list[ScoreInput]:
+def score_inputs(data: ScoreInput | Sequence[ScoreInput], name: str = "data") -> list[ScoreInput]:
     """One side of pairs as a list.
+
+    Args:
+        name: of the argument, for messages.
 
     Raises:
         RequestError: it is neither one nor several.
     """
     if isinstance(data, (str, Mapping)):
         return [data]
-    return listed("data", data)
+    return listed(name, own_value(data))
 
 
 def listed(name: str, given: Any) -> list[Any]:
-    """Several prompts as a list; bytes are none, though they are a sequence of integers.
+    """Several prompts as a list; bytes are refused, though they are a sequence of integers.
 
     Raises:
         RequestError: there are not several.

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.given import check_chat_options
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.foreign import own_value
 from headrace_core.request import ChatPrompt
@@ -231,7 +232,9 @@ class ModelTokenizer:
 
     # Text to ids.
 
-    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False) -> list[str]:
+    def tokenize(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = False
+    ) -> list[str]:
         """The tokens of a text, as the vocabulary spells them; unknown parts as the text does, where
         the vocabulary tells."""
         _need_text("text", text)
@@ -315,7 +318,9 @@ class ModelTokenizer:
         one = isinstance(text, str)
         texts = _texts("text", text)
         pairs = [None] * len(texts) if text_pair is None else _texts("text_pair", text_pair)
-        if len(pairs) != len(texts) or (text_pair is not None and one != isinstance(text_pair, str)):
+        if len(pairs) != len(texts) or (
+            text_pair is not None and one != isinstance(text_pair, str)
+        ):
             raise RequestError(
                 f"text_pair: must hold a text for each of text, which holds {len(texts)}",
                 param="text_pair",
@@ -394,7 +399,9 @@ class ModelTokenizer:
     ) -> TokenizedText:
         """Ids of texts in the form that was asked for."""
         side = self.padding_side if side is None else _side("padding_side", side)
-        length = self._padded_length([len(ids) for ids, _ in encoded], padding, max_length, multiple)
+        length = self._padded_length(
+            [len(ids) for ids, _ in encoded], padding, max_length, multiple
+        )
         names = self.model_input_names
         pad_id = self._id_of_named("pad_token")
         if length is not None and pad_id is None:
@@ -553,10 +560,17 @@ class ModelTokenizer:
             RequestError: an argument is wrong, or the template is missing, fails or refuses.
         """
         conversations, one = _conversations(conversation)
+        check_chat_options(
+            chat_template=chat_template,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         chats = [
             ChatPrompt(
                 messages=messages,
-                tools=_tools(tools),
+                tools=tools,
                 chat_template=chat_template,
                 chat_template_kwargs=kwargs,
                 add_generation_prompt=add_generation_prompt,
@@ -637,16 +651,6 @@ def _conversations(given: Any) -> tuple[list[Sequence[Mapping[str, Any]]], bool]
         "'role' and 'content'; or a list of such lists",
         param="conversation",
     )
-
-
-def _tools(given: Sequence[Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    for index, tool in enumerate(given or ()):
-        if not isinstance(tool, Mapping):
-            raise RequestError(
-                f"tools[{index}] = {tool!r:.100}: must be a tool's definition as a JSON object",
-                param="tools",
-            )
-    return given
 
 
 def _side(name: str, side: str) -> str:
