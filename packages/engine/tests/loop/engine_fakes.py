@@ -232,8 +232,10 @@ class FakeExecutor(Executor):
     def start(self) -> None:
         pass
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return [self._pool.submit(getattr(self.worker, method), *args).result(PATIENCE)]
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        if isinstance(method, str):
+            return [self._pool.submit(getattr(self.worker, method), *args).result(PATIENCE)]
+        return [self._pool.submit(method, self.worker, *args).result(PATIENCE)]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:
         return self._pool.submit(self._execute, step)

@@ -13,6 +13,7 @@ from headrace_core.output import RequestOutput
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.offline import OfflineEngine
 
 FINAL = RequestOutputKind.FINAL_ONLY
@@ -102,6 +103,116 @@ def test_one_failure_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) 
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]
     assert len(outputs[1].outputs[0].token_ids) == 4
     assert "failed as told" in caplog.text
+    assert "failed as told" in (outputs[1].outputs[0].error or "")
+    assert [o.outputs[0].error for o in (outputs[0], outputs[2])] == [None, None]
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_why_one_of_several_completions_failed(kind: RequestOutputKind) -> None:
+    """A completion that had ended before keeps its reason, and has no error."""
+    bad = SamplingParams(
+        max_tokens=20, temperature=1.0, n=2, output_kind=kind, ignore_eos=True,
+        extra_args={"fail_at": 4},
+    )  # fmt: skip
+    with make_offline() as engine:
+        [output] = engine.run(["a"], bad)
+        engine.add_request("r", "a", bad)
+        seen = []
+        while engine.has_unfinished_requests():
+            seen += engine.step()
+    for completion in output.outputs:
+        assert completion.finish_reason == "error"
+        assert "failed as told" in (completion.error or "")
+    last = seen[-1]
+    assert isinstance(last, RequestOutput)
+    assert all("failed as told" in (one.error or "") for one in last.outputs)
+
+
+def test_batches_are_started_and_waited_for_in_any_order() -> None:
+    seen: list[int] = []
+    with make_offline(num_blocks=60) as engine:
+        first = engine.start(
+            ["a", "b"],
+            SamplingParams(max_tokens=9, ignore_eos=True),
+            on_added=lambda: seen.append(1),
+        )
+        second = engine.start(["c"], SamplingParams(max_tokens=3, ignore_eos=True))
+        alone = engine.run(["a"], SamplingParams(max_tokens=9, ignore_eos=True))
+        [late] = second.wait()
+        outputs = first.wait(lambda index, _: seen.append(10 + index))
+        assert [o.request_id for o in outputs] == first.request_ids
+        assert late.request_id == second.request_ids[0]
+        assert outputs[0].outputs[0].token_ids == alone[0].outputs[0].token_ids
+        assert seen[:2] == [1, 1]
+        assert {10, 11} <= set(seen)
+        with engine.start(["x"] * 3, SamplingParams(max_tokens=400, ignore_eos=True)):
+            pass
+        assert_free(engine)
+        with pytest.raises(PromptTooLong):
+            engine.start(["fine", "x" * 513], SamplingParams(max_tokens=100, ignore_eos=True))
+        assert_free(engine)
+
+
+def test_functions_run_with_the_worker() -> None:
+    with make_offline() as engine:
+        running = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.add_request("r", "a", running)
+        [name] = engine.collective_rpc(lambda worker, end: type(worker).__name__ + end, args=("!",))
+        assert name == "FakeWorker!"
+        with pytest.raises(LookupError, match="as told"):
+            engine.collective_rpc(_raises)
+        with pytest.raises(RequestError, match=r"method = 3: must be the name .* or a function"):
+            engine.collective_rpc(3)  # type: ignore[arg-type]
+        while engine.has_unfinished_requests():
+            engine.step()
+
+
+def _raises(worker: object) -> None:
+    raise LookupError("as told")
+
+
+class Noted:
+    """An observer that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.seen: list[RequestOutput] = []
+
+    def begin(self, request: PreparedRequest) -> Watched:
+        self.begun.append(request.request_id)
+        return Watched(self, request.request_id)
+
+    def pooled(self, task: str, outputs: Any, started: float) -> None: ...
+    def pooling_ended(self, reason: str) -> None: ...
+
+
+class Watched:
+    def __init__(self, noted: Noted, request_id: str) -> None:
+        self._noted, self._id = noted, request_id
+
+    def saw(self, output: RequestOutput) -> None:
+        self._noted.seen.append(output)
+
+    def ended(self) -> None:
+        self._noted.ended.append(self._id)
+
+
+def test_an_observer_sees_every_request_begin_and_end_once() -> None:
+    noted, params = Noted(), SamplingParams(max_tokens=5, ignore_eos=True, output_kind=FINAL)
+    client = InprocClient(lambda _: make_core())
+    with OfflineEngine(client, Intake(CharTokenizer(), served_model()), noted) as engine:
+        outputs = engine.run(["a", "b"], params)
+        assert {o.request_id for o in noted.seen} == set(noted.begun)
+        assert sorted(noted.ended) == sorted(noted.begun) == sorted(o.request_id for o in outputs)
+        engine.add_request("mine", "c", params)
+        engine.abort_request(["mine"])
+        [aborted] = engine.step()
+        assert aborted in noted.seen
+        dropped = engine.start(["d"], SamplingParams(max_tokens=400, ignore_eos=True))
+        dropped.close()
+        assert sorted(noted.ended) == sorted(noted.begun)
+        assert len(set(noted.ended)) == len(noted.ended) == 4
 
 
 def test_death_raises() -> None:

@@ -194,11 +194,12 @@ def as_worker_call(
         return method, list(args)
     if not isinstance(method, str):
         return partial(_with_keywords, method, dict(kwargs)), list(args)
-    known = getattr(Worker, method, None)
-    if known is None or method.startswith("_"):
+    from headrace_engine.core import WORKER_CALLS
+
+    if method not in WORKER_CALLS:
         return method, list(args)  # the engine refuses it, and lists those that may be called
     try:
-        bound = inspect.signature(known).bind(None, *args, **kwargs)
+        bound = inspect.signature(getattr(Worker, method)).bind(None, *args, **kwargs)
     except TypeError as error:
         raise RequestError(f"kwargs: {method}: {error}", param="kwargs") from None
     return method, list(bound.args[1:])

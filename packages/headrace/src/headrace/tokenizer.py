@@ -51,6 +51,20 @@ class TokenizedText(dict[str, Any]):
             ) from None
 
 
+def _text_of(name: str) -> property:
+    def text(self: ModelTokenizer) -> str | None:
+        return self._named.get(name)
+
+    return property(text, doc=f"Text of the checkpoint's ``{name}``, None if it has none.")
+
+
+def _id_of(name: str) -> property:
+    def token_id(self: ModelTokenizer) -> int | None:
+        return self._id_of_named(name)
+
+    return property(token_id, doc=f"Id of the checkpoint's ``{name}``, None if it has none.")
+
+
 class ModelTokenizer:
     """The tokenizer of a running model. Thread-safe, but for the attributes that can be set:
     ``pad_token``, ``padding_side`` and ``truncation_side``.
@@ -141,6 +155,20 @@ class ModelTokenizer:
         return self._tokenizer.decode(self.convert_tokens_to_ids(tokens))
 
     # Special tokens.
+
+    bos_token = _text_of("bos_token")
+    bos_token_id = _id_of("bos_token")
+    eos_token = _text_of("eos_token")
+    eos_token_id = _id_of("eos_token")
+    unk_token = _text_of("unk_token")
+    unk_token_id = _id_of("unk_token")
+    sep_token = _text_of("sep_token")
+    sep_token_id = _id_of("sep_token")
+    pad_token_id = _id_of("pad_token")
+    cls_token = _text_of("cls_token")
+    cls_token_id = _id_of("cls_token")
+    mask_token = _text_of("mask_token")
+    mask_token_id = _id_of("mask_token")
 
     @property
     def special_tokens_map(self) -> dict[str, str]:
@@ -599,26 +627,6 @@ class ModelTokenizer:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {len(self)} tokens)"
-
-
-def _named_property(name: str) -> property:
-    def text(self: ModelTokenizer) -> str | None:
-        return self._named.get(name)
-
-    return property(text, doc=f"Text of the checkpoint's ``{name}``, None if it has none.")
-
-
-def _id_property(name: str) -> property:
-    def token_id(self: ModelTokenizer) -> int | None:
-        return self._id_of_named(name)
-
-    return property(token_id, doc=f"Id of the checkpoint's ``{name}``, None if it has none.")
-
-
-for _name in NAMED_TOKENS:
-    if _name != "pad":
-        setattr(ModelTokenizer, f"{_name}_token", _named_property(f"{_name}_token"))
-    setattr(ModelTokenizer, f"{_name}_token_id", _id_property(f"{_name}_token"))
 
 
 def _need_text(name: str, given: object) -> str:

@@ -103,9 +103,17 @@ class SimWorker:
         """See :meth:`headrace_core.executor.Worker.when_launching`."""
         self._launching = call
 
+    rank = 0
+    """Its place among the workers."""
+    device = "sim"
+
+    def get_model(self) -> Any:
+        """Refused: there is no model."""
+        raise UnsupportedFeature("device 'sim' has no model")
+
     def report(self) -> dict[str, Any]:
         """Facts about this worker."""
-        return {"rank": 0, "pid": os.getpid(), "device": "sim", "num_requests": len(self._held)}
+        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "num_requests": len(self._held)}
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """Refused: there is no model."""
