@@ -376,3 +376,31 @@ def test_why_a_request_failed_is_in_its_output(llm):
         outputs = llm.llm_engine.step()
     assert outputs[-1].outputs[0].error is not None
     assert issubclass(GenerateError, Exception)
+
+
+def test_the_tokenizer_is_transformers_on_the_same_checkpoint(llm):
+    from transformers import AutoTokenizer
+
+    ours, theirs = llm.get_tokenizer(), AutoTokenizer.from_pretrained(llm.model_config.path)
+    assert ours is llm.get_tokenizer()
+    for text in ("Hello there", "", "  a b\n", "<|im_start|>user 你好 😀"):
+        assert dict(ours(text)) == dict(theirs(text))
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    for given in ({}, {"add_generation_prompt": True, "enable_thinking": True}):
+        assert dict(ours.apply_chat_template(CHAT, **given)) == dict(
+            theirs.apply_chat_template(CHAT, **given)
+        )
+    [prompt] = llm.preprocess_chat([CHAT])
+    chat = ours.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    assert prompt["prompt_token_ids"] == chat
+    assert ours.all_special_ids == theirs.all_special_ids
+    assert (ours.vocab_size, len(ours)) == (theirs.vocab_size, len(theirs))
+
+
+def test_without_a_tokenizer():
+    with LLM(**SMALL, skip_tokenizer_init=True) as llm:
+        for engine in (llm, llm.llm_engine):
+            with pytest.raises(RuntimeError, match="skip_tokenizer_init"):
+                engine.get_tokenizer()
+        ids = llm.enqueue([[5, 6]], GREEDY, use_tqdm=False)
+        assert [o.request_id for o in llm.wait_for_completion(use_tqdm=False)] == ids

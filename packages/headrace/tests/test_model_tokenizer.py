@@ -14,6 +14,7 @@ from tokenizers import pre_tokenizers as cuts
 
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.pooling import PoolingInfo
 from headrace_core.testing.engine import fake_served_model
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.tokenizer import load_tokenizer
@@ -62,7 +63,7 @@ def bpe() -> tuple[Tokenizer, dict[str, Any]]:
     return made, {
         "bos_token": "<s>", "eos_token": "</s>", "pad_token": {"__type": "AddedToken", "content": "<pad>"},
         "extra_special_tokens": ["<|user|>"], "padding_side": "left", "model_max_length": 12,
-        "model_input_names": ["input_ids", "attention_mask"], "clean_up_tokenization_spaces": True,
+        "clean_up_tokenization_spaces": True,
     }  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def llama() -> tuple[Tokenizer, dict[str, Any]]:
     made.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
     )
-    return made, {**LLAMA, "truncation_side": "left"}
+    named = ["input_ids", "attention_mask"]
+    return made, {**LLAMA, "truncation_side": "left", "model_input_names": named}
 
 
 def wordpiece() -> tuple[Tokenizer, dict[str, Any]]:
@@ -141,9 +143,12 @@ def write(folder: Path, kind: str) -> Path:
 
 def opened(folder: Path) -> ModelTokenizer:
     tokenizer = load_tokenizer(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    pooling = None
+    if config.get("tokenizer_class") == "BertTokenizer":
+        pooling = PoolingInfo(("embed",), "CLS", causal=False, token_types=True)
     model = fake_served_model(
-        vocab_size=tokenizer.vocab_size,
-        tokenizer_info=json.loads((folder / "tokenizer_config.json").read_text()),
+        vocab_size=tokenizer.vocab_size, tokenizer_info=config, pooling=pooling
     )
     return ModelTokenizer(Intake(tokenizer, model, prompt_templates="trusted"))
 

@@ -250,13 +250,14 @@ class ModelTokenizer:
 
     @functools.cached_property
     def model_input_names(self) -> list[str]:
-        """What a call returns: as the checkpoint says; else ids and mask, and token types where its
-        tokenizer tells the texts of a pair apart."""
+        """What a call returns: as the checkpoint says; else ids and mask, and token types where the
+        model reads them."""
         stated = self._config.get("model_input_names")
         if stated is not None:
             return list(stated)
-        tells_apart = any(self._tokenizer.encode_pair("a", "a").token_type_ids)
-        return [*MODEL_INPUTS, "token_type_ids"] if tells_apart else list(MODEL_INPUTS)
+        pooling = self._intake.model.pooling
+        types = pooling is not None and pooling.token_types
+        return [*MODEL_INPUTS, "token_type_ids"] if types else list(MODEL_INPUTS)
 
     # Text to ids.
 

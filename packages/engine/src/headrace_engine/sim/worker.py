@@ -113,7 +113,12 @@ class SimWorker:
 
     def report(self) -> dict[str, Any]:
         """Facts about this worker."""
-        return {"rank": self.rank, "pid": os.getpid(), "device": self.device, "num_requests": len(self._held)}
+        return {
+            "rank": self.rank,
+            "pid": os.getpid(),
+            "device": self.device,
+            "num_requests": len(self._held),
+        }
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
         """Refused: there is no model."""
