@@ -82,7 +82,7 @@ def test_a_recording_processor_under_the_real_scheduler(tmp_path, seed):
                 found[output.request_id] = output.outputs[0]
                 if output.request_id in doomed and len(output.outputs[0].token_ids) > 3:
                     engine.abort_request(output.request_id)
-        preemptions = engine._engine.stats().num_preemptions
+        preemptions = engine.engine.stats().num_preemptions
     recorder = Recorder.made.pop()
     assert recorder.problems == []
     assert preemptions > 0
