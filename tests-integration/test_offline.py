@@ -266,7 +266,7 @@ def test_piped_chat_answers_each_line():
 
 def test_generate_command_writes_json_lines(tmp_path):
     prompts, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text('{"prompt": "What is 4 + 4?"}\nHello\n')
+    prompts.write_text('{"prompt": "What is 4 + 4?"}\n{"prompt": "Hello"}\n')
     done = subprocess.run(
         [sys.executable, "-m", "headrace", "generate", "--chat", "--input", str(prompts),
          "--output", str(answers), "--temperature", "0", "--max-tokens", "16", "--max-model-len", "512"],

@@ -6,6 +6,7 @@ import re
 
 import pytest
 from servers import serving, wait_for
+from several import models_file
 
 pytestmark = pytest.mark.spec("OBS-LOG")
 
@@ -38,19 +39,47 @@ def with_engine_process():
     return log_of_start("--engine-process")
 
 
-@pytest.mark.parametrize("kind", ["alone", "with_engine_process"])
+@pytest.fixture(scope="module")
+def with_http_processes():
+    return log_of_start("--api-server-count", "2")
+
+
+@pytest.fixture(scope="module")
+def with_several_models(tmp_path_factory):
+    file = models_file(tmp_path_factory.mktemp("models"), "chat", "small", "large", "rank", "ears")
+    return log_of_start("--models-config", str(file))
+
+
+@pytest.mark.parametrize("kind", ["alone", "with_engine_process", "with_http_processes"])
 def test_a_start_fits_a_screen_and_ends_with_the_address(request, kind):
     log = request.getfixturevalue(kind)
     assert len(log) <= LARGEST_START, "\n".join(log)
     assert re.search(r"serving at http://127\.0\.0\.1:\d+$", log[-1])
     text = "\n".join(log)
     for once in ("room for", "start-up took", "as served here", "dtype: auto", "serving at"):
-        assert text.count(once) == 1, f"{once}\n{text}"
+        assert text.replace("start-up of the engine", "start-up").count(once) == 1, (
+            f"{once}\n{text}"
+        )
 
 
-def test_all_processes_write_lines_of_one_form(alone, with_engine_process):
-    for log in (alone, with_engine_process):
+def test_a_start_of_several_models_fits_a_screen_and_ends_with_the_address(with_several_models):
+    log = with_several_models
+    assert len(log) <= LARGEST_START, "\n".join(log)
+    assert re.search(r"serving at http://127\.0\.0\.1:\d+$", log[-1])
+    text = "\n".join(log)
+    assert text.count("serving at") == 1
+    for name in ("chat", "small", "large", "rank", "ears"):
+        assert text.count(f"] {name}, as served here") == 1, text
+        assert len(re.findall(rf"\({name}\) .*memory plan", text)) == 1, text
+
+
+def test_all_processes_write_lines_of_one_form(
+    alone, with_engine_process, with_http_processes, with_several_models
+):
+    for log in (alone, with_engine_process, with_http_processes, with_several_models):
         assert [line for line in log if not LINE.match(line)] == []
+    processes = {LINE.match(line)["process"] for line in with_http_processes}
+    assert processes == {None, "engine", "http 0"}
     processes = {LINE.match(line)["process"] for line in with_engine_process}
     assert processes == {None, "engine"}
     assert {LINE.match(line)["process"] for line in alone} == {None}

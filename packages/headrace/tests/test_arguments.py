@@ -9,6 +9,7 @@ import pytest
 
 from headrace.arguments import Parser, default_of, human_int
 from headrace.engine_args import ENGINE_OPTIONS, JSON_SECTIONS, EngineArgs
+from headrace.unbuilt import SHORT, UNBUILT
 from headrace_core.errors import ConfigError
 
 pytestmark = pytest.mark.spec("ARGS-CLI")
@@ -69,6 +70,13 @@ def test_an_unknown_flag_gets_the_nearest(parser, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--max-num-seq", "3"])
     assert "--max-num-seqs" in capsys.readouterr().err
+
+
+def test_an_unknown_flag_with_a_space_in_its_value_is_no_model(parser, capsys):
+    with pytest.raises(SystemExit):
+        parser.parse_args(['--hf-override={"a": 1}'])
+    assert "unrecognized arguments: --hf-override" in (said := capsys.readouterr().err)
+    assert "--hf-overrides" in said
 
 
 def test_lists_collect(parser):
@@ -244,3 +252,101 @@ def test_a_section_whole_or_in_parts():
 def test_a_section_with_what_it_has_not(given, message):
     with pytest.raises(ConfigError, match=message):
         EngineArgs(structured_outputs_config=given).create_engine_config()
+
+
+@pytest.mark.spec("CFG-PARALLEL")
+@pytest.mark.spec("CFG-OPTLEVEL")
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (["-q", "int8"], "quantization", "int8"), (["-q=int8"], "quantization", "int8"),
+        (["-tp", "2"], "tensor_parallel_size", 2), (["-tp=2"], "tensor_parallel_size", 2),
+        (["-pp", "2"], "pipeline_parallel_size", 2), (["-dp", "2"], "data_parallel_size", 2),
+        (["-O0"], "optimization_level", 0), (["-O", "3"], "optimization_level", 3),
+        (["-O=1"], "optimization_level", 1), (["--optimization-level", "1"], "optimization_level", 1),
+    ],
+)  # fmt: skip
+def test_short_forms_mean_the_long_ones(parser, words, field, value):
+    assert getattr(parser.parse_args(words), field) == value
+
+
+@pytest.mark.spec("CFG-PARALLEL")
+@pytest.mark.parametrize("flag", ["-tp", "-pp", "-dp"])
+def test_a_short_form_is_refused_as_its_long_one_is(parser, flag):
+    args = EngineArgs.from_cli_args(parser.parse_args([flag, "2"]))
+    with pytest.raises(ConfigError, match="several devices is not built yet"):
+        args.create_engine_config()
+
+
+@pytest.mark.spec("CLI-CHAT")
+def test_a_command_s_own_short_form_comes_first():
+    from headrace.cli.terminal import terminal_parser
+
+    parsed = terminal_parser("chat", "", "").parse_args(["-q", "Hello", "--quantization", "int8"])
+    assert (parsed.quick, parsed.quantization) == ("Hello", "int8")
+
+
+@pytest.mark.spec("CFG-OPTLEVEL")
+def test_a_level_sets_what_the_user_left_open(parser):
+    def eager(**settings):
+        return EngineArgs(**settings).create_engine_config().graph.enforce_eager
+
+    assert [eager(optimization_level=level) for level in range(4)] == [True, False, False, False]
+    assert eager() is False
+    assert eager(optimization_level=0, enforce_eager=False) is False
+    assert eager(optimization_level=3, enforce_eager=True) is True
+    args = EngineArgs.from_cli_args(parser.parse_args(["-O0", "--no-enforce-eager"]))
+    assert args.create_engine_config().graph.enforce_eager is False
+    with pytest.raises(
+        ConfigError, match=r"graph\.optimization_level = 4: must be one of 0, 1, 2, 3"
+    ):
+        eager(optimization_level=4)
+
+
+UNBUILT_SAMPLES = {feature: options[0] for feature, options in UNBUILT.items()}
+
+
+@pytest.mark.spec("ARGS-CLI")
+@pytest.mark.parametrize(("feature", "option"), UNBUILT_SAMPLES.items())
+def test_what_is_not_built_is_refused_by_name_everywhere(parser, tmp_path, capsys, feature, option):
+    """On the command line (also switched off, dotted, or with an equals sign), in a file of flags, as a
+    keyword of EngineArgs and LLM, and in a file of several models."""
+    from headrace import LLM
+    from headrace.several.entries import name_of
+
+    said = f"{option}: not built yet: {feature}; leave it out"
+    flag = "--" + option.replace("_", "-")
+    for words in (
+        [flag],
+        [f"{flag}=1"],
+        [f"--{option}", "1"],
+        [f"{flag}.x", "1"],
+        [f"--no-{flag[2:]}"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            parser.parse_args(words)
+        assert caught.value.code == 2
+        assert said in capsys.readouterr().err
+    file = tmp_path / "flags.yaml"
+    for value in ("true", "false", "5", "text", "[a, b]", "{a: 1}"):
+        for key in (option, option.replace("_", "-")):
+            file.write_text(f"max-num-seqs: 4\n{key}: {value}\n")
+            with pytest.raises(SystemExit):
+                parser.parse_args(["--config", str(file)])
+            assert said in capsys.readouterr().err
+    for refusing in (EngineArgs, LLM):
+        with pytest.raises(ConfigError, match=said) as refused:
+            refusing(**{option: None})
+        assert refused.value.field == option
+    for key in (option, option.replace("_", "-")):
+        with pytest.raises(ConfigError, match=f"model 'm': {said}"):
+            name_of({"name": "m", "model": "x", key: 1})
+
+
+@pytest.mark.spec("ARGS-CLI")
+@pytest.mark.parametrize(("short", "option"), SHORT.items())
+def test_short_forms_of_what_is_not_built(parser, capsys, short, option):
+    for words in ([short, "2"], [f"{short}=2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert f"{option}: not built yet" in capsys.readouterr().err

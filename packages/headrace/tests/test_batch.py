@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.batch.inprocess import Answer, InProcess
-from headrace.batch.journal import Journal
-from headrace.batch.lines import BatchInput, output_of, read_line, requests, scan
+from headrace.batch.journal import Journal, journal_beside
+from headrace.batch.lines import BatchInput, encode, output_of, read_line, requests, scan
 from headrace.batch.runner import Runner
 from headrace.cli.run_batch import journal_path, make_parser
 from headrace_core.errors import ConfigError, EngineDead, RequestError
@@ -250,7 +250,7 @@ def test_a_journal_survives_a_crash_at_any_byte(
     with Journal(path, SOURCE, "m") as journal:
         ends.append(path.stat().st_size)
         for number in range(count):
-            journal.add(number, output_of(made, 200, "", f'"größe {number}"'.encode()))
+            journal.add(number, encode(output_of(made, 200, "", f'"größe {number}"'.encode())))
             ends.append(path.stat().st_size)
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
@@ -259,7 +259,7 @@ def test_a_journal_survives_a_crash_at_any_byte(
     with Journal(path, SOURCE, "m") as journal:
         assert [number in journal for number in range(4)] == [n < survivors for n in range(4)]
         for number in range(survivors, 4):
-            journal.add(number, output_of(made, 200, "", b"{}"))
+            journal.add(number, encode(output_of(made, 200, "", b"{}")))
         answers = outputs(journal, path.with_name("out"))
     assert len(answers) == 4
 
@@ -279,6 +279,8 @@ def test_journals_of_something_else_are_refused(tmp_path: Path) -> None:
         Journal(tmp_path / "absent" / "j", SOURCE, "m")
     with Journal(path, SOURCE, "m"), pytest.raises(ConfigError, match="in use"):
         Journal(path, SOURCE, "m")
+    with pytest.raises(ConfigError, match="other options"):
+        Journal(path, SOURCE, "m", "temperature 0")
 
 
 def test_where_answers_are_kept(tmp_path: Path) -> None:
@@ -306,7 +308,8 @@ def test_required_flags() -> None:
 
 def answered(path: Path) -> Journal:
     journal = Journal(path, SOURCE, "m")
-    journal.add(1, output_of(read_line(1, json.dumps(line(1)).encode()), 200, "r", b"{}"))
+    answer = output_of(read_line(1, json.dumps(line(1)).encode()), 200, "r", b"{}")
+    journal.add(1, encode(answer))
     return journal
 
 
@@ -338,6 +341,20 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         os.close(reading)
     assert pipe.is_fifo()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["journal", "out"]
+
+
+def test_a_pipe_under_another_name_is_written_to(tmp_path: Path) -> None:
+    """As /dev/stdout is in ``headrace ... | program``: a link to a name that does not exist."""
+    reading, writing = os.pipe()
+    try:
+        named = Path(f"/proc/self/fd/{writing}")
+        assert journal_beside(str(named), tmp_path) == tmp_path / "journal"
+        with answered(tmp_path / "journal") as journal:
+            journal.write_output(named)
+        assert json.loads(os.read(reading, 1 << 16))["custom_id"] == "id-1"
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:

@@ -78,13 +78,44 @@ def test_version():
             "tool_server",
         ),
         (("serve", "no-such-owner/no-such-model", "--port", "0"), 6, "HR-NET-001"),
+        (("serve", "no-such-owner/no-such-model", "--offline", "--port", "0"), 6, "offline = True"),
+        (("generate", "--prompt", "x", "--device", "cuda"), 5, "HR-DEV-001"),
+        (("serve", "--device", "cuda", "--port", "0"), 5, "HR-DEV-001"),
+        (("chat", "-q", "hi", "--url", ""), 2, "url = ''"),
+        (("complete", "-q", "hi", "--url", ""), 2, "url = ''"),
+        (
+            ("serve", "--override-generation-config", '{"temprature": 1}', "--port", "0"),
+            2,
+            "override_generation_config.temprature: unknown key; did you mean temperature?",
+        ),
+        (("serve", "-tp", "2", "--port", "0"), 2, "tensor_parallel_size"),
+        (("serve", "-n", "2", "--port", "0"), 2, "nnodes: not built yet"),
+        (
+            ("run-batch", "--offline", "-i", "http://127.0.0.1:9/in?key=secret", "-o", "out"),
+            6,
+            "input_file = 'http://127.0.0.1:9/in': offline = True",
+        ),
     ],
 )
 def test_start_errors_end_with_one_line_and_a_status(words, status, said):
-    done = _run(*words, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = _run(*words, env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == status, done.stderr
     assert said in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.req("REL-11")
+@pytest.mark.req("F13")
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [("engine.step.forward=kill", "HR-ENG-002"), ("loader.read=raise", "HR-BUG-001")],
+)
+def test_an_engine_that_dies_and_a_bug_end_with_70(fault, code):
+    pytest.importorskip("headrace_demo")
+    words = ("generate", "--prompt", "x", "--engine-process", "--max-model-len", "64")
+    done = _run(*words, env={**os.environ, "HEADRACE_FAILPOINTS": fault})
+    assert done.returncode == 70, done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith(f"headrace generate: {code}: ")
 
 
 @pytest.mark.req("REL-11")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import signal
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,3 +190,72 @@ def test_a_shared_queue_is_left_alone() -> None:
     with SharedListener() as shared:
         shared.listen(1)  # of a socket without an address this would be an error, or give it one
         assert shared.getsockname() == ("0.0.0.0", 0)
+
+
+def test_one_that_is_told_to_leave_while_it_starts_has_done_as_it_was_told(
+    watched: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM ends it by itself until its server runs: that is no failure of the server's."""
+    monkeypatch.setattr(FakeProcess, "look", lambda self: False)
+    starting, serving = FakeProcess.made
+    monkeypatch.setattr(starting, "send", lambda number: setattr(starting, "status", -number))
+    watched.supervisor._signals = 1
+    assert watched.supervisor.run() == 0
+    assert serving.signals == [15]
+    assert [p.forgotten for p in FakeProcess.made] == [True, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_another_signal_while_it_leaves_is_a_failure(
+    watched: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    first = FakeProcess.made[0]
+    monkeypatch.setattr(first, "send", lambda _: setattr(first, "status", -number))
+    watched.supervisor._signals = 1
+    assert watched.supervisor.run() == 1
+
+
+def test_real_processes_that_are_held_in_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    core: Any = FakeCore()
+    prepared = Prepared(ServerSettings(api_server_count=2), EngineConfig())
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        sockets = Sockets(listening, None, Path("/"))
+        supervisor = Supervisor(["--x"], prepared, sockets, core)
+        supervisor.start()
+        processes = [process._process for process in supervisor._processes.values()]
+        try:
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)
+
+            class Pause:
+                def wait(self, seconds: float) -> None:
+                    for process in processes:
+                        process.send_signal(signal.SIGCONT)
+                        process.wait(60)
+
+            monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Pause))
+            supervisor._signals = 1
+            assert supervisor.run() == 0
+            assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+        finally:
+            supervisor.end()
+
+
+def test_the_address_is_said_once_when_all_serve(watched: Any, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    watched.supervisor._sockets = Sockets(None, None, Path("/"), "http://x:1")  # type: ignore[arg-type]
+    watched.script += [
+        end(FakeProcess.made[0], -9),
+        lambda: None,
+        lambda: setattr(watched.supervisor, "_signals", 1),
+    ]
+    assert watched.supervisor.run() == 0
+    said = [
+        r.getMessage()
+        for r in caplog.records
+        if "serve" in r.getMessage() or "serving" in r.getMessage()
+    ]
+    assert said == [
+        "2 HTTP processes serve: 1000, 1001", "serving at http://x:1",
+        "2 HTTP processes serve: 1001, 1002",
+    ]  # fmt: skip

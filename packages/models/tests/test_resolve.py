@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from headrace_core.config import LoadConfig, ModelConfig
-from headrace_core.errors import ConfigError, UnsupportedModel, WeightsError
+from headrace_core.errors import ConfigError, NetworkError, UnsupportedModel, WeightsError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, CudaPlatform, Platform
 from headrace_models.resolve import resolve, text_part
 from headrace_models.settings import Settings
 from headrace_models.source import fetch
+from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 99,
@@ -250,6 +251,29 @@ class TestSource:
         assert "NetworkError" in last
         assert "'some-owner/some-model'" in last
         assert str(tmp_path) in last
+
+    def test_offline_asks_the_cache_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A hub of the test's is never asked, and what its cache holds is found."""
+        monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was used"))
+        with pytest.raises(
+            NetworkError, match=r"'owner/name': offline = True.*hf download owner/name"
+        ):
+            fetch("owner/name", download_dir=str(tmp_path), offline=True)
+        cached = tmp_path / "models--owner--name"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("c0ffee")
+        (cached / "snapshots" / "c0ffee").mkdir(parents=True)
+        (cached / "snapshots" / "c0ffee" / "model.safetensors").touch()
+        found = fetch("owner/name", download_dir=str(tmp_path), offline=True)
+        assert found == cached / "snapshots" / "c0ffee"
+
+    def test_offline_another_repository_s_code_is_refused(self) -> None:
+        refuse_foreign_code({"auto_map": {"AutoModel": "modeling_x.XModel"}})
+        refuse_foreign_code({})
+        with pytest.raises(NetworkError, match=r"auto_map\.AutoModel = 'o/n--modeling_x\.XModel'"):
+            refuse_foreign_code({"auto_map": {"AutoModel": "o/n--modeling_x.XModel"}})
 
     @pytest.mark.parametrize(
         ("file", "others"),

@@ -214,8 +214,8 @@ CATALOGUE: tuple[ErrorCode, ...] = (
         "HR-NET-001", "Something could not be fetched",
         "A model is not on this machine and could not be had from the hub; or a server did not "
         "answer.",
-        "Check the name or the URL, and the network, or pass a folder. HF_HUB_OFFLINE=1 forbids "
-        "asking.",
+        "Check the name or the URL, and the network, or pass a folder. --offline and HF_HUB_OFFLINE=1 "
+        "forbid asking.",
         None, 6, ("NetworkError", "ConnectionError", "TimeoutError", "URLError", "gaierror",
                   "SSLError"),
     ),

@@ -116,6 +116,7 @@ class ModelConfig:
         None,
         "Quantization method; default: what the checkpoint says, else none.",
         flag="quantization",
+        other_flag="-q",
     )
     max_model_len: int | None = option(
         None, "Longest context (prompt and output). Default: the model's own limit; -1: the same, "
@@ -400,11 +401,13 @@ class SchedulerConfig:
 class ParallelConfig:
     """Over how many processes the model is spread."""
 
-    tensor_parallel_size: int = option(1, "Ranks over which each layer is cut. Only 1 for now.")
-    pipeline_parallel_size: int = option(
-        1, "Stages over which the layers are spread. Only 1 for now."
+    tensor_parallel_size: int = option(
+        1, "Ranks over which each layer is cut. Only 1 for now.", other_flag="-tp"
     )
-    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.")
+    pipeline_parallel_size: int = option(
+        1, "Stages over which the layers are spread. Only 1 for now.", other_flag="-pp"
+    )
+    data_parallel_size: int = option(1, "Copies of the engine. Only 1 for now.", other_flag="-dp")
     distributed_executor_backend: str = option("uni", "How workers run: uni, or a plug-in's name.")
 
     def __post_init__(self) -> None:
@@ -461,6 +464,10 @@ class LoadConfig:
         "systems).",
     )  # fmt: skip
     use_tqdm_on_load: bool = option(True, "Show a progress bar.")
+    offline: bool = option(
+        False, "Fetch nothing: models and tokenizers come from folders and from the hub's cache, and "
+        "what is in neither is refused. HF_HUB_OFFLINE=1 does the same for a whole process.",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check_choice(
@@ -483,9 +490,14 @@ class AttentionConfig:
 class GraphConfig:
     """Captured steps: recorded at start, replayed without Python (CUDA graphs are the same idea)."""
 
-    enforce_eager: bool = option(
-        False, "Capture nothing: run every step from Python. Outputs are the same bit for bit."
-    )
+    enforce_eager: bool | None = option(
+        None, "Capture nothing: run every step from Python. Outputs are the same bit for bit. "
+        "Default: by the optimization level."
+    )  # fmt: skip
+    optimization_level: int = option(
+        2, "How much a start prepares: 0: nothing, steps run from Python (enforce_eager); 1, 2 and 3, "
+        "which are the same: steps are captured. A setting of its own wins.", other_flag="-O",
+    )  # fmt: skip
     cudagraph_capture_sizes: tuple[int, ...] = option(
         (), "Largest numbers of tokens of captured steps; larger steps run eagerly. Default: 16, "
         "64, 256, 512 and 2048, as far as max_num_batched_tokens.",
@@ -496,6 +508,9 @@ class GraphConfig:
     )
 
     def __post_init__(self) -> None:
+        _check_choice("graph.optimization_level", self.optimization_level, (0, 1, 2, 3))
+        if self.enforce_eager is None:
+            object.__setattr__(self, "enforce_eager", self.optimization_level == 0)
         sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
         _check(all(size >= 1 for size in sizes), "graph.cudagraph_capture_sizes", sizes,
                "numbers of at least 1")  # fmt: skip

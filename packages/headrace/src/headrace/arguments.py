@@ -197,7 +197,9 @@ class Parser(argparse.ArgumentParser):
         else:
             kwargs["type"] = kind
         flags = ["--" + name.replace("_", "-"), option.metadata.get("other_flag")]
-        group.add_argument(*filter(None, flags), **kwargs)
+        # A command's own short flag comes first: -q asks one question in `headrace chat`.
+        free = [flag for flag in flags if flag and flag not in self._option_string_actions]
+        group.add_argument(*free, **kwargs)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(sys.argv[1:] if args is None else args)
@@ -206,7 +208,16 @@ class Parser(argparse.ArgumentParser):
             words = list(_joined_json(words, self._json_flags))
         except (OSError, ValueError) as error:
             self.error(str(error))
-        return super().parse_args(words, namespace)
+        parsed = super().parse_args(words, namespace)
+        self._refuse_swallowed(parsed)
+        return parsed
+
+    def _refuse_swallowed(self, parsed: argparse.Namespace) -> None:
+        """argparse takes an unknown ``--flag=VALUE`` for a positional if the value has a space."""
+        for action in self._actions:
+            value = None if action.option_strings else getattr(parsed, action.dest, None)
+            if isinstance(value, str) and re.match(r"--[A-Za-z][\w-]*=", value):
+                self.error(f"unrecognized arguments: {value}")
 
     def error(self, message: str) -> NoReturn:
         """Say in two lines what is wrong and where help is, and exit with status 2; an unknown flag

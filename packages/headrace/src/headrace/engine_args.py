@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from headrace.arguments import Parser, default_of, flag_name, kind_of, options_of, takes_more
+from headrace.environment import warn_of_unread
 from headrace.unbuilt import unbuilt
 from headrace_core.config import EngineConfig, StructuredOutputsConfig
 from headrace_core.errors import ConfigError
@@ -119,7 +120,11 @@ class EngineArgs:
         return cls(**{n: v for n, v in given.items() if v != default_of(ENGINE_OPTIONS[n][1])})
 
     def create_engine_config(self) -> EngineConfig:
-        """The configuration objects; ``auto`` values are still to be resolved."""
+        """The configuration objects; ``auto`` values are still to be resolved.
+
+        Warns, once in a process, of environment variables that nobody reads.
+        """
+        warn_of_unread()
         parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
         root: dict[str, Any] = {}
         for name, value in self.settings.items():

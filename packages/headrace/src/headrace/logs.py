@@ -14,7 +14,7 @@ import logging
 import logging.config
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -33,6 +33,12 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 RESOLUTION = ("headrace_core.resolution", "headrace_models.resolve", "headrace_models.runner")
 """Loggers of the resolution of ``auto``, which every process does for itself with the same result."""
+LOADING = (
+    *RESOLUTION, "headrace_core.ops.binding", "headrace_core.attention", "headrace_kernels.cpu.provider",
+    "headrace_models.loader", "headrace_engine.startup", "headrace_engine.execution.worker",
+    "headrace_engine.execution.capture", "headrace_server.routes.pooling",
+)  # fmt: skip
+"""Loggers of how one model is loaded, step by step."""
 
 
 def configure(
@@ -113,6 +119,19 @@ def leave_to_another(*names: str) -> None:
         return
     for name in names:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def keeping_to_warnings(*names: str) -> Iterator[None]:
+    """Have these loggers keep to warnings within the block. At DEBUG all is shown."""
+    loggers = [logging.getLogger(name) for name in names]
+    before = [each.level for each in loggers]
+    leave_to_another(*names)
+    try:
+        yield
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
 
 
 def flush() -> None:

@@ -52,21 +52,26 @@ def progress_bars(enabled: bool) -> Iterator[ProgressCallback]:
 
 @contextmanager
 def prompt_bar(
-    total: int, use_tqdm: bool | Callable[..., Any]
-) -> Iterator[Callable[[int, Output], None] | None]:
-    """A callback for finished outputs that shows their number and the token rates.
+    total: int, use_tqdm: bool | Callable[..., Any], *, done: int = 0
+) -> Iterator[Callable[[int, Output | None], None] | None]:
+    """A callback for finished outputs (None: of a prompt that failed) that shows their number and the
+    token rates.
 
     Args:
         total: prompts.
         use_tqdm: False: no bar; or a callable that makes one (tqdm's signature).
+        done: prompts that an earlier run has answered.
     """
     if not use_tqdm:
         yield None
         return
-    bar = _bar(total, use_tqdm, "Processed prompts")
+    bar = _bar(total, use_tqdm, "Processed prompts", done)
     counts: dict[str, int] = {"input": 0}
 
-    def show(_: int, output: Output) -> None:
+    def show(_: int, output: Output | None) -> None:
+        if output is None:
+            bar.update(1)
+            return
         if not output.finished:
             return
         counts["input"] += len(output.prompt_token_ids)
@@ -105,10 +110,12 @@ def counting_bar(
         bar.close()
 
 
-def _bar(total: int, use_tqdm: bool | Callable[..., Any], title: str) -> Any:
+def _bar(total: int, use_tqdm: bool | Callable[..., Any], title: str, done: int = 0) -> Any:
     options: dict[str, Any] = {
         "total": total, "desc": title, "unit": "prompt", "dynamic_ncols": True,
     }  # fmt: skip
+    if done:
+        options["initial"] = done
     if callable(use_tqdm):
         return use_tqdm(**options)
     from tqdm import tqdm

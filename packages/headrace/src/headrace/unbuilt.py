@@ -32,15 +32,28 @@ UNBUILT: Mapping[str, tuple[str, ...]] = {
         "interleave_mm_strings", "enable_mm_embeds", "language_model_only",
     ),
     "offloading weights to the CPU": ("cpu_offload_gb", "swap_space"),
+    "compilation by torch": ("compilation_config",),
 }  # fmt: skip
 """Feature -> options of vLLM's that only it would read, as they are spelled in Python."""
+
+SHORT: Mapping[str, str] = {
+    "-n": "nnodes", "-r": "node_rank", "-dpn": "data_parallel_rank",
+    "-dpr": "data_parallel_start_rank", "-dpl": "data_parallel_size_local",
+    "-dpa": "data_parallel_address", "-dpp": "data_parallel_rpc_port",
+    "-dpb": "data_parallel_backend", "-dph": "data_parallel_hybrid_lb",
+    "-dpe": "data_parallel_external_lb", "-dcp": "decode_context_parallel_size",
+    "-pcp": "prefill_context_parallel_size", "-ep": "enable_expert_parallel",
+    "-cc": "compilation_config",
+}  # fmt: skip
+"""Short forms of some of them, as they are typed."""
 
 _FEATURES = {option: feature for feature, options in UNBUILT.items() for option in options}
 
 
 def unbuilt(option: str) -> str | None:
     """The text that refuses an option, however it is spelled; None: it is none of these."""
-    name = option.lstrip("-").partition("=")[0].partition(".")[0].replace("-", "_")
+    name = option.partition("=")[0].partition(".")[0]
+    name = SHORT.get(name, name.lstrip("-").replace("-", "_"))
     feature = _FEATURES.get(name) or _FEATURES.get(name.removeprefix("no_"))
     if feature is None:
         return None

@@ -47,6 +47,7 @@ from headrace_models.rope import announce_both, scaled_context
 from headrace_models.runner import Run, choose_run
 from headrace_models.settings import Settings, Spelling
 from headrace_models.source import fetch
+from headrace_models.transformers_backend.checkpoint_code import refuse_foreign_code
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,8 @@ def resolve(config: ModelConfig, load: LoadConfig, platform: Platform) -> ModelI
     refuse_pointers(path, weights=load.load_format.lower() != "dummy")
     stated = stated_config(path, config_folder=config.hf_config_path, load_format=load.load_format)
     whole = overridden(stated, config.hf_overrides)
+    if load.offline:
+        refuse_foreign_code(whole)
     architecture, source = choose_implementation(config, whole, config.model)
     by_transformers = source == TRANSFORMERS
     text = (
@@ -148,6 +151,7 @@ def checkpoint_folder(config: ModelConfig, load: LoadConfig) -> Path:
         download_dir=load.download_dir,
         load_format=load.load_format,
         code=config.trust_remote_code,
+        offline=load.offline,
     )
 
 

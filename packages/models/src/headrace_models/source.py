@@ -43,6 +43,7 @@ def fetch(
     download_dir: str | None = None,
     load_format: str = "auto",
     code: bool = False,
+    offline: bool = False,
 ) -> Path:
     """The folder that holds the checkpoint ``name``, or a GGUF file; downloads what is not there yet.
 
@@ -55,6 +56,7 @@ def fetch(
 
     Args:
         code: Python files are wanted, too.
+        offline: the hub is not asked: what is in its cache counts, whatever the environment says.
 
     Raises:
         ConfigError: no such folder, and the hub does not have it; names the id and the cache
@@ -86,13 +88,13 @@ def fetch(
     preferred: list[tuple[str, ...]] = [(kind,) for kind in _weights_of(load_format)]
     others = (*WANTED_FILES, "*.py") if code else WANTED_FILES
     for patterns in [(_all_parts(file),)] if file else preferred or [()]:
-        found = _download(repository, (*others, *patterns), revision, token, download_dir)
+        found = _download(repository, (*others, *patterns), revision, token, download_dir, offline)
         if any(next(found.glob(pattern), None) for pattern in patterns):
             break
     else:
         if load_format.lower() == "auto" and has_params(found, "auto"):  # it has no other layout
             wanted = (*others, *_weights_of("mistral"))
-            found = _download(repository, wanted, revision, token, download_dir)
+            found = _download(repository, wanted, revision, token, download_dir, offline)
     return found / file if file else found
 
 
@@ -124,6 +126,7 @@ def _download(
     revision: str | None,
     token: str | None,
     download_dir: str | None,
+    offline: bool,
 ) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
@@ -139,13 +142,20 @@ def _download(
             ignore_patterns=[
                 kind for kind in UNWANTED_FILES if not any(fnmatch(w, kind) for w in wanted)
             ],
+            local_files_only=offline,
         )
     except Exception as error:  # the library's errors share no base with the network's
-        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         kind = ConfigError if type(error).__name__ in _NOT_THERE else NetworkError
+        if offline:
+            raise NetworkError(
+                f"model {name!r}: offline = True, no such local folder, and not in the cache {cache}: "
+                f"`hf download {name}` on a machine with a network fills one, or name a folder",
+                field="model.model",
+            ) from error
+        said = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         raise kind(
             f"model {name!r}: no such local folder, not complete in the cache {cache}, and not to be "
-            f"had from the hub{offline}: {type(error).__name__}: {_first_line(error)}",
+            f"had from the hub{said}: {type(error).__name__}: {_first_line(error)}",
             field="model.model",
         ) from error
     logger.info("model %s: files in %s", name, folder)

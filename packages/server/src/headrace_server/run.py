@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -108,9 +108,10 @@ def run(
     sock: socket.socket,
     settings: ServerSettings,
     admin_sock: socket.socket | None = None,
+    started: Callable[[], None] | None = None,
 ) -> int:
     """:func:`serve` in a new event loop. For engines that are not bound to one."""
-    return asyncio.run(serve(app, sock, settings, admin_sock))
+    return asyncio.run(serve(app, sock, settings, admin_sock, started))
 
 
 async def serve(
@@ -118,6 +119,7 @@ async def serve(
     sock: socket.socket,
     settings: ServerSettings,
     admin_sock: socket.socket | None = None,
+    started: Callable[[], None] | None = None,
 ) -> int:
     """Serve until a signal or the engine's death; shuts the engine down; returns the exit status.
 
@@ -125,11 +127,14 @@ async def serve(
     ``drain_timeout`` seconds, then an error event; 0 is returned. A second signal skips the
     waiting. If the engine dies, running requests get an error event and 1 is returned. Signal
     handlers are installed in the main thread only and put back afterwards.
+
+    Args:
+        started: called once requests are taken, in place of logging the address: another process does.
     """
     state: Serving = app.state.headrace
     config = _config(app, settings, state.connections)
     config.load()
-    server = _Server(config, address(sock, settings))
+    server = _Server(config, address(sock, settings), started)
     watch = asyncio.create_task(_watch(state, server))
     refresher = None
     if settings.enable_ssl_refresh and config.ssl is not None:
@@ -268,11 +273,15 @@ class _Server(uvicorn.Server):
 
     Args:
         url: where it listens; logged once it takes requests, as the last line of a start.
+        started: called instead of that; None: it is logged.
     """
 
-    def __init__(self, config: uvicorn.Config, url: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, url: str, started: Callable[[], None] | None = None
+    ) -> None:
         super().__init__(config)
         self._url = url
+        self._say = started or self._log_address
         self.num_signals = 0
         self.signalled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -293,7 +302,10 @@ class _Server(uvicorn.Server):
         """See :meth:`uvicorn.Server.startup`."""
         await super().startup(sockets=sockets)
         if self.started:
-            logger.info("serving at %s", self._url)
+            self._say()
+
+    def _log_address(self) -> None:
+        logger.info("serving at %s", self._url)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self.interrupt)

@@ -85,7 +85,10 @@ def read_tokenizer(resolved: Resolved) -> Tokenizer | None:
         return None
     folder = resolved.info.path
     if model.tokenizer is not None:
-        folder = fetch(model.tokenizer, revision=None, token=model.hf_token)
+        folder = fetch(
+            model.tokenizer, revision=None, token=model.hf_token,
+            offline=resolved.config.load.offline,
+        )  # fmt: skip
         refuse_pointers(folder, weights=False)
     if model.tokenizer_mode == "auto" and not (folder / "tokenizer.json").is_file():
         if (folder / TEKKEN).is_file():

@@ -6,13 +6,16 @@ Reads JSON only: a mistake shows before torch is imported.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from headrace import demo
 from headrace.assembly.missing import missing
 from headrace.assembly.named import check_named
+from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.transcription import without_faults
+from headrace.environment import with_cpu_variables
 from headrace_core import plugins
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError, DeviceError, RequestError
@@ -48,7 +51,9 @@ def resolve_engine(config: EngineConfig) -> Resolved:
         model = dataclasses.replace(config.model, model=str(demo.path()), served_model_name=names)
         config = dataclasses.replace(config, model=model)
     platform = choose_platform(config.device.device)
+    config = with_cpu_variables(config, platform)
     check_named(config, platform)
+    _check_overrides(config)
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
     _check_sampling_defaults(info)
@@ -75,6 +80,33 @@ def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
                 f"model.{name} = {value!r}: must be off for {info.architecture}, which generates "
                 "no text",
                 field=f"model.{name}",
+            )
+
+
+GENERATION_KEYS = frozenset(
+    {
+        *SAMPLING_DEFAULTS, "do_sample", "eos_token_id", "decoder_start_token_id", "alignment_heads",
+        "begin_suppress_tokens", "is_multilingual", "lang_to_id", "max_initial_timestamp_index",
+        "no_timestamps_token_id", "prev_sot_token_id", "suppress_tokens", "task_to_id",
+    }
+)  # fmt: skip
+"""Keys of a generation config that are read."""
+
+
+def _check_overrides(config: EngineConfig) -> None:
+    """Whoever overrides a key means it: one that nobody reads is refused.
+
+    Raises:
+        ConfigError: naming the key, and the nearest that is read.
+    """
+    for key in config.model.override_generation_config:
+        if key not in GENERATION_KEYS:
+            near = difflib.get_close_matches(str(key), GENERATION_KEYS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"model.override_generation_config.{key}: unknown key; {hint}keys are "
+                f"{', '.join(sorted(GENERATION_KEYS))}",
+                field="model.override_generation_config",
             )
 
 

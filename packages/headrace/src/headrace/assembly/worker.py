@@ -102,7 +102,7 @@ def worker_factory(
             pooling=info.pooling,
             rebuild_model=rebuild,
             capture=Capture(
-                lambda: ops.step_graph, sizes, enforce_eager=config.graph.enforce_eager
+                lambda: ops.step_graph, sizes, enforce_eager=bool(config.graph.enforce_eager)
             ),
         )
 

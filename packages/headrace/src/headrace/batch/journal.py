@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from headrace.batch.lines import BatchInput, BatchOutput, encode
+from headrace.batch.lines import BatchInput
 from headrace_core.errors import ConfigError
 
 _Form = TypeVar("_Form")
 
 
-class _Header(msgspec.Struct):
+class _Header(msgspec.Struct, omit_defaults=True):
     headrace_batch: int
     """Version of this format."""
     input: str
     """SHA-256 of the input file."""
     model: str
+    options: str = ""
+    """Other options that the answers depend on, as text."""
 
 
 class _Entry(msgspec.Struct):
@@ -40,16 +43,27 @@ class Journal:
         path: of the journal; created if absent.
         source: the input that it must be about.
         model: served name and origin of the model.
+        options: other options that the answers depend on, in any stable form.
+        field: option that names the output, for errors.
 
     Raises:
-        ConfigError: it is about something else, is no journal, or cannot be written.
+        ConfigError: it is about something else, is not a journal, or cannot be written.
     """
 
-    def __init__(self, path: Path, source: BatchInput, model: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        source: BatchInput,
+        model: str,
+        options: str = "",
+        *,
+        field: str = "output_file",
+    ) -> None:
         self.path = path
+        self._field = field
         self._found: dict[int, tuple[int, int]] = {}
         """Line number of the input -> (offset, length) in the journal."""
-        header = _Header(1, source.digest, model)
+        header = _Header(1, source.digest, model, options)
         try:
             self._file: BinaryIO = path.open("a+b")
             self._lock()
@@ -58,7 +72,7 @@ class Journal:
                 self._append(msgspec.json.encode(header) + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{str(path)!r}: could not be written: {error.strerror}", field="output_file"
+                f"{str(path)!r}: could not be written: {error.strerror}", field=field
             ) from error
         self.num_resumed = len(self._found)
         """Answers of an earlier run."""
@@ -75,9 +89,9 @@ class Journal:
     def __len__(self) -> int:
         return len(self._found)
 
-    def add(self, line: int, output: BatchOutput) -> None:
-        """Keep the answer to a line of the input."""
-        data = msgspec.json.encode(_Entry(line, msgspec.Raw(encode(output)))) + b"\n"
+    def add(self, line: int, output: bytes) -> None:
+        """Keep the answer to a line of the input: JSON, without the line's end."""
+        data = msgspec.json.encode(_Entry(line, msgspec.Raw(output))) + b"\n"
         start = self._end
         self._append(data)
         self._found[line] = (start, len(data))
@@ -87,11 +101,11 @@ class Journal:
 
         A link stays and its target is replaced; a device or a pipe is written to.
         """
-        path = path.resolve()
-        if is_stream(path):
+        if is_stream(path):  # as it was named: /dev/stdout leads to a name that cannot be opened
             with path.open("wb") as file:
                 self.copy_to(file)
             return
+        path = path.resolve()
         partial = path.with_name(path.name + ".tmp")
         with partial.open("wb") as file:
             self.copy_to(file)
@@ -101,11 +115,16 @@ class Journal:
 
     def copy_to(self, file: BinaryIO) -> None:
         """Write the answers, in the input's order."""
+        for output in self.outputs():
+            file.write(output + b"\n")
+
+    def outputs(self) -> Iterator[bytes]:
+        """The answers, in the input's order."""
         for line in sorted(self._found):
             start, length = self._found[line]
             self._file.seek(start)
             entry = msgspec.json.decode(self._file.read(length), type=_Entry)
-            file.write(bytes(entry.output) + b"\n")
+            yield bytes(entry.output)
 
     def remove(self) -> None:
         """Forget everything: the answers are elsewhere now."""
@@ -120,7 +139,7 @@ class Journal:
             self._file.close()
             raise ConfigError(
                 f"{str(self.path)!r} is in use: another run of this batch is under way",
-                field="output_file",
+                field=self._field,
             ) from None
 
     def _append(self, data: bytes) -> None:
@@ -137,26 +156,53 @@ class Journal:
         for raw in self._file:
             if not raw.endswith(b"\n"):  # half a line: the crash
                 if self._end == 0 and not msgspec.json.encode(header).startswith(raw):
-                    raise _no_journal(self.path)
+                    raise _no_journal(self.path, self._field)
                 break
             if self._end == 0:
                 self._check(raw, header)
             else:
-                entry = _decode(raw, _Entry, self.path)
+                entry = self._decode(raw, _Entry)
                 self._found[entry.line] = (self._end, len(raw))
             self._end += len(raw)
         self._file.truncate(self._end)
         return self._end
 
     def _check(self, raw: bytes, header: _Header) -> None:
-        found = _decode(raw, _Header, self.path)
-        for name in ("headrace_batch", "input", "model"):
+        found = self._decode(raw, _Header)
+        for name, said in _SAID.items():
             if getattr(found, name) != getattr(header, name):
                 raise ConfigError(
-                    f"{str(self.path)!r} holds the answers of an interrupted batch with another "
-                    f"{name}; run that one again, or start afresh with --restart",
-                    field="output_file",
+                    f"{str(self.path)!r} holds the answers of an interrupted batch with {said}; run "
+                    "that one again, or start afresh with --restart",
+                    field=self._field,
                 )
+
+    def _decode(self, raw: bytes, kind: type[_Form]) -> _Form:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise _no_journal(self.path, self._field) from error
+
+
+def journal_beside(output: str, folder: Path, field: str = "output_file") -> Path:
+    """Where the journal of a local output is: ``OUTPUT.partial`` beside it.
+
+    Args:
+        output: as the user typed it. Of a link it is the target that counts.
+        folder: temporary one, for the journal of a device or a pipe.
+        field: option that named the output, for errors.
+
+    Raises:
+        ConfigError: the output is a folder, or its folder does not exist.
+    """
+    if is_stream(Path(output)):
+        return folder / "journal"
+    path = Path(output).resolve()
+    if path.is_dir():
+        raise ConfigError(f"{field} = {output!r}: is a folder; must be a file", field=field)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{field} = {output!r}: its folder does not exist", field=field)
+    return path.with_name(path.name + ".partial")
 
 
 def is_stream(path: Path) -> bool:
@@ -164,16 +210,17 @@ def is_stream(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-def _decode(raw: bytes, kind: type[_Form], path: Path) -> _Form:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeError) as error:
-        raise _no_journal(path) from error
+_SAID: Mapping[str, str] = {
+    "headrace_batch": "another format",
+    "input": "another input",
+    "model": "another model",
+    "options": "other options",
+}
 
 
-def _no_journal(path: Path) -> ConfigError:
+def _no_journal(path: Path, field: str) -> ConfigError:
     return ConfigError(
         f"{str(path)!r} exists and is not a journal of a batch; move it away or start afresh with "
         "--restart",
-        field="output_file",
+        field=field,
     )

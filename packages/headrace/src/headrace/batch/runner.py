@@ -12,7 +12,7 @@ import msgspec
 
 from headrace.batch.inprocess import Answer
 from headrace.batch.journal import Journal
-from headrace.batch.lines import BatchLine, BatchOutput, output_of
+from headrace.batch.lines import BatchLine, BatchOutput, encode, output_of
 from headrace_core.errors import EngineDead
 from headrace_server.errors import Answer as Refusal
 
@@ -93,7 +93,7 @@ class Runner:
             output = await self._answer(line)
         finally:
             self._slots.release()
-        self._journal.add(number, output)
+        self._journal.add(number, encode(output))
         self.counts.completed += 1
         self.counts.failed += output.failed
         self._progress(self.counts)

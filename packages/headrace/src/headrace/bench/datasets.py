@@ -356,8 +356,11 @@ def _opened(path: str | None, dataset: str) -> Any:
         raise ConfigError(f"--dataset-path {path!r}: {error}", field="dataset_path") from error
 
 
-def read_tokenizer(name: str) -> Tokenizer:
+def read_tokenizer(name: str, *, offline: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint's folder or hub name.
+
+    Args:
+        offline: the hub is not asked; its cache counts.
 
     Raises:
         MissingDependency, ModelError: it cannot be read.
@@ -373,6 +376,6 @@ def read_tokenizer(name: str) -> Tokenizer:
             install="pip install 'headrace[all]'",
         ) from error
     tokenizer: Tokenizer = plugins.load("headrace.tokenizers", "hf")(
-        fetch(name, revision=None, token=None)
+        fetch(name, revision=None, token=None, offline=offline)
     )
     return tokenizer

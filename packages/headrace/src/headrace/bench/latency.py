@@ -34,6 +34,8 @@ def main(words: Sequence[str]) -> int:
     args = make_parser().parse_args(words)
     configure("WARNING")
     _check(args)
+    if args.output_json:
+        results.check_output(args.output_json, "output_json")
     if args.plot:
         plots.check(args.plot)
     with offline.engine(offline.engine_settings(args)) as llm:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from headrace.bench.metrics import Outcome, percentile
+from headrace.bench.results import check_output
 from headrace_core.errors import ConfigError, MissingDependency
 
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
@@ -61,7 +62,7 @@ def check(path: str) -> None:
     """Refuse a picture that could not be drawn, before anything was measured.
 
     Raises:
-        ConfigError: the suffix means no kind of picture.
+        ConfigError: the suffix means no kind of picture, or the file cannot be written.
         MissingDependency: matplotlib is not installed.
     """
     if Path(path).suffix not in SUFFIXES:
@@ -72,6 +73,7 @@ def check(path: str) -> None:
         raise MissingDependency(
             "matplotlib", needed_for="--plot", install="pip install 'headrace[bench]'"
         )
+    check_output(path, "plot")
 
 
 class Point(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,7 +101,6 @@ def write_json(path: str | Path, content: Any, *, append: bool = False) -> None:
         ConfigError: the file cannot be written.
     """
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         if append:
             with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(content) + "\n")
@@ -108,6 +108,48 @@ def write_json(path: str | Path, content: Any, *, append: bool = False) -> None:
             Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}", field="output") from error
+
+
+def check_output(path: str | Path, field: str) -> None:
+    """Refuse a file that could not be written, before anything is measured. Nothing is changed.
+
+    Args:
+        field: option that names it.
+
+    Raises:
+        ConfigError: it is a folder, its folder does not exist, or the system does not allow it.
+    """
+    name, path = str(path), Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{field} = {name!r}: is a folder; must be a file", field=field)
+    if not path.parent.is_dir():
+        raise ConfigError(f"{field} = {name!r}: its folder does not exist", field=field)
+    try:
+        if path.is_file():
+            path.open("ab").close()
+        elif not path.exists():  # devices and pipes are left alone
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{field} = {name!r}: cannot be written: {error.strerror}", field=field
+        ) from error
+
+
+def make_folder(path: str | Path, field: str) -> Path:
+    """The folder of results, made if it is not there, and writable.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{field} = {str(path)!r}: cannot be written into: {error.strerror}", field=field
+        ) from error
+    return folder
 
 
 def say(text: str = "") -> None:

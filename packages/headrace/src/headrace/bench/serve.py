@@ -55,6 +55,10 @@ def main(words: Sequence[str]) -> int:
     settings = _checked(args)
     if args.plot:
         plots.check(args.plot)
+    if _keeps(args):
+        folder = results.make_folder(args.result_dir, "result_dir")
+        if args.result_filename:
+            results.check_output(folder / args.result_filename, "result_filename")
     backend = BACKENDS[args.backend]()
     tokenizer = datasets.read_tokenizer(args.tokenizer) if args.tokenizer else None
     plan = datasets.Plan(
@@ -484,8 +488,12 @@ def _say_oddities(run: Run) -> None:
         )
 
 
+def _keeps(args: Namespace) -> bool:
+    return bool(args.save_result or args.save_detailed or args.append_result)
+
+
 def _keep(args: Namespace, report: Mapping[str, Any]) -> None:
-    if not (args.save_result or args.save_detailed or args.append_result):
+    if not _keeps(args):
         return
     name = args.result_filename or _file_name(args, report)
     path = Path(args.result_dir) / name

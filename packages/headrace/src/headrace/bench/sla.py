@@ -64,8 +64,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(
             f"--low {args.low:g}, --high {args.high:g}: must be above 0 and ascending", field="low"
         )
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results.make_folder(args.output_dir, "output_dir")
     url, server = None, None
     if args.serve_cmd is not None:
         url, command = address_of(shlex.split(args.serve_cmd))

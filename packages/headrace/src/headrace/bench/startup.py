@@ -109,6 +109,8 @@ def _check(args: Namespace) -> None:
         raise ConfigError(
             "--num-iters-cold 0 and --num-iters-warm 0: nothing to measure", field="num_iters_cold"
         )
+    if args.output_json:
+        results.check_output(args.output_json, "output_json")
     if args.plot:
         plots.check(args.plot)
 

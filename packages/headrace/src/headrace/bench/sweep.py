@@ -175,6 +175,8 @@ def _grid(kind: str, words: Sequence[str]) -> int:
     args = make_parser(kind).parse_args(words)
     _check(args)
     folder = Path(args.output_dir)
+    if not args.dry_run:
+        results.make_folder(folder, "output_dir")
     serve_params = args.serve_params if kind == "serve" else [{}]
     numbers = range(args.num_runs)
     cells = [Cell(s, b, n) for s, b, n in product(serve_params, args.bench_params, numbers)]

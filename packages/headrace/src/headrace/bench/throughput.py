@@ -44,6 +44,8 @@ def main(words: Sequence[str]) -> int:
     args = make_parser().parse_args(words)
     configure("WARNING")
     _settle(args)
+    if args.output_json:
+        results.check_output(args.output_json, "output_json")
     samples = _samples(args)
     seconds, counts = RUNNERS[args.backend](args, samples)
     report = _report(args, len(samples), seconds, counts)
@@ -106,7 +108,9 @@ def _samples(args: Namespace) -> list[Sample]:
         args.model = args.model_tag
     text = args.backend == "headrace-chat" or args.dataset_name in ("sharegpt", "sonnet", "custom")
     name = args.tokenizer or args.model or str(demo.path())
-    tokenizer = datasets.read_tokenizer(name) if text or args.tokenizer else None
+    tokenizer = (
+        datasets.read_tokenizer(name, offline=args.offline) if text or args.tokenizer else None
+    )
     plan = datasets.Plan(
         args.num_prompts or 1000, args.seed, tokenizer, not args.disable_shuffle, not args.no_oversample,
         _high_id(args.model or str(demo.path())),

@@ -1,58 +1,65 @@
-"""``headrace generate``: many prompts offline, results as text or JSON lines."""
+"""``headrace generate``: many prompts offline, results as text or JSON lines.
+
+With ``--output`` an interrupted run goes on where it stopped: answers are kept in a journal as they come
+(:mod:`headrace.batch.journal`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import sys
-from collections.abc import Sequence
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from headrace.arguments import Parser, json_object
+from headrace.batch.journal import Journal, journal_beside
+from headrace.batch.prompts import FORMATS, Prompt, Prompts, read_prompts
 from headrace.engine_args import EngineArgs
 from headrace.interrupts import ending_at_once
 from headrace.logs import configure
+from headrace.progress import prompt_bar
 from headrace_core.errors import RequestError
-from headrace_core.output import RequestOutput
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from headrace.batch.generating import Answers
+    from headrace.llm import LLM
+
+SOME_FAILED = 1
+"""Exit status: everything was done, and some of the prompts failed."""
+MOST_SHOWN = 20
+"""Lines that are named; of others the number is said."""
+SAMPLING_FIELDS = tuple(
+    field.name
+    for field in dataclasses.fields(SamplingParams)
+    if field.name not in ("output_kind", "flat_logprobs", "logits_processors", "skip_clone")
+)
+"""What ``--sampling`` may hold: the fields that mean something to a command."""
 
 
 def main(words: Sequence[str]) -> int:
     args = _parser().parse_args(words)
     configure("WARNING")
-    prompts = _prompts(args.prompt, args.input)
-    if args.model_tag is not None:
-        args.model = args.model_tag
-    with ending_at_once():
-        from headrace.llm import LLM
-
-        model = LLM(**EngineArgs.from_cli_args(args).settings)
-    given = {
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "seed": args.sampling_seed,
-    }
-    with model as llm:
-        defaults = llm.get_default_sampling_params()
-        for name, value in {**given, **args.sampling}.items():
-            if value is not None:
-                if not hasattr(defaults, name):
-                    raise RequestError(
-                        f"--sampling: SamplingParams has no field {name!r}", param=name
-                    )
-                setattr(defaults, name, value)
-        defaults.validate()
-        outputs = _run(llm, prompts, defaults, chat=args.chat)
-    with _sink(args.output) as sink:
-        for prompt, output in zip(prompts, outputs):
-            print(_line(prompt, output, as_json=args.output is not None or args.json), file=sink)
-    return 0
+    sampling = _sampling_of(args)
+    prompts = read_prompts(args.prompt, args.input, args.input_format)
+    _list_faulty(prompts)
+    if args.output is None:
+        failed = _print_answers(args, prompts, sampling)
+        return _status_of(len(failed), failed, prompts)
+    with tempfile.TemporaryDirectory(prefix="headrace-generate-") as folder:
+        return _keep_answers(args, prompts, sampling, Path(folder))
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="headrace generate",
-        description="Complete many prompts in one batch and print the results in order.",
+        description="Complete many prompts in one batch and print the results in order. With --output "
+        "an interrupted run goes on where it stopped when the same command is run again.",
         epilog="Try: headrace generate --prompt 'Hello' --max-tokens 20\n"
         "     headrace generate --chat --input questions.txt --output answers.jsonl",
     )
@@ -63,9 +70,17 @@ def _parser() -> Parser:
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
     parser.add_argument(
         "--input", metavar="FILE",
-        help='prompts: one a line, or JSON lines with "prompt"; - for standard input',
+        help="prompts, one a line: as they stand, or as JSON objects with \"prompt\" (and \"custom_id\", "
+        "which comes back) if the file's name ends in .jsonl or .ndjson; - for standard input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--input-format", choices=FORMATS, default="auto",
+        help="what the lines of --input are: text, jsonl, or auto: by the file's name (default: auto)",
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="write JSON lines here")
+    parser.add_argument(
+        "--restart", action="store_true", help="drop what an interrupted run has finished"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an output")
@@ -78,53 +93,168 @@ def _parser() -> Parser:
     return EngineArgs.add_cli_args(parser)
 
 
-def _prompts(given: Sequence[str], file: str | None) -> list[str]:
-    prompts = list(given)
-    if file is not None:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-        prompts += [_prompt_of(line) for line in text.splitlines() if line.strip()]
-    if not prompts:
-        raise RequestError("no prompts: give --prompt TEXT or --input FILE", param="prompt")
-    return prompts
+def _sampling_of(args: Namespace) -> dict[str, Any]:
+    """The sampling fields that were given, in Python's form.
+
+    Raises:
+        RequestError: ``--sampling`` has a field that does not exist.
+    """
+    given = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "seed": args.sampling_seed,
+        **args.sampling,
+    }
+    _refuse_unknown("", args.sampling, SAMPLING_FIELDS)
+    bias = given.get("logit_bias")
+    if isinstance(bias, Mapping):  # JSON's names are text
+        given["logit_bias"] = {int(k) if k.isdecimal() else k: v for k, v in bias.items()}
+    constraint = given.get("structured_outputs")
+    if isinstance(constraint, Mapping):
+        known = [field.name for field in dataclasses.fields(StructuredOutputsParams)]
+        _refuse_unknown("structured_outputs.", constraint, known)
+        given["structured_outputs"] = StructuredOutputsParams(**constraint)
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _prompt_of(line: str) -> str:
-    if line.startswith("{"):
-        try:
-            content = json.loads(line)
-        except json.JSONDecodeError:
-            return line
-        if isinstance(content, dict) and isinstance(content.get("prompt"), str):
-            return str(content["prompt"])
-    return line
+def _refuse_unknown(prefix: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = (
+                f"did you mean {' or '.join(near)}?" if near else f"fields are {', '.join(known)}"
+            )
+            raise RequestError(
+                f"--sampling: {prefix}{name:.100}: unknown field; {hint}", param=prefix + name
+            )
 
 
-def _run(
-    llm: Any, prompts: list[str], params: SamplingParams, *, chat: bool
-) -> list[RequestOutput]:
-    if chat:
-        conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        outputs: list[RequestOutput] = llm.chat(conversations, params)
-    else:
-        outputs = llm.generate(prompts, params)
-    return outputs
+def _list_faulty(prompts: Prompts) -> None:
+    """Name the lines that cannot be used, before a model is loaded."""
+    faulty = prompts.faulty
+    if not faulty:
+        return
+    for prompt in faulty[:MOST_SHOWN]:
+        _say(f"{prompt.place}: {prompt.fault}")
+    _say(f"{len(faulty)} of {len(prompts.every)} prompts cannot be used; the others are answered")
 
 
-def _sink(output: str | None) -> Any:
-    import contextlib
+def _print_answers(
+    args: Namespace, prompts: Prompts, sampling: Mapping[str, Any]
+) -> list[tuple[Prompt, Exception]]:
+    """Answer all, and print each answer once those before it are there."""
+    from tqdm import tqdm
 
-    return contextlib.nullcontext(sys.stdout) if output is None else _writer(Path(output))
+    from headrace.batch.generating import Printed
+
+    def show(text: str) -> None:
+        tqdm.write(text, file=sys.stdout)  # past the bar
+        sys.stdout.flush()
+
+    return _answer(args, prompts, sampling, Printed(show, as_json=args.json), 0)
 
 
-def _writer(path: Path) -> TextIO:
-    return path.open("w", encoding="utf-8")
+def _keep_answers(
+    args: Namespace, prompts: Prompts, sampling: Mapping[str, Any], folder: Path
+) -> int:
+    """Answer what the journal does not have, then write the output."""
+    from headrace.batch.generating import Journaled
+
+    path = journal_beside(args.output, folder, "output")
+    if args.restart:
+        path.unlink(missing_ok=True)
+    model = args.model_tag or args.model or "the demo model"
+    total = len(prompts.every)
+    with Journal(path, prompts.source, model, _options(args), field="output") as journal:
+        if journal.num_resumed:
+            _say(f"{journal.num_resumed} of {total} prompts are answered already")
+        failed: list[tuple[Prompt, Exception]] = []
+        num_failed = sum("error" in json.loads(each) for each in journal.outputs())
+        if len(journal) < total:
+            try:
+                failed = _answer(args, prompts, sampling, Journaled(journal), len(journal))
+            except BaseException:
+                if path.parent != folder and len(journal):
+                    _say(
+                        f"stopped: {len(journal)} of {total} prompts are answered; run the same "
+                        "command to go on"
+                    )
+                raise
+        journal.write_output(Path(args.output))
+        journal.remove()
+    return _status_of(num_failed + len(failed), failed, prompts)
 
 
-def _line(prompt: str, output: RequestOutput, *, as_json: bool) -> str:
-    if not as_json:
-        return "\n".join(completion.text for completion in output.outputs)
-    completions = [
-        {"text": c.text, "finish_reason": c.finish_reason, "num_tokens": len(c.token_ids)}
-        for c in output.outputs
-    ]
-    return json.dumps({"prompt": prompt, "outputs": completions}, ensure_ascii=False)
+def _options(args: Namespace) -> str:
+    """The options that answers depend on, besides the model."""
+    given = {
+        "chat": args.chat,
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "seed": args.sampling_seed,
+        "sampling": args.sampling,
+    }
+    return json.dumps(given, sort_keys=True)
+
+
+def _answer(
+    args: Namespace, prompts: Prompts, sampling: Mapping[str, Any], answers: Answers, resumed: int
+) -> list[tuple[Prompt, Exception]]:
+    """Load the model and answer what has no answer; returns what failed."""
+    from headrace.batch.generating import Generating
+
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    with ending_at_once():
+        from headrace.llm import LLM
+
+        model = LLM(**EngineArgs.from_cli_args(args).settings)
+    with model as llm:
+        params = _params(llm, sampling)
+        with prompt_bar(len(prompts.every), True, done=resumed) as show:
+            assert show is not None
+            run = Generating(
+                llm.engine, params, answers, chat=args.chat, done=show,
+                # Enough that a step is never short of requests.
+                at_once=2 * (llm.engine_config.scheduler.max_num_seqs or 128),
+            )  # fmt: skip
+            run.run(prompts.every)
+    return run.failed
+
+
+def _params(llm: LLM, sampling: Mapping[str, Any]) -> SamplingParams:
+    """The model's defaults with what was given.
+
+    Raises:
+        RequestError: a value is wrong, or the model does not generate.
+    """
+    from headrace_engine.intake.pooling import check_generates
+
+    check_generates(llm.engine.model, "headrace generate")
+    return dataclasses.replace(
+        llm.get_default_sampling_params(), **sampling, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+
+
+def _status_of(
+    num_failed: int, failed: Sequence[tuple[Prompt, Exception]], prompts: Prompts
+) -> int:
+    """The exit status, and a last word on what failed.
+
+    Raises:
+        Exception: nothing but failed; the first error.
+    """
+    if not num_failed:
+        return 0
+    if len(failed) == len(prompts.every):
+        raise failed[0][1]
+    told = [each for each in failed if each[0].fault is None]  # faulty lines were named at start
+    for prompt, error in told[:MOST_SHOWN]:
+        _say(f"{prompt.place}: {error}")
+    _say(f"{num_failed} of {len(prompts.every)} prompts failed")
+    return SOME_FAILED
+
+
+def _say(text: str) -> None:
+    """A line for whoever watches; answers alone go to standard output."""
+    print(f"headrace generate: {text}", file=sys.stderr, flush=True)

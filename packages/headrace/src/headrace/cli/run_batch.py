@@ -18,7 +18,7 @@ from headrace.arguments import Parser, flag_name, options_of
 from headrace.cli.serve import structured_outputs
 from headrace.engine_args import EngineArgs
 from headrace.logs import configure
-from headrace_core.errors import ConfigError, EngineDead, MissingDependency
+from headrace_core.errors import EngineDead, MissingDependency, NetworkError
 
 if TYPE_CHECKING:
     import socket
@@ -65,12 +65,25 @@ def main(words: Sequence[str]) -> int:
         "headrace %s run-batch: %s to %s; non-default engine settings: %s", __version__,
         _shown(args.input_file), _shown(args.output_file), engine_args.settings,
     )  # fmt: skip
+    _check_offline(args)
     with tempfile.TemporaryDirectory(prefix="headrace-batch-") as folder:
         try:
             return _run(args, config, settings, Path(folder))
         except asyncio.CancelledError:
             logger.warning("stopped; run the same command to go on")
             return 143
+
+
+def _check_offline(args: Namespace) -> None:
+    """Raises: NetworkError: a file is behind a URL, and nothing may be fetched."""
+    from headrace.batch.transfer import is_url
+
+    for field in ("input_file", "output_file"):
+        name = getattr(args, field)
+        if args.offline and is_url(name):
+            raise NetworkError(
+                f"{field} = {_shown(name)!r}: offline = True: must be a file", field=field
+            )
 
 
 def make_parser() -> Parser:
@@ -185,24 +198,11 @@ def journal_path(args: Namespace, folder: Path) -> Path:
     Raises:
         ConfigError: the output is a folder, or the folder for it does not exist.
     """
-    from headrace.batch.journal import is_stream
+    from headrace.batch.journal import journal_beside
     from headrace.batch.transfer import is_url
 
     if not is_url(args.output_file):
-        output = Path(args.output_file).resolve()
-        if is_stream(output):
-            return folder / "journal"
-        if output.is_dir():
-            raise ConfigError(
-                f"output_file = {args.output_file!r}: is a folder; must be a file or a URL",
-                field="output_file",
-            )
-        if not output.parent.is_dir():
-            raise ConfigError(
-                f"output_file = {args.output_file!r}: its folder does not exist",
-                field="output_file",
-            )
-        return output.with_name(output.name + ".partial")
+        return journal_beside(args.output_file, folder)
     if args.output_tmp_dir is None:
         return folder / "journal"
     # Without the query: presigned URLs have another one each time.

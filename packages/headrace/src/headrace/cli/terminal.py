@@ -67,7 +67,7 @@ def terminal_parser(name: str, description: str, epilog: str) -> Parser:
 
 def connect_model(args: Namespace) -> TerminalModel:
     """A server if one was named, else a model in this process."""
-    if args.url:
+    if args.url is not None:
         from headrace.cli.remote import connect_server
 
         return connect_server(args.url, args.model_name, args.api_key)

@@ -17,8 +17,9 @@ from headrace.assembly import connect, starting
 from headrace.assembly.inspection import start_block
 from headrace.cli.main import told
 from headrace.cli.serve import Prepared, prepare
+from headrace.environment import leave_warnings_to_another
 from headrace.http_processes.hello import CoreEnded, Hello
-from headrace.logs import RESOLUTION, leave_to_another
+from headrace.logs import RESOLUTION, flush, leave_to_another
 from headrace_core.errors import HeadraceError
 from headrace_core.log_lines import log_block
 from headrace_engine.clients.joined import JoinedClient
@@ -35,6 +36,7 @@ def main() -> int:
     # Past sys.stdin: a thread that waits in it would be in the way of the interpreter's end.
     supervisor = FileIO(0, closefd=False)
     hello = msgspec.json.decode(supervisor.readline(), type=Hello)
+    leave_warnings_to_another()
     try:
         prepared = prepare(hello.words, process=f"http {hello.rank}")
         leave_to_another(*RESOLUTION, "headrace_engine.startup")
@@ -75,9 +77,13 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             paths = sorted(app.state.headrace.paths)
             log_block(logger, "the model, as served here", start_block(engine.model, paths))
         logger.debug("start-up of HTTP process %d took:\n%s", hello.rank, timeline.describe())
-        os.write(hello.ready, b".")
-        os.close(hello.ready)
-        return run(app, listening, prepared.settings, admin)
+
+        def started() -> None:
+            flush()  # the supervisor's line with the address is to be the last of the start
+            os.write(hello.ready, b".")
+            os.close(hello.ready)
+
+        return run(app, listening, prepared.settings, admin, started)
 
 
 def _hear(supervisor: FileIO, client: JoinedClient) -> None:

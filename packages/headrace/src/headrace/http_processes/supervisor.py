@@ -56,7 +56,7 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
     with contextlib.ExitStack() as stack:
         with starting(whole_process=True) as timeline:
             try_server(settings, timeline)
-            from headrace_server.run import bind, bind_admin
+            from headrace_server.run import address, bind, bind_admin
 
             listening = stack.enter_context(contextlib.closing(bind(settings)))
             admin = bind_admin(settings)
@@ -65,7 +65,8 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
             folder = Path(tempfile.mkdtemp(prefix="headrace-"))  # mode 0700
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             core = shared_core(prepared.config, timeline, folder)
-            supervisor = Supervisor(words, prepared, Sockets(listening, admin, folder), core)
+            sockets = Sockets(listening, admin, folder, address(listening, settings))
+            supervisor = Supervisor(words, prepared, sockets, core)
             stack.callback(supervisor.end)
             supervisor.start()
         log_block(logger, "start-up of the engine took", timeline.describe(), timeline.summary())
@@ -79,6 +80,8 @@ class Sockets:
     listening: socket.socket
     admin: socket.socket | None
     folder: Path
+    url: str = ""
+    """Where requests are taken, for the log."""
 
 
 class HttpProcess:
@@ -165,6 +168,7 @@ class Supervisor:
         self._restarts: list[float] = []
         self._status = 0
         self._core_is_dead = False
+        self._told_address = False
 
     def start(self) -> None:
         """Start everything; returns when the engine is ready.
@@ -239,6 +243,9 @@ class Supervisor:
         if process.look() and all(p.is_ready for p in self._processes.values()):
             pids = ", ".join(str(p.pid) for p in self._processes.values())
             logger.info("%d HTTP processes serve: %s", len(self._processes), pids)
+            if not self._told_address:  # the last line of the start
+                self._told_address = True
+                logger.info("serving at %s", self._sockets.url)
         status = process.status
         if status is None:
             return

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 from headrace.arguments import Parser, words_of
 from headrace.cli.serve import Prepared, complete, make_parser, settings_from
 from headrace.engine_args import ENGINE_OPTIONS
+from headrace.unbuilt import unbuilt
 from headrace_core.config import EngineConfig
 from headrace_core.errors import ConfigError
 
@@ -92,6 +93,8 @@ def name_of(entry: Any) -> str:
 def _check(name: str, key: Any, value: Any) -> None:
     flag = str(key).replace("-", "_")
     if flag not in _KNOWN:
+        if (refusal := unbuilt(flag)) is not None:
+            raise ConfigError(f"model {name!r}: {refusal}", field=flag)
         near = difflib.get_close_matches(flag, _KNOWN, n=3)
         hint = f"; did you mean {' or '.join(near)}?" if near else "; it is not about one model"
         raise ConfigError(f"model {name!r}: {key}: no setting of an entry{hint}", field=flag)

@@ -11,6 +11,7 @@ from headrace.assembly import choose_platform, starting
 from headrace.assembly.inspection import start_block
 from headrace.cli.serve import Prepared, try_server
 from headrace.interrupts import ending_at_once
+from headrace.logs import LOADING, keeping_to_warnings
 from headrace.several.budget import Budget, check_shares
 from headrace.several.entries import read_file
 from headrace.several.loader import EngineLoader
@@ -48,9 +49,11 @@ def serve_several(words: Sequence[str], prepared: Prepared, file: Path) -> int:
         loader = EngineLoader(words, Budget(total, config.cache.gpu_memory_utilization))
         entries = [loader.read(entry) for entry in read_file(file)]
         check_shares([e.name for e in entries], [e.share for e in entries])
-        with ending_at_once():
-            loaded = loader.load_all(entries)
-        app = create_front(loaded, settings, loader)
+        # Of each model: its budget, its memory and what it is served as. A start is to fit a screen.
+        with keeping_to_warnings(*LOADING):
+            with ending_at_once():
+                loaded = loader.load_all(entries)
+            app = create_front(loaded, settings, loader)
         for one in loaded:
             model = one.engine.model
             log_block(logger, f"{model.name}, as served here", start_block(model, []))

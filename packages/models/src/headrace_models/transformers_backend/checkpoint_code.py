@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace_core.errors import ConfigError, UnsupportedModel
+from headrace_core.errors import ConfigError, NetworkError, UnsupportedModel
 
 _ONE_AT_A_TIME = threading.Lock()
 """transformers parses a file before it imports it, which CPython 3.11 cannot in two threads at once."""
@@ -34,6 +34,24 @@ def reference(whole: Mapping[str, Any], role: str) -> str | None:
             "a class of it, as modeling_x.XModel"
         )
     return found
+
+
+def refuse_foreign_code(whole: Mapping[str, Any]) -> None:
+    """Offline, a checkpoint's code must be its own: ``auto_map`` may name another repository's
+    (``owner/name--module.Class``), which transformers would ask the hub for.
+
+    Raises:
+        NetworkError: it does.
+    """
+    auto_map = whole.get("auto_map")
+    for role in auto_map if isinstance(auto_map, Mapping) else ():
+        named = reference(whole, role)
+        if named is not None and "--" in named:
+            raise NetworkError(
+                f"config.json: auto_map.{role} = {named!r:.200}: offline = True, and this is code of "
+                "another repository: copy its files into the checkpoint's folder and name them there",
+                field="load.offline",
+            )
 
 
 def checkpoint_class(

@@ -1,0 +1,151 @@
+"""The prompts of ``headrace generate``: of the command line, of text files, of JSON lines.
+
+Every line is checked before a model is loaded. A line that is not a prompt has an :attr:`Prompt.fault`:
+it fails alone, and the others are answered.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headrace.batch.lines import BatchInput
+from headrace_core.errors import RequestError
+
+FORMATS = ("auto", "text", "jsonl")
+FIELDS = ("prompt", "custom_id")
+"""What a JSON line may hold; the first is required."""
+JSON_LINES = (".jsonl", ".ndjson")
+"""Suffixes of files that ``auto`` reads as JSON lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, or what kept a line from being one."""
+
+    text: str | None
+    line: int | None = None
+    """Of the file, from 1; None: it was typed on the command line."""
+    custom_id: str | int | None = None
+    """Whatever the line says; comes back with the answer."""
+    fault: str | None = None
+    """Why the line cannot be used."""
+
+    @property
+    def place(self) -> str:
+        """Where it comes from, for messages."""
+        return "--prompt" if self.line is None else f"line {self.line}"
+
+
+class Prompts(NamedTuple):
+    """All prompts of a command, in order."""
+
+    every: Sequence[Prompt]
+    source: BatchInput
+    """How many they are, and the digest of them all."""
+
+    @property
+    def faulty(self) -> list[Prompt]:
+        """Those that cannot be used."""
+        return [prompt for prompt in self.every if prompt.fault is not None]
+
+
+def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> Prompts:
+    """The prompts that were typed, then those of a file.
+
+    Args:
+        typed: texts of the command line.
+        file: a path; ``-``: standard input.
+        form: one of :data:`FORMATS`. ``auto`` reads files that end in :data:`JSON_LINES` as JSON lines
+            and others as text, where a line that looks like JSON is refused, not guessed at.
+
+    Raises:
+        RequestError: there are no prompts, no line can be used, or the format must be said.
+        OSError: the file cannot be read.
+    """
+    every = [Prompt(text) for text in typed]
+    content = b""
+    if file is not None:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        as_json = form == "jsonl" or (form == "auto" and file.lower().endswith(JSON_LINES))
+        for number, raw in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+            if not raw.strip():
+                continue
+            if not as_json and form == "auto":
+                _refuse_json(file, number, raw)
+            every.append(_of_json(number, raw) if as_json else _of_text(number, raw))
+    if not every:
+        raise RequestError("no prompts: give --prompt TEXT or --input FILE", param="prompt")
+    if all(prompt.fault is not None for prompt in every):
+        first = every[0]
+        raise RequestError(
+            f"{file}: no line can be used; {first.place}: {first.fault}", param="input"
+        )
+    digest = hashlib.sha256(json.dumps(list(typed)).encode() + b"\n" + content).hexdigest()
+    return Prompts(every, BatchInput(len(every), digest))
+
+
+def _refuse_json(file: str, number: int, raw: bytes) -> None:
+    begins = raw.lstrip()[:1].decode("latin-1")
+    if begins == "{" or (begins == "[" and file.lower().endswith(".json")):
+        raise RequestError(
+            f"{file}: line {number} begins with {begins!r}, and the file's name does not end in "
+            f"{' or '.join(JSON_LINES)}: say --input-format jsonl (each line is a JSON object with "
+            "'prompt') or --input-format text (each line is a prompt as it stands)",
+            param="input_format",
+        )
+
+
+def _of_text(number: int, raw: bytes) -> Prompt:
+    try:
+        return Prompt(raw.removesuffix(b"\r").decode("utf-8"), number)
+    except UnicodeDecodeError as error:
+        return Prompt(None, number, fault=_not_utf8(error))
+
+
+def _of_json(number: int, raw: bytes) -> Prompt:
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Prompt(None, number, fault=_not_utf8(error))
+    except json.JSONDecodeError as error:
+        return Prompt(None, number, fault=f"is not valid JSON: {error.msg} (column {error.colno})")
+    except (ValueError, RecursionError):  # numbers of too many digits, too deep
+        return Prompt(None, number, fault="is not JSON that can be read")
+    found = content.get("custom_id") if isinstance(content, dict) else None
+    custom_id = found if type(found) in (str, int) else None
+    fault = _fault_of(content)
+    return Prompt(None if fault else content["prompt"], number, custom_id, fault)
+
+
+def _fault_of(content: Any) -> str | None:
+    """Why a JSON value is not a prompt's line."""
+    if not isinstance(content, dict):
+        return 'must be a JSON object such as {"prompt": "Hello"}'
+    for name in content:
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(FIELDS)}"
+            return f"{name[:100]!r}: unknown field; {hint}"
+    if not isinstance(content.get("prompt"), str):
+        said = f"prompt = {content['prompt']!r:.100}" if "prompt" in content else "prompt"
+        return f"{said}: must be there, as text"
+    custom_id = content.get("custom_id")
+    if custom_id is not None and type(custom_id) not in (str, int):
+        return f"custom_id = {custom_id!r:.100}: must be text or a whole number"
+    try:
+        content["prompt"].encode()
+        str(custom_id).encode()
+    except UnicodeEncodeError as error:
+        return f"holds half of a surrogate pair: {error.object[error.start]!a}"
+    return None
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"is not UTF-8 text: byte {error.object[error.start]:#04x} in column {error.start + 1}"

@@ -1,0 +1,131 @@
+"""The environment variables that headrace reads, those of its CPU settings, and a warning of others.
+
+A variable with headrace's prefix that nobody reads is a setting that the user believes in: it is named at
+start, with the nearest one that is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+
+from headrace_core.config import CacheConfig, DeviceConfig, EngineConfig
+from headrace_core.errors import ConfigError
+from headrace_core.platform import BringsWorker, Platform
+
+logger = logging.getLogger(__name__)
+
+PREFIX, VLLM_PREFIX = "HEADRACE_", "VLLM_"
+KV_SPACE = "HEADRACE_CPU_KVCACHE_SPACE"
+THREADS_BIND = "HEADRACE_CPU_OMP_THREADS_BIND"
+
+VARIABLES: Mapping[str, str] = {
+    "HEADRACE_ADMIN_API_KEY": "key of the control routes",
+    "HEADRACE_ALLOW_LONG_MAX_MODEL_LEN": "1: a max_model_len above the model's own is a warning",
+    "HEADRACE_API_KEY": "key that clients must send",
+    "HEADRACE_BATCH_INVARIANT": "1: on a GPU, results do not depend on the batch",
+    "HEADRACE_CONFIGURE_LOGGING": "0: logging is left alone",
+    "HEADRACE_CPU_ISA": "instruction set of the CPU kernels, to insist on one",
+    KV_SPACE: "GiB of the KV cache on a CPU, where no flag says its size",
+    THREADS_BIND: "cores of the CPU threads, where --cpu-bind does not name any",
+    "HEADRACE_DEBUG_LOG_API_SERVER_RESPONSE": "1: the bodies of all answers are logged",
+    "HEADRACE_ENABLE_RESPONSES_API_STORE": "1: responses are kept, for GET",
+    "HEADRACE_FAILPOINTS": "faults to raise, for tests",
+    "HEADRACE_HARDENED": "1: the hardened profile",
+    "HEADRACE_HTTP_TIMEOUT_KEEP_ALIVE": "seconds until an idle connection is closed",
+    "HEADRACE_KEEP_ALIVE_ON_ENGINE_DEATH": "1: a server whose engine died stays, answering 503",
+    "HEADRACE_LOGGING_COLOR": "auto, 1 or 0",
+    "HEADRACE_LOGGING_CONFIG_PATH": "JSON file for logging.config.dictConfig",
+    "HEADRACE_LOGGING_FORMAT": "text or json",
+    "HEADRACE_LOGGING_LEVEL": "DEBUG, INFO, WARNING, ERROR or CRITICAL",
+    "HEADRACE_LOGGING_STREAM": "stderr or stdout",
+    "HEADRACE_MAX_AUDIO_CLIP_FILESIZE_MB": "longest audio file, in MiB",
+    "HEADRACE_PLUGINS": "names of the general plug-ins that run, with commas; unset: all",
+    "HEADRACE_SERVER_DEV_MODE": "1: the routes of --dev-mode",
+    "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not built",
+}
+"""Every variable with headrace's prefix that is read -> what it does."""
+_OF_TESTS = frozenset({"HEADRACE_TEST_SPLITS", "HEADRACE_DISCONNECTS"})
+
+_warned: set[str] = set()
+
+
+def unread(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Variables that look like headrace's and are not read, each with what would help."""
+    for name in sorted(environ):
+        if name.startswith(PREFIX) and name not in VARIABLES and name not in _OF_TESTS:
+            near = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.8)
+            yield name, f"; did you mean {near[0]}?" if near else ""
+        elif name.startswith(VLLM_PREFIX):
+            own = PREFIX + name.removeprefix(VLLM_PREFIX)
+            if own in VARIABLES and own not in environ:
+                yield name, f"; headrace's own is {own}"
+
+
+def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
+    """Log a warning for each variable of :func:`unread`, once in a process."""
+    for name, hint in unread(environ):
+        if name not in _warned:
+            _warned.add(name)
+            logger.warning("environment variable %s is not read%s", name, hint)
+
+
+def leave_warnings_to_another() -> None:
+    """Another process of the same server has the same environment, and warns of it."""
+    logger.setLevel(logging.ERROR)
+
+
+def with_cpu_variables(
+    config: EngineConfig, platform: Platform, environ: Mapping[str, str] = os.environ
+) -> EngineConfig:
+    """The configuration with :data:`KV_SPACE` and :data:`THREADS_BIND`, where the engine runs on a CPU and
+    no setting of the user's says the same.
+
+    Raises:
+        ConfigError: a variable's value cannot be used.
+    """
+    space, bind = environ.get(KV_SPACE, ""), environ.get(THREADS_BIND, "")
+    if platform.device != "cpu" or isinstance(platform, BringsWorker):
+        return config
+    cache, device = config.cache, config.device
+    sized = (cache.kv_cache_memory_bytes, cache.num_gpu_blocks_override)
+    if space and sized == (None, None):
+        cache = _with_space(cache, space)
+    if bind and device.cpu_bind == "none":
+        device = _with_cores(device, bind)
+    return dataclasses.replace(config, cache=cache, device=device)
+
+
+def _with_space(cache: CacheConfig, text: str) -> CacheConfig:
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = math.nan
+    if not (0 <= gib < math.inf):
+        raise ConfigError(
+            f"{KV_SPACE} = {text!r}: must be GiB, a number of at least 0", field=KV_SPACE
+        )
+    if gib == 0:  # as if it were not set
+        return cache
+    return dataclasses.replace(cache, kv_cache_memory_bytes=max(1, int(gib * (1 << 30))))
+
+
+def _with_cores(device: DeviceConfig, text: str) -> DeviceConfig:
+    bind = {"nobind": "none", "all": "none"}.get(text, text)
+    accepted = "auto, nobind, all (the same), or a list of cores such as '0-3,8'"
+    if "|" in text:
+        raise ConfigError(
+            f"{THREADS_BIND} = {text!r}: lists of several ranks: running on several devices is not "
+            f"built yet; must be {accepted}",
+            field=THREADS_BIND,
+        )
+    try:
+        return dataclasses.replace(device, cpu_bind=bind)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{THREADS_BIND} = {text!r}: must be {accepted}", field=THREADS_BIND
+        ) from error
