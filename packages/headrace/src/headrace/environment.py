@@ -75,7 +75,7 @@ def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def leave_warnings_to_another() -> None:
-    """Another process of the same server has the same environment, and warns of it."""
+    """Log no warnings here: another process of the server has the same environment and warns of it."""
     logger.setLevel(logging.ERROR)
 
 

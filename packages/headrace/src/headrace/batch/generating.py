@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Answers(Protocol):
-    """Keeps answers, by the prompt's number."""
+    """Keeps answers, by the prompt's number from 1."""
 
     def __contains__(self, number: object) -> bool: ...
 

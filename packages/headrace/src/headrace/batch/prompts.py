@@ -20,7 +20,7 @@ from headrace_core.errors import RequestError
 
 FORMATS = ("auto", "text", "jsonl")
 FIELDS = ("prompt", "custom_id")
-"""What a JSON line may hold; the first is required."""
+"""Fields of a JSON line; the first is required."""
 JSON_LINES = (".jsonl", ".ndjson")
 """Suffixes of files that ``auto`` reads as JSON lines."""
 
@@ -33,9 +33,9 @@ class Prompt:
     line: int | None = None
     """Of the file, from 1; None: it was typed on the command line."""
     custom_id: str | int | None = None
-    """Whatever the line says; comes back with the answer."""
+    """Identifier that the line gives; comes back with the answer."""
     fault: str | None = None
-    """Why the line cannot be used."""
+    """Reason why the line cannot be used."""
 
     @property
     def place(self) -> str:
@@ -48,11 +48,11 @@ class Prompts(NamedTuple):
 
     every: Sequence[Prompt]
     source: BatchInput
-    """How many they are, and the digest of them all."""
+    """Their number and digest."""
 
     @property
     def faulty(self) -> list[Prompt]:
-        """Those that cannot be used."""
+        """Prompts that cannot be used."""
         return [prompt for prompt in self.every if prompt.fault is not None]
 
 

@@ -39,7 +39,7 @@ SAMPLING_FIELDS = tuple(
     for field in dataclasses.fields(SamplingParams)
     if field.name not in ("output_kind", "flat_logprobs", "logits_processors", "skip_clone")
 )
-"""What ``--sampling`` may hold: the fields that mean something to a command."""
+"""Keys of ``--sampling``: the fields that mean something to a command."""
 
 
 def main(words: Sequence[str]) -> int:
