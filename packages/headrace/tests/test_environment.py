@@ -146,6 +146,7 @@ def test_an_engine_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_ends_with_the_variable_that_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setattr("headrace.cli.generate.configure", lambda level: None)
     monkeypatch.setenv(environment.KV_SPACE, "much")
     assert run_command("generate", ["--prompt", "x", "--device", "cpu"]) == 2
     assert f"{environment.KV_SPACE} = 'much'" in capsys.readouterr().err

@@ -112,8 +112,11 @@ def test_sampling_options_by_name() -> None:
         ('{"structured_outputs": {}}', "exactly one constraint"),
     ],
 )  # fmt: skip
-def test_sampling_options_that_do_not_exist(given: str, said: str, capsys: Any) -> None:
+def test_sampling_options_that_do_not_exist(
+    given: str, said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also before a model is loaded: there is none of that name."""
+    monkeypatch.setattr("headrace.cli.generate.configure", lambda level: None)
     words = ["no/such-model", "--prompt", "x", "--sampling", given]
     assert run_command("generate", words) == 2
     assert said in capsys.readouterr().err.splitlines()[-1]

@@ -242,7 +242,7 @@ def test_real_processes_that_are_held_in_their_start(monkeypatch: pytest.MonkeyP
 
 
 def test_the_address_is_said_once_when_all_serve(watched: Any, caplog: Any) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="headrace")
     watched.supervisor._sockets = Sockets(None, None, Path("/"), "http://x:1")  # type: ignore[arg-type]
     watched.script += [
         end(FakeProcess.made[0], -9),
