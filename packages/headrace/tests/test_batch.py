@@ -240,7 +240,7 @@ async def test_a_dead_engine_stops_the_batch_and_nothing_is_lost(tmp_path: Path)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 4), st.data())
+@given(st.integers(1, 4), st.data())
 def test_a_journal_survives_a_crash_at_any_byte(
     tmp_path_factory: pytest.TempPathFactory, count: int, data: st.DataObject
 ) -> None:
@@ -266,7 +266,8 @@ def test_a_journal_survives_a_crash_at_any_byte(
 
 def test_journals_of_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    Journal(path, SOURCE, "m").__exit__()
+    with answered(path):
+        pass
     for source, model, said in ((SOURCE, "n", "model"), (BatchInput(3, "x"), "m", "input")):
         with pytest.raises(ConfigError, match=said):
             Journal(path, source, model)
@@ -311,6 +312,20 @@ def answered(path: Path) -> Journal:
     answer = output_of(read_line(1, json.dumps(line(1)).encode()), 200, "r", b"{}")
     journal.add(1, encode(answer))
     return journal
+
+
+def test_a_batch_without_an_answer_leaves_no_journal(tmp_path: Path) -> None:
+    """Its model could not be loaded, say; or it was killed before its first answer."""
+    path = tmp_path / "j"
+    with pytest.raises(KeyError), Journal(path, SOURCE, "mistyped"):
+        raise KeyError
+    assert not path.exists()
+    Journal(path, SOURCE, "killed")._file.close()
+    with Journal(path, SOURCE, "m") as journal:
+        assert len(journal) == 0
+        journal.add(1, b"{}")
+    with pytest.raises(ConfigError, match="another model"):
+        Journal(path, SOURCE, "killed")
 
 
 def test_a_link_stays_and_its_target_gets_the_answers(tmp_path: Path) -> None:

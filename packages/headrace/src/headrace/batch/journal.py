@@ -81,6 +81,8 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._found and not self._file.closed:
+            self.remove()  # nothing to go on from: a model that could not be loaded, say
         self._file.close()
 
     def __contains__(self, line: object) -> bool:
@@ -153,29 +155,28 @@ class Journal:
         """Take in what is there; returns where the next line goes."""
         self._end = 0
         self._file.seek(0)
+        another = None
         for raw in self._file:
             if not raw.endswith(b"\n"):  # half a line: the crash
                 if self._end == 0 and not msgspec.json.encode(header).startswith(raw):
                     raise _no_journal(self.path, self._field)
                 break
             if self._end == 0:
-                self._check(raw, header)
+                another = _difference(self._decode(raw, _Header), header)
+            elif another is not None:
+                raise ConfigError(
+                    f"{str(self.path)!r} holds the answers of an interrupted batch with {another}; run "
+                    "that one again, or start afresh with --restart",
+                    field=self._field,
+                )
             else:
                 entry = self._decode(raw, _Entry)
                 self._found[entry.line] = (self._end, len(raw))
             self._end += len(raw)
+        if another is not None:  # of which there are no answers
+            self._end = 0
         self._file.truncate(self._end)
         return self._end
-
-    def _check(self, raw: bytes, header: _Header) -> None:
-        found = self._decode(raw, _Header)
-        for name, said in _SAID.items():
-            if getattr(found, name) != getattr(header, name):
-                raise ConfigError(
-                    f"{str(self.path)!r} holds the answers of an interrupted batch with {said}; run "
-                    "that one again, or start afresh with --restart",
-                    field=self._field,
-                )
 
     def _decode(self, raw: bytes, kind: type[_Form]) -> _Form:
         try:
@@ -216,6 +217,14 @@ _SAID: Mapping[str, str] = {
     "model": "another model",
     "options": "other options",
 }
+
+
+def _difference(found: _Header, wanted: _Header) -> str | None:
+    """Name the first difference between two headers; None: they are equal."""
+    for name, said in _SAID.items():
+        if getattr(found, name) != getattr(wanted, name):
+            return said
+    return None
 
 
 def _no_journal(path: Path, field: str) -> ConfigError:
