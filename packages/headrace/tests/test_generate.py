@@ -107,6 +107,7 @@ def test_sampling_options_by_name() -> None:
         ('{"validate": 1}', "--sampling: validate: unknown field; fields are n, "),
         ('{"clone": 1}', "--sampling: clone: unknown field"),
         ('{"output_kind": 1}', "--sampling: output_kind: unknown field"),
+        ('{"logprobs": 2}', "--sampling: logprobs: the output has no place for it"),
         ('{"temprature": 1}', "did you mean temperature?"),
         ('{"structured_outputs": {"regx": "a"}}', "structured_outputs.regx: unknown field; did you mean"),
         ('{"structured_outputs": {}}', "exactly one constraint"),

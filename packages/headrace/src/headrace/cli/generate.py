@@ -34,10 +34,13 @@ SOME_FAILED = 1
 """Exit status: everything was done, and some of the prompts failed."""
 MOST_SHOWN = 20
 """Lines that are named; of others the number is said."""
+NOT_WRITTEN = ("logprobs", "prompt_logprobs", "logprob_token_ids")
+"""Fields that ask for something which the output has no place for."""
 SAMPLING_FIELDS = tuple(
     field.name
     for field in dataclasses.fields(SamplingParams)
-    if field.name not in ("output_kind", "flat_logprobs", "logits_processors", "skip_clone")
+    if field.name
+    not in (*NOT_WRITTEN, "output_kind", "flat_logprobs", "logits_processors", "skip_clone")
 )
 """Keys of ``--sampling``: the fields that mean something to a command."""
 
@@ -105,6 +108,13 @@ def _sampling_of(args: Namespace) -> dict[str, Any]:
         "seed": args.sampling_seed,
         **args.sampling,
     }
+    for name in NOT_WRITTEN:
+        if args.sampling.get(name) is not None:
+            raise RequestError(
+                f"--sampling: {name}: the output has no place for it; `headrace run-batch` and "
+                "LLM.generate give log-probabilities",
+                param=name,
+            )
     _refuse_unknown("", args.sampling, SAMPLING_FIELDS)
     bias = given.get("logit_bias")
     if isinstance(bias, Mapping):  # JSON's names are text
