@@ -34,7 +34,7 @@ def prompts(count: int) -> str:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
     count = 20
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -51,10 +51,13 @@ def test_a_killed_run_goes_on_where_it_stopped(tmp_path, number):
         )
         assert not output.exists(), "answers are in the journal until all are there"
         process.send_signal(number)
-        process.communicate(timeout=PATIENCE)
+        _, log = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
         process.wait()
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert log.rstrip().endswith("prompts are answered; run the same command to go on")
     assert not output.exists()
     before = partial.read_bytes().split(b"\n")[1:-1]
     assert 3 <= len(before) < count, "the run was over too soon for this test"
