@@ -1,5 +1,6 @@
 """Limits that are checked before anything is compiled."""
 
+import json
 import time
 
 import pytest
@@ -76,3 +77,19 @@ def test_options_of_a_request_and_of_the_operator():
     assert '"additionalProperties": false' in source.text
     with pytest.raises(RequestError, match="whitespace_pattern"):
         source_of(StructuredOutputsParams(json=schema, whitespace_pattern="[ ]?"), compact)
+
+
+@pytest.mark.spec("API-STRUCT")
+def test_schemas_in_tags_are_treated_as_others_are():
+    """Keywords that say nothing are dropped, and objects closed where the operator closes them."""
+    idle = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": False}}}
+    closed = StructuredOutputsConfig(backend="guidance", disable_additional_properties=True)
+    for config, more in ((CONFIG, {}), (closed, {"additionalProperties": False})):
+        plain = {"type": "object", "properties": {"a": {"type": "array"}}, **more}
+        form = {"type": "tag", "begin": "x", "end": "y",
+                "content": {"type": "json_schema", "json_schema": idle}}  # fmt: skip
+        older = {"structures": [{"begin": "x", "end": "y", "schema": idle}], "triggers": ["x"]}
+        found = source_of(StructuredOutputsParams(structural_tag={"format": form}), config)
+        assert json.loads(found.text)["format"]["content"]["json_schema"] == plain
+        found = source_of(StructuredOutputsParams(structural_tag=older), config)
+        assert json.loads(found.text)["structures"][0]["schema"] == plain

@@ -63,6 +63,12 @@ def sentence(backend, form, tokens):
              "at_least_one": True},
             ["[1]", "[1],[2]"], ["", "[1],"], ["[1][2]"],
         ),
+        ({"type": "repeat", "min": 1, "max": 3, "content": NUMBER},
+         ["1", "12", "123"], [""], ["1234", "x"]),
+        ({"type": "repeat", "min": 0, "max": 1, "content": tag("<", NUMBER, ">")},
+         ["", "<1>"], ["<"], ["<1><2>"]),
+        ({"type": "repeat", "min": 2, "max": -1, "content": NUMBER},
+         ["12", "1" * 50], ["", "1"], ["x"]),
     ],
 )  # fmt: skip
 def test_every_type(backend, form, whole, beginnings, wrong):
@@ -93,6 +99,12 @@ def test_marks_that_are_special_tokens_are_matched_as_tokens(backend):
         ({"type": "sequence", "elements": [5]}, "'#/format/elements/0'"),
         (tag(5, TEXT, ""), "'begin' at '#/format'"),
         ({"type": "triggered_tags", "triggers": ["x"], "tags": [tag("a", TEXT, "")]}, "'begin'"),
+        ({"type": "repeat", "min": 0, "max": 2}, "'content' at '#/format'"),
+        ({"type": "repeat", "min": 0, "max": 2, "content": 5}, "'#/format/content'"),
+        ({"type": "repeat", "min": "0", "max": 2, "content": TEXT}, "'min' at '#/format'"),
+        ({"type": "repeat", "min": 0, "max": 10**9, "content": TEXT}, "'max' at '#/format'"),
+        ({"type": "repeat", "min": 3, "max": 2, "content": TEXT}, "'max' at '#/format'"),
+        ({"type": "repeat", "min": 0, "max": 0, "content": TEXT}, "'max' at '#/format'"),
     ],
 )
 def test_malformed_tags_are_named_with_their_place(backend, form, place):

@@ -20,6 +20,8 @@ from headrace_engine.structured.schema import (
 )
 
 MAX_CHOICES = 10_000
+_SCHEMA_KEYS = ("json_schema", "schema")
+"""Keys of a structural tag that hold a JSON schema."""
 
 
 class Source(NamedTuple):
@@ -52,13 +54,13 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
         _check_schema(schema, kind, config)
         if schema is False:
             raise malformed(kind, "'false' at '#': no value satisfies it")
-        if closed:
-            schema = without_additional_properties(schema)
-        text = _dump({} if schema is True else without_idle_keywords(schema), kind)
+        text = _dump({} if schema is True else _plain_schema(schema, closed), kind)
     elif kind == "structural_tag":
         text = _json_text(given, kind, config)
-        for schema in _schemas_in(parse_json(text, kind)):
+        tag = parse_json(text, kind)
+        for schema in _schemas_in(tag):
             _check_schema(schema, kind, config)
+        text = _dump(_with_plain_schemas(tag, closed), kind)
     elif kind == "choice":
         text = _dump(list(dict.fromkeys(given)), kind)
         _check_count("choice", len(given), MAX_CHOICES, "texts")
@@ -145,14 +147,33 @@ def _check_regex(text: str, pointer: str, kind: str, config: StructuredOutputsCo
         )
 
 
+def _plain_schema(schema: Any, closed: bool) -> Any:
+    """The schema without keywords that say nothing; ``closed``: without further properties."""
+    return without_idle_keywords(without_additional_properties(schema) if closed else schema)
+
+
+def _with_plain_schemas(tag: Any, closed: bool) -> Any:
+    """A structural tag, its JSON schemas as :func:`_plain_schema` makes them."""
+    if isinstance(tag, list):
+        return [_with_plain_schemas(part, closed) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    return {
+        key: _plain_schema(part, closed)
+        if key in _SCHEMA_KEYS
+        else _with_plain_schemas(part, closed)
+        for key, part in tag.items()
+    }
+
+
 def _schemas_in(tag: Any) -> list[Any]:
     """The JSON schemas within a structural tag."""
     found, pending = [], [tag]
     while pending:
         value = pending.pop()
         if isinstance(value, dict):
-            found += [value[key] for key in ("json_schema", "schema") if key in value]
-            pending += [v for k, v in value.items() if k not in ("json_schema", "schema")]
+            found += [value[key] for key in _SCHEMA_KEYS if key in value]
+            pending += [v for k, v in value.items() if k not in _SCHEMA_KEYS]
         elif isinstance(value, list):
             pending += value
     return found

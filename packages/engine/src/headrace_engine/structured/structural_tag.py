@@ -17,8 +17,8 @@ from headrace_core.grammar import Refusal, Vocabulary, malformed
 
 TYPES = frozenset(
     {
-        "any_text", "const_string", "grammar", "json_schema", "or", "regex", "sequence", "tag",
-        "tags_with_separator", "triggered_tags",
+        "any_text", "const_string", "grammar", "json_schema", "or", "regex", "repeat", "sequence",
+        "tag", "tags_with_separator", "triggered_tags",
     }
 )  # fmt: skip
 KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -28,6 +28,7 @@ KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "json_schema": (frozenset({"json_schema"}), frozenset({"style"})),
     "or": (frozenset({"elements"}), frozenset()),
     "regex": (frozenset({"pattern"}), frozenset()),
+    "repeat": (frozenset({"content", "max", "min"}), frozenset()),
     "sequence": (frozenset({"elements"}), frozenset()),
     "tag": (frozenset({"begin", "content", "end"}), frozenset()),
     "tags_with_separator": (
@@ -40,6 +41,8 @@ KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
 """Type -> (keys that it needs, keys that it may have)."""
 
 Format = Mapping[str, Any]
+
+MAX_REPEATS = 10_000
 
 
 def parse_tag(tag: Any) -> Format:
@@ -93,6 +96,8 @@ def _check(form: Any, pointer: str) -> None:
         )
     if kind == "triggered_tags":
         _check_triggers(form, pointer)
+    if kind == "repeat":
+        _check_counts(form, pointer)
     for at, inner in inner_forms(form, pointer):
         _check(inner, at)
 
@@ -117,6 +122,23 @@ def _check_triggers(form: Format, pointer: str) -> None:
             )
 
 
+def _check_counts(form: Format, pointer: str) -> None:
+    """``max`` -1 is any number."""
+    least, most = form["min"], form["max"]
+    for key, value in (("min", least), ("max", most)):
+        if type(value) is not int or not -1 <= value <= MAX_REPEATS:
+            raise malformed(
+                "structural_tag",
+                f"{key!r} at {'#' + pointer!r}: {value!r:.80} must be a number up to {MAX_REPEATS}",
+            )
+    if least < 0 or most == 0 or -1 < most < least:
+        raise malformed(
+            "structural_tag",
+            f"'min' and 'max' at {'#' + pointer!r}: {least} and {most} must be 0 or more and at "
+            "least as many, or -1 for any number",
+        )
+
+
 def inner_forms(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
     """(JSON pointer, form) of what stands right inside a form."""
     for key in ("elements", "tags"):
@@ -127,7 +149,7 @@ def inner_forms(form: Format, pointer: str) -> Iterator[tuple[str, Any]]:
                     f"{key!r} at {'#' + pointer!r}: must be a list of at least one",
                 )
             yield from ((f"{pointer}/{key}/{i}", item) for i, item in enumerate(form[key]))
-    if form["type"] == "tag":
+    if form["type"] in ("repeat", "tag"):
         yield f"{pointer}/content", form["content"]
 
 
@@ -293,6 +315,10 @@ class _Builder:
 
     def _or(self, form: Format) -> str:
         return self._rule(" | ".join(self.expression(e) or _quoted("") for e in form["elements"]))
+
+    def _repeat(self, form: Format) -> str:
+        most = "" if form["max"] < 0 else form["max"]
+        return f"({self.expression(form['content'])}){{{form['min']},{most}}}"
 
     def _tag(self, form: Format) -> str:
         return self._rule(f"{self._literal(form['begin'])} {self._tag_body(form)}".strip())
