@@ -200,6 +200,27 @@ class ToolCallParser(ABC):
         """
         return None
 
+    @classmethod
+    def forced_form(
+        cls, tools: Mapping[str, Mapping[str, Any]], *, most: int
+    ) -> Mapping[str, Any] | None:
+        """The form of an answer that is nothing but calls, as the ``format`` of a structural tag.
+
+        Every text of this form parses to 1 to ``most`` calls whose arguments hold to the schemas,
+        and to no content. White space between tags is bounded.
+
+        Args:
+            tools: name -> JSON schema of the arguments.
+            most: largest number of calls, at least 1.
+
+        Returns:
+            None: only :meth:`call_frame`, if even that, is known.
+
+        Raises:
+            UnsupportedFeature: the format cannot write, or not unmistakably, what a schema asks for.
+        """
+        return None
+
     @abstractmethod
     def feed(self, text: str) -> ParsedDelta:
         """Take the next piece; returns what is certain so far."""

@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from headrace_core import plugins
+from headrace_core.grammar import Grammar, GrammarSpec
 from headrace_core.testing.work import assert_linear
 from headrace_core.text import ParsedDelta, ToolCall, ToolCallParser
 
@@ -42,8 +44,28 @@ CALLS: Sequence[tuple[str, Mapping[str, Any]]] = [
 ]
 """Calls that must be found, with hard arguments."""
 
+FORCED_TOOLS: Mapping[str, Mapping[str, Any]] = {
+    "add": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "text": {"type": "string"}},
+        "required": ["a", "text"],
+        "additionalProperties": False,
+    },
+    "look_up": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+"""Tools of which an answer must call some: name -> schema of the arguments."""
+
+FORCED_CALLS: Sequence[tuple[str, Mapping[str, Any]]] = [
+    ("add", {"a": 17, "text": "two words"}),
+    ("look_up", {}),
+]
+"""Calls that their schemas allow."""
+
 NUM_SPLITS = int(os.environ.get("HEADRACE_TEST_SPLITS", "1000"))
 """Random texts in random pieces per format."""
+
+NUM_WALKS = 20
+"""Random texts that a forced form admits, per format."""
 
 Answer = tuple[str, list[ToolCall]]
 
@@ -56,6 +78,8 @@ class ToolCallParserConformance:
     """Texts that resemble calls and are none: no name, no arguments, wrong nesting ..."""
     alphabet: ClassVar[Sequence[str]] = ()
     """Fragments of the format (tags, braces), of which random texts are made."""
+    forces_one: ClassVar[bool] = False
+    """A forced answer is one call, however many are asked for."""
     drops: ClassVar[Sequence[str]] = ()
     """Marks that are left out of content even if no call was found."""
 
@@ -66,6 +90,10 @@ class ToolCallParserConformance:
     def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
         """Several calls as the model writes them, one after the other."""
         return "\n".join(self.write_call(*call) for call in calls)
+
+    def write_forced(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Several calls as the model writes them where it must call."""
+        return self.write_calls(calls)
 
     def make(self) -> ToolCallParser:
         """A fresh parser."""
@@ -175,6 +203,74 @@ class ToolCallParserConformance:
         text = frame.before + '{"a": [1]}' + frame.after
         assert self.read([text]) == ("", [ToolCall("add", '{"a": [1]}')])
 
+    def _forced(self, most: int) -> Grammar:
+        """The compiled form of an answer that must call."""
+        form = self.parser.forced_form(FORCED_TOOLS, most=most)
+        if form is None:
+            pytest.skip("the format has no form of forced calls")
+        if "guidance" not in plugins.installed("headrace.grammar_backends"):
+            pytest.skip("no grammar backend is installed")
+        from headrace_core.testing.grammar import byte_vocabulary
+
+        made = plugins.load("headrace.grammar_backends", "guidance")(byte_vocabulary())
+        spec = GrammarSpec("guidance", "structural_tag", json.dumps({"format": form}))
+        assert made.refuse(spec) == []
+        grammar: Grammar = made.compile(spec)
+        return grammar
+
+    def test_calls_as_the_model_writes_them_may_be_forced(self) -> None:
+        calls = [(name, json.dumps(arguments)) for name, arguments in FORCED_CALLS]
+        grammar = self._forced(1)
+        for name, arguments in calls:
+            text = self.write_call(name, arguments)
+            assert _is_sentence(grammar, text), text
+            content, found = self.read([text])
+            assert content == ""
+            assert [(c.name, json.loads(c.arguments)) for c in found] == [
+                (name, json.loads(arguments))
+            ]
+
+    def test_the_number_of_forced_calls_is_bounded(self) -> None:
+        one = self.write_call("add", json.dumps(FORCED_CALLS[0][1]))
+        two = self.write_forced([(name, json.dumps(given)) for name, given in FORCED_CALLS])
+        assert not _is_sentence(self._forced(1), two)
+        assert not _is_sentence(self._forced(1), one + one)
+        if self.forces_one:
+            return
+        assert _is_sentence(self._forced(2), two), two
+        twice = [(name, json.dumps(given)) for name, given in FORCED_CALLS] * 2
+        assert not _is_sentence(self._forced(3), self.write_forced(twice))
+        assert _is_sentence(self._forced(4), self.write_forced(twice))
+
+    def test_a_forced_answer_is_nothing_but_calls(self) -> None:
+        grammar = self._forced(1)
+        call = self.write_call("add", json.dumps(FORCED_CALLS[0][1]))
+        other = self.write_call("run", "{}")
+        wrong = self.write_call("add", '{"a": "none", "text": ""}')
+        space = " " * 40
+        for text in ("", "Sure. " + call, call + "Done.", space + call, call + space, other, wrong):
+            assert not _is_sentence(grammar, text), text
+        for end in range(len(call.rstrip()) - 1):
+            assert not _is_sentence(grammar, call[:end]) or self.read([call[:end]])[1], call[:end]
+
+    def test_what_a_forced_form_admits_is_read_as_calls(self) -> None:
+        from headrace_core.testing.grammar import byte_vocabulary, walk
+
+        grammar, found = self._forced(2), 0
+        for seed in range(NUM_WALKS):
+            text = walk(grammar, byte_vocabulary(), seed, 600)
+            if text is None:
+                continue
+            content, calls = self.read([text.decode()])
+            assert content == "", text
+            assert 1 <= len(calls) <= 2, text
+            for call in calls:
+                assert json.loads(call.arguments).keys() == set(
+                    FORCED_TOOLS[call.name].get("required", ())
+                ), text
+            found += 1
+        assert found, "no walk came to an end"
+
     def test_time_is_linear(self) -> None:
         """Eight times the text takes about eight times as long, whatever the text."""
         start = self.write_call("add", '{"a": 1}')[:-3]
@@ -205,6 +301,12 @@ class ToolCallParserConformance:
             assert self.read(pieces) == whole, pieces
             if not calls:
                 assert _without(content, self.drops) == _without(text, self.drops), text
+
+
+def _is_sentence(grammar: Grammar, text: str) -> bool:
+    """True if a grammar of bytes admits a text, new lines at its end aside."""
+    matcher = grammar.matcher()
+    return matcher.advance(list(text.rstrip("\n").encode())) and matcher.complete
 
 
 def _repeated(unit: str, first: str) -> Callable[[int], str]:
