@@ -267,17 +267,18 @@ async def test_gpt_oss_answers_by_what_was_asked(connect: Any) -> None:
 @pytest.mark.parametrize("thinks", [True, False])
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 async def test_forced_calls_of_gpt_oss(connect: Any, dialect: str, thinks: bool) -> None:
-    """The constraint forces text: after the reasoning if the engine knows it, else all of it."""
+    """Where the engine knows the reasoning, the constraint begins behind it and forces text."""
     before = SAID.removesuffix("Hi!") if thinks else ""
     names = {"chat": {"type": "function", "function": {"name": "add"}},
              "responses": {"type": "function", "name": "add"}}  # fmt: skip
     for choice, text in ((names[dialect], '{"a": 1}'),
                          ("required", '[{"name": "add", "parameters": {"a": 1}}]')):  # fmt: skip
         engine = FakeEngine(before + text, model=GPT_OSS, tokens_per_output=3)
-        client = connect(engine)
+        client = connect(engine, reasoning_parser="openai_gptoss")
         told = await ask(client, dialect, tools=TOOLS[dialect], tool_choice=choice)
         constraint = engine.requests[0].params.structured_outputs
         assert constraint is not None
+        assert constraint.structural_tag is None
         if dialect == "chat":
             message = told["choices"][0]["message"]
             call = message["tool_calls"][0]["function"]
@@ -290,6 +291,43 @@ async def test_forced_calls_of_gpt_oss(connect: Any, dialect: str, thinks: bool)
             call = told["output"][-1]
             assert [i["type"] for i in told["output"]] == ["reasoning"] * thinks + ["function_call"]
         assert (call["name"], json.loads(call["arguments"])) == ("add", {"a": 1})
+
+
+@pytest.mark.spec("API-HARMONY", "API-CHAT-TOOLS")
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+async def test_forced_calls_of_gpt_oss_in_its_channels(
+    connect: Any, dialect: str, thinks: bool
+) -> None:
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    thought = "<|channel|>analysis<|message|>Greet.<|end|><|start|>assistant"
+    engine = FakeEngine(thought * thinks + call, model=GPT_OSS, tokens_per_output=3)
+    client = connect(engine)
+    choice = {"type": "any"} if dialect == "messages" else "required"
+    told = await ask(client, dialect, tools=TOOLS[dialect], tool_choice=choice)
+    constraint = engine.requests[0].params.structured_outputs
+    assert constraint is not None
+    assert "to=functions.add" in json.dumps(constraint.structural_tag)
+    if dialect == "messages":
+        assert told["content"][-1]["input"] == {"a": 1}
+        assert told["stop_reason"] == "tool_use"
+        return
+    if dialect == "responses":
+        item = told["output"][-1]
+        assert (item["name"], item["arguments"], item["status"]) == ("add", '{"a": 1}', "completed")
+        return
+    (one,) = told["choices"]
+    assert one["finish_reason"] == "tool_calls"
+    assert one["message"]["content"] is None
+    assert one["message"]["reasoning"] == ("Greet." if thinks else None)
+    assert one["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    for limit in range(len(thought * thinks) + 1, len(thought * thinks + call), 6):
+        (cut,) = (
+            await ask(client, dialect, tools=TOOLS[dialect], tool_choice=choice, max_tokens=limit)
+        )["choices"]
+        assert (cut["message"]["content"] or "", cut["finish_reason"]) == ("", "length")
+        for found in cut["message"]["tool_calls"] or []:
+            assert '{"a": 1}'.startswith(found["function"]["arguments"])
 
 
 @pytest.mark.spec("API-HARMONY", "API-TOKENIZE")

@@ -63,19 +63,15 @@ async def test_parsed_answers(live: Any) -> None:
 @pytest.mark.spec("TOOL-CHOICE")
 @pytest.mark.parametrize("forced", ["required", "named", "auto"])
 async def test_tools(live: Any, forced: str) -> None:
-    arguments = '{"city": "東京"}'
+    call = '<tool_call>{"name": "Weather", "arguments": {"city": "東京"}}</tool_call>'
     reply, choice, reason = {
         "required": (
-            f'[{{"name": "Weather", "parameters": {arguments}}}]',
+            call,
             "required",
             "tool_calls",
         ),
-        "named": (arguments, {"type": "function", "function": {"name": "Weather"}}, "stop"),
-        "auto": (
-            f'<tool_call>{{"name": "Weather", "arguments": {arguments}}}</tool_call>',
-            "auto",
-            "tool_calls",
-        ),
+        "named": (call, {"type": "function", "function": {"name": "Weather"}}, "stop"),
+        "auto": (call, "auto", "tool_calls"),
     }[forced]
     engine = FakeEngine(reply, tokens_per_output=3)
     server = await live(engine, enable_auto_tool_choice=True, tool_call_parser="hermes")

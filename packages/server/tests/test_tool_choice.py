@@ -325,6 +325,17 @@ def test_every_opening_mark_begins_what_is_held(entry: Any) -> None:
     assert form is None or triggers == set(parser.opens)
 
 
+async def test_forced_calls_of_a_format_of_frames(connect: Any) -> None:
+    """A parser that only describes frames is enough to force calls."""
+    engine = FakeEngine("<call:add>{}</call><call:look_up>{}</call>")
+    client = framed(connect, engine)
+    message = (await post(client, tool_choice="required"))["choices"][0]["message"]
+    assert [c["function"]["name"] for c in message["tool_calls"]] == ["add", "look_up"]
+    form = json.dumps(engine.requests[0].params.structured_outputs.structural_tag)  # type: ignore[union-attr]
+    assert '"begin": "<call:add>"' in form
+    assert '"max": 16' in form
+
+
 async def test_answers_have_a_form_and_calls_theirs(connect: Any) -> None:
     """Agents send tools and response_format in every turn: the model chooses which to write."""
     engine = FakeEngine("x")
@@ -370,7 +381,7 @@ async def test_special_tokens_reach_parsers_and_not_clients(connect: Any, events
     answer = await post(client, skip_special_tokens=False)
     assert answer["choices"][0]["message"]["content"] == "a<padding>b<pad><p</s>ad>c"
     await post(client, tool_choice="required")
-    assert engine.requests[-1].params.skip_special_tokens is True
+    assert engine.requests[-1].params.skip_special_tokens is False
 
 
 def test_plans() -> None:

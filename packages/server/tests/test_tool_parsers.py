@@ -424,6 +424,12 @@ class Parameters(ToolCallParserConformance):
     def write_call(self, name: str, arguments: str) -> str:
         return self.write_calls([(name, arguments)])
 
+    def write_forced(self, calls: Sequence[tuple[str, str]]) -> str:
+        form = self.parser.format  # type: ignore[attr-defined]
+        if not form.alone:
+            return self.write_calls(calls)
+        return "\n".join(self.write_call(*call) for call in calls)
+
     def write_calls(self, calls: Sequence[tuple[str, str]]) -> str:
         written = "\n".join(self.write_one(*call) for call in calls)
         return self.before_calls + written + self.after_calls
@@ -454,6 +460,22 @@ class TestQwen3Xml(Parameters):
         )
         assert self.read([one + "\n" + one]) == ("", called(*[("add", '{"a": 1}')] * 2))
         self.split_everywhere("Hi " + one + "\n" + one)
+
+    def test_the_end_of_a_value_within_a_string_of_json_is_text(self) -> None:
+        tools = [{"function": {"name": "f", "parameters": {"properties": {
+            "list": {"type": "array"}, "text": {"type": "string"}}}}}]  # fmt: skip
+        text = (
+            '<function=f><parameter=list>\n["</parameter>\\"", "</parameter></function>"]\n'
+            "</parameter><parameter=text>x</parameter></function>"
+        )
+        expected = {"list": ['</parameter>"', "</parameter></function>"], "text": "x"}
+        for pieces in ([text], list(text)):
+            parser = parameters.Qwen3XmlToolParser(tools)
+            deltas = [*map(parser.feed, pieces), parser.finish()]
+            arguments = "".join(c.arguments for delta in deltas for c in delta.tool_calls)
+            assert json.loads(arguments) == expected
+        broken = '<function=f><parameter=list>["a, 1</parameter></function>'
+        assert self.parser(tools).parse(broken) == ("", called(("f", "")))
 
     def test_a_value_that_is_cut_off_is_not_given(self) -> None:
         text = "<function=add><parameter=a>1</parameter><parameter=text>lon"
@@ -642,6 +664,7 @@ class TestOpenAI(ToolCallParserConformance):
         "<|message|>", "<|end|>", "<|call|>", "<|constrain|>json",
     )  # fmt: skip
     broken = ("<|channel|>", "<|channel|>final", "<|start|>assistant", "<|channel|>" + "x" * 2000)
+    forces_one = True
 
     def write_call(self, name: str, arguments: str) -> str:
         return (

@@ -6,7 +6,9 @@ was brought into its form, decides these things here.
 
 from __future__ import annotations
 
+from headrace_core import plugins
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.grammar import GrammarBackend, GrammarSpec
 from headrace_core.output import RequestOutput
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import StructuredOutputsParams
@@ -25,6 +27,8 @@ from headrace_server.structured import constraint_of
 from headrace_server.tool_calls import form_or_calls, plan_tools
 from headrace_server.tool_parsers.harmony import OpenAIToolParser
 
+_ANY_TAG = '{"format": {"type": "const_string", "value": "a"}}'
+"""A structural tag that every backend serves which serves any."""
 PROMPT_END = 256
 """Characters of the prompt's end that reasoning parsers get to see."""
 
@@ -51,6 +55,7 @@ class AnswerPlan:
             body.tools or [],
             body.tool_choice,
             self._chosen.tools,
+            forces_own=_forces_own(state),
             parallel=body.parallel_tool_calls,
         )
         reasoning = self._chosen.reasoning
@@ -111,11 +116,12 @@ class AnswerPlan:
 
     def make_reader(self) -> HarmonyReader:
         """The reader of one choice in the gpt-oss format."""
-        forced = self.tools.make_parser if self.tools.forced else None
+        tools = self.tools
         return HarmonyReader(
             keep_reasoning=self._body.include_reasoning,
             one_call=not self._body.parallel_tool_calls,
-            forced=forced() if forced is not None else None,
+            only_calls=tools.forced,
+            forced=tools.make_parser() if tools.bare and tools.make_parser is not None else None,
         )
 
     def make_parser(self, context: AnswerContext) -> AnswerParser:
@@ -126,6 +132,7 @@ class AnswerPlan:
             make_tools() if make_tools is not None else None,
             keep_reasoning=self._body.include_reasoning,
             one_call=not self._body.parallel_tool_calls,
+            only_calls=self.tools.forced,
             hidden=by_first(self._state.engine.model.special_tokens) if self._hides else None,
         )
 
@@ -151,6 +158,19 @@ class AnswerPlan:
         if text is None:
             text = await self._state.engine.detokenize(output.prompt_token_ids[-PROMPT_END:])
         return AnswerContext(text[-PROMPT_END:], prompt.chat_template_kwargs)
+
+
+def _forces_own(state: ServerState) -> bool:
+    """True if a constraint can hold an answer to the format of the model's own calls."""
+    gate = state.parsers.reasoning
+    if gate is not None and gate.calls_before_end:
+        return False  # the constraint begins where such calls have ended
+    # An engine that says nothing of it has the defaults.
+    grammars = state.engine.settings.get("structured_outputs", {})
+    if not grammars.get("disable_fallback") or grammars.get("backend", "auto") == "auto":
+        return True
+    backend: type[GrammarBackend] = plugins.load("headrace.grammar_backends", grammars["backend"])
+    return not backend.refuse(GrammarSpec(backend.name, "structural_tag", _ANY_TAG))
 
 
 def answers_in_harmony(state: ServerState) -> bool:

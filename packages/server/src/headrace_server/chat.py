@@ -21,7 +21,7 @@ from headrace_server.counting import Tally, usage
 from headrace_server.harmony.answer import HarmonyParser
 from headrace_server.logprobs import chat_logprobs, prompt_logprobs
 from headrace_server.offload import cost_of
-from headrace_server.parsing import AnswerParser
+from headrace_server.parsing import AnswerParser, is_cut
 from headrace_server.protocol.chat import (
     ChatAnswer,
     ChatChoice,
@@ -214,7 +214,7 @@ class Chat:
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
         parser = self._parsers[part.index]
-        parsed = parser.feed(part.text, last=True)
+        parsed = parser.feed(part.text, last=True, cut=is_cut(part))
         choice = ChatChoice(
             index=part.index,
             message=self._message(parser, parsed),
@@ -244,7 +244,8 @@ class Chat:
         )
 
     def _finish_reason(self, part: CompletionOutput) -> str | None:
-        called = self._parsers[part.index].called and part.finish_reason == "stop"
+        parser = self._parsers[part.index]
+        called = parser.called and part.finish_reason == "stop" and not parser.ends_in_call
         return self._plan.tools.finish_reason if called else part.finish_reason
 
     def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
@@ -282,7 +283,7 @@ class Chat:
     def _chunk(self, part: CompletionOutput) -> ChatChunkChoice | None:
         """What is new in a choice; None if there is nothing to say."""
         parser = self._parsers[part.index]
-        parsed = parser.feed(part.text, last=part.finished())
+        parsed = parser.feed(part.text, last=part.finished(), cut=is_cut(part))
         choice = ChatChunkChoice(
             part.index,
             _delta(parser, parsed),

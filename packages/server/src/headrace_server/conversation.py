@@ -27,7 +27,7 @@ from headrace_server.answers import PROMPT_END, AnswerPlan
 from headrace_server.counting import Tally
 from headrace_server.harmony.prompt import is_harmony, render
 from headrace_server.logprobs import content_logprobs
-from headrace_server.parsing import AnswerParser
+from headrace_server.parsing import AnswerParser, is_cut
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.request_log import log_request
 from headrace_server.segments import CallPiece, Content, Reasoning, Segment
@@ -49,6 +49,10 @@ class Piece:
     logprobs: list[Raw] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    ends_in_call: bool = False
+    """The output was cut within a call."""
+    call_is_open: bool = False
+    """The output was cut within the last call's arguments."""
 
 
 @dataclass(slots=True)
@@ -76,8 +80,22 @@ class HasThoughts(Protocol):
 class Reader(HasThoughts, Protocol):
     """Text of an answer, piece by piece -> segments."""
 
-    def feed(self, text: str, *, last: bool) -> list[Segment]:
-        """Take the next piece; with ``last``, also what was held back."""
+    @property
+    def call_is_open(self) -> bool:
+        """The last call's arguments are not complete."""
+        ...
+
+    @property
+    def ends_in_call(self) -> bool:
+        """The output was cut within a call."""
+        ...
+
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Segment]:
+        """Take the next piece; with ``last``, also what was held back.
+
+        Args:
+            cut: the output ends here because it was cut (:func:`headrace_server.parsing.is_cut`).
+        """
         ...
 
     def call_id(self, index: int, name: str) -> str | None:
@@ -179,8 +197,13 @@ class Turn:
         if self._keep_text:
             self._text.append(part.text)
             self.token_ids += part.token_ids
-        segments = self._reader.feed(part.text, last=part.finished())
-        return Piece(segments, self._logprobs(part), part.finish_reason, part.stop_reason)
+        cut = is_cut(part)
+        segments = self._reader.feed(part.text, last=part.finished(), cut=cut)
+        piece = Piece(segments, self._logprobs(part), part.finish_reason, part.stop_reason)
+        if cut:
+            piece.ends_in_call = self._reader.ends_in_call
+            piece.call_is_open = self._reader.call_is_open
+        return piece
 
     @property
     def text(self) -> str:
@@ -234,16 +257,24 @@ class _ParserReader:
         self._parser, self._seeks_calls = parser, seeks_calls
         self.thoughts = parser.thoughts
 
-    def feed(self, text: str, *, last: bool) -> list[Segment]:
+    @property
+    def call_is_open(self) -> bool:
+        return self._parser.call_is_open
+
+    @property
+    def ends_in_call(self) -> bool:
+        return self._parser.ends_in_call
+
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Segment]:
         parts = _EDGES.split(text) if self._seeks_calls else [text]
         segments: list[Segment] = []
         for part in parts[:-1]:
             segments += self._feed(part, last=False)
-        return segments + self._feed(parts[-1], last=last)
+        return segments + self._feed(parts[-1], last=last, cut=cut)
 
-    def _feed(self, text: str, *, last: bool) -> list[Segment]:
+    def _feed(self, text: str, *, last: bool, cut: bool = False) -> list[Segment]:
         called = self._parser.called
-        parsed = self._parser.feed(text, last=last)
+        parsed = self._parser.feed(text, last=last, cut=cut)
         calls = [CallPiece(c.index, c.name, c.arguments) for c in parsed.tool_calls]
         said = [Content(parsed.content)] if parsed.content else []
         thought = [Reasoning(parsed.reasoning)] if parsed.reasoning else []

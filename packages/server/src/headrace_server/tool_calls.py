@@ -1,8 +1,9 @@
 """What a request says of tools: which the model may or must call, and how calls are found.
 
-A forced call is a constraint on the output: JSON by a schema made of the tools' own
-(:func:`calls_schema`), read back by a parser of that form. A free call is in the model's own
-format, read by the parser that the operator chose.
+Calls are in the model's own format, read by the parser that the operator chose. A forced call is
+a constraint on the output besides: an answer that is nothing but calls in that format. Where no
+parser was chosen, or its format cannot write a schema, a forced call is JSON by a schema made of
+the tools' own (:func:`calls_schema`), read back by a parser of that form.
 """
 
 from __future__ import annotations
@@ -18,10 +19,20 @@ from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.text import ToolCallParser
 from headrace_server.protocol.base import check_size
 from headrace_server.structured import MAX_SCHEMA_DEPTH, check_schema
+from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.forced import ForcedToolCallParser, NamedToolCallParser
+from headrace_server.tool_parsers.machine import is_name
 
 Tool = Mapping[str, Any]
 Choice = Literal["none", "auto", "required", "named"]
+
+MAX_FORCED_CALLS = 16
+"""Calls of one answer that must call, in the model's own format: more than models are trained to
+make at once, and an end for those that would go on until ``max_tokens``."""
+
+MAX_FORM = 1_000_000
+"""Characters of a form of forced calls; formats that would need more have them as JSON, whose form
+is shorter. Engines take a constraint of 1 MiB by default."""
 
 _LITERAL_VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data: a ``$ref`` in there refers to nothing."""
@@ -49,6 +60,8 @@ class ToolPlan:
     """How free calls are written, one ``{"begin", "schema", "end"}`` per tool; () if the format
     does not say."""
     parallel: bool = True
+    bare: bool = False
+    """Forced calls are JSON whatever the model's own format is."""
 
     @property
     def forced(self) -> bool:
@@ -66,6 +79,7 @@ def plan_tools(
     choice: str | Mapping[str, Any] | None,
     chosen: type[ToolCallParser] | None,
     *,
+    forces_own: bool = True,
     parallel: bool = True,
 ) -> ToolPlan:
     """Decide how a request deals with tools.
@@ -74,6 +88,7 @@ def plan_tools(
         tools: as OpenAI's chats have them.
         choice: ``none``, ``auto``, ``required``, one function, or None for the default.
         chosen: the operator's parser for free calls.
+        forces_own: whether calls may be forced in that parser's format; False: they are JSON.
         parallel: whether there may be more than one call.
 
     Raises:
@@ -89,12 +104,14 @@ def plan_tools(
         raise RequestError(f"tool_choice = {_shown(choice)}: needs tools", param="tool_choice")
     if choice == "auto":
         return _auto(tools, chosen, parallel)
+    forced = chosen if forces_own else None
     if choice == "required":
-        schema = calls_schema(tools, most=None if parallel else 1)
-        return ToolPlan(
+        own = _own_format("required", tools, tools, forced, MAX_FORCED_CALLS if parallel else 1)
+        return own or ToolPlan(
             "required",
-            StructuredOutputsParams(json=schema),
+            StructuredOutputsParams(json=calls_schema(tools, most=None if parallel else 1)),
             partial(ForcedToolCallParser, tools),
+            bare=True,
         )
     name = _named(choice)
     tool = next((tool for tool in tools if tool["function"]["name"] == name), None)
@@ -102,11 +119,60 @@ def plan_tools(
         raise RequestError(
             f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice", value=name
         )
-    return ToolPlan(
+    return _own_format("named", tools, [tool], forced, 1) or ToolPlan(
         "named",
         StructuredOutputsParams(json=parameters_of(tool)),
         partial(NamedToolCallParser, tools, name=name),
+        bare=True,
     )
+
+
+def _own_format(
+    choice: Choice,
+    tools: Sequence[Tool],
+    allowed: Sequence[Tool],
+    parser: type[ToolCallParser] | None,
+    most: int,
+) -> ToolPlan | None:
+    """Forced calls in a parser's format; None: it cannot write them.
+
+    Args:
+        allowed: the tools that may be called.
+        most: largest number of calls.
+    """
+    schemas: dict[str, dict[str, Any]] = {}
+    for tool in allowed:
+        name, schema = tool["function"]["name"], parameters_of(tool)
+        check_schema(f"tools[{tools.index(tool)}].function.parameters", schema)
+        schemas[name] = {k: v for k, v in schema.items() if k not in ("$schema", "$id")}
+    if parser is None or not all(map(is_name, schemas)):
+        return None
+    try:
+        form = parser.forced_form(schemas, most=most) or _framed_calls(parser, schemas, most)
+    except UnsupportedFeature:
+        return None
+    if form is None or len(json.dumps(form, ensure_ascii=False)) > MAX_FORM:
+        return None
+    tag = {"type": "structural_tag", "format": form}
+    return ToolPlan(
+        choice,
+        StructuredOutputsParams(structural_tag=tag),
+        partial(parser, tools),
+        parser.needs_special_tokens,
+    )
+
+
+def _framed_calls(
+    parser: type[ToolCallParser], schemas: Mapping[str, Mapping[str, Any]], most: int
+) -> forms.Form | None:
+    """The form of forced calls of a parser that only says what stands around arguments."""
+    calls = []
+    for name, schema in schemas.items():
+        frame = parser.call_frame(name)
+        if frame is None:
+            return None
+        calls.append(forms.tag(frame.before, forms.schema_form(schema), frame.after))
+    return forms.answer(forms.several(forms.either(*calls), most))
 
 
 def check_tools(tools: Sequence[Tool]) -> None:

@@ -21,10 +21,19 @@ class HarmonyParser:
         """The reasoning in pieces, kept or not."""
         return self._reader.thoughts
 
-    def feed(self, text: str, *, last: bool) -> ParsedDelta:
-        """Take the next piece; with ``last``, also what was held back."""
+    @property
+    def ends_in_call(self) -> bool:
+        """The output was cut within a call."""
+        return self._reader.ends_in_call
+
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> ParsedDelta:
+        """Take the next piece; with ``last``, also what was held back.
+
+        Args:
+            cut: see :meth:`headrace_server.parsing.AnswerParser.feed`.
+        """
         delta = ParsedDelta()
-        for segment in self._reader.feed(text, last=last):
+        for segment in self._reader.feed(text, last=last, cut=cut):
             match segment:
                 case Reasoning():
                     delta.reasoning += segment.text

@@ -18,6 +18,7 @@ from headrace_server.harmony.prompt import (
     RETURN,
     START,
 )
+from headrace_server.parsing import LastCall
 from headrace_server.segments import Break, CallPiece, Content, Reasoning, Segment
 
 _MAX_HEAD = 1024
@@ -34,8 +35,9 @@ class HarmonyReader:
     Args:
         keep_reasoning: False drops the analysis channel.
         one_call: only the first call is kept.
-        forced: reads the calls of an answer whose form a constraint forces: such calls are its
-            text, and the model's own messages to tools cannot be there.
+        only_calls: a constraint forces the answer to be calls: any other text is dropped.
+        forced: reads the calls of an answer that a constraint forces to have another form: such
+            calls are its text, and the model's own messages to tools cannot be there.
     """
 
     def __init__(
@@ -43,10 +45,14 @@ class HarmonyReader:
         *,
         keep_reasoning: bool = True,
         one_call: bool = False,
+        only_calls: bool = False,
         forced: ToolCallParser | None = None,
     ) -> None:
         self._keep_reasoning, self._one_call = keep_reasoning, one_call
-        self._forced = forced
+        self._only_calls, self._forced = only_calls, forced
+        self._last_call = LastCall()
+        self.ends_in_call = False
+        """The output was cut within a call."""
         self.thoughts: list[str] = []
         """The analysis channel in pieces, kept or not."""
         self._in_head = self._at_start = True
@@ -63,16 +69,27 @@ class HarmonyReader:
         """The format has no ids of calls."""
         return None
 
-    def feed(self, text: str, *, last: bool) -> list[Segment]:
-        """Take the next piece; with ``last``, also what was held back."""
+    @property
+    def call_is_open(self) -> bool:
+        """The last call's arguments are not complete."""
+        return self._last_call.open
+
+    def feed(self, text: str, *, last: bool, cut: bool = False) -> list[Segment]:
+        """Take the next piece; with ``last``, also what was held back.
+
+        Args:
+            cut: the output ends here because it was cut (:func:`headrace_server.parsing.is_cut`).
+        """
         self._held += text
         found: list[Segment] = []
         while self._held and (self._head(found) if self._in_head else self._body(found)):
             pass
         if last:
-            self._end(found)
+            in_head = self._in_head and self._num_calls > 0 and bool(self._held.strip())
+            self._end(found, cut=cut)
             if self._forced is not None:
                 self._add_forced(self._forced.finish(), found)
+            self.ends_in_call = cut and (in_head or self.call_is_open)
         return found
 
     def _head(self, found: list[Segment]) -> bool:
@@ -125,7 +142,7 @@ class HarmonyReader:
                 found.append(Reasoning(text))
         elif self._forced is not None:
             self._add_forced(self._forced.feed(text), found)
-        else:
+        elif not self._only_calls:
             found.append(Content(text))
 
     def _end_call(self, found: list[Segment]) -> None:
@@ -135,21 +152,24 @@ class HarmonyReader:
             self._add_call(CallPiece(self._num_calls - 1, None, "{}"), found)
 
     def _add_call(self, piece: CallPiece, found: list[Segment]) -> None:
+        self._last_call.add(piece.index, piece.arguments)
         if piece.index == 0 or not self._one_call:
             found.append(piece)
 
     def _add_forced(self, parsed: ParsedDelta, found: list[Segment]) -> None:
-        if parsed.content:
+        if parsed.content and not self._only_calls:
             found.append(Content(parsed.content))
         for call in parsed.tool_calls:
             self._add_call(CallPiece(call.index, call.name, call.arguments), found)
 
-    def _end(self, found: list[Segment]) -> None:
-        """What is held is said, but for a head that never ended."""
+    def _end(self, found: list[Segment], *, cut: bool) -> None:
+        """Say the held text, but for a head that never ended. A call that was cut before its
+        arguments has none."""
         held, self._held = self._held, ""
         if not self._in_head:
             self._say(held, found)
-            self._end_call(found)
+            if not cut:
+                self._end_call(found)
         elif not self._marked and CHANNEL not in held:
             self._channel, self._recipient = "final", None
             self._say(held, found)

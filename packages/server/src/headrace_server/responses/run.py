@@ -79,6 +79,8 @@ class ResponseRun:
         self._tools = ToolSet()
         self._num_tool_calls = 0
         self._finish_reason: str | None = None
+        self._ends_in_call = False
+        """The turn was cut within a call."""
         self._opened = False
 
     # Before
@@ -229,11 +231,20 @@ class ResponseRun:
             self._items.take(step)
         if piece.finish_reason is not None:
             self._finish_reason = piece.finish_reason
-            self._items.ending = "incomplete" if piece.finish_reason == "length" else "completed"
+            self._ends_in_call = piece.ends_in_call
+            self._items.ending = "completed" if self._is_whole(piece) else "incomplete"
             for step in self._blocks.finish():
                 self._items.take(step)
             if piece.finish_reason in ("abort", "error"):
                 raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
+
+    def _is_whole(self, piece: Piece) -> bool:
+        """True if the block that ends with the turn is complete. A call is if its arguments are,
+        whatever was cut behind it."""
+        block = self._blocks.open
+        if block is not None and block.kind == "call":
+            return not piece.call_is_open
+        return piece.finish_reason != "length"
 
     async def _count(self, turn: Turn) -> None:
         self._usage.turns.append(await turn.counts())
@@ -253,7 +264,7 @@ class ResponseRun:
     def _calls(self) -> list[tuple[Block, BuiltinTool]]:
         """The built-in calls of the turn that has ended, and remembers what it said."""
         self.messages.append(_assistant_message(self._blocks))
-        if self._finish_reason == "length":
+        if self._finish_reason == "length" or self._ends_in_call:
             return []
         found = ((block, self._tools.find(block.name)) for block in self._blocks.calls)
         return [(block, builtin) for block, builtin in found if builtin is not None]

@@ -79,8 +79,8 @@ def free_text(triggers: Iterable[str], tags: Sequence[Form], *, ends: bool = Fal
     }
 
 
-SPACE = regex(r"[ \t\r\n]{0,4}")
-"""White space between marks, as the model likes it."""
+SPACE = regex(r"[ \t\r\n]{0,8}")
+"""White space between marks, as the model likes it: a new line and its indent at most."""
 
 
 def may_begin(bare: Form, first: str, mark: str, marked: Form, *, ends: bool) -> Form:
@@ -104,6 +104,38 @@ def may_begin(bare: Form, first: str, mark: str, marked: Form, *, ends: bool) ->
         sequence(regex(other), free_text([mark], [marked], ends=ends)),
         regex(f"{space}{start}?"),
     )
+
+
+def several(one: Form, most: int, between: Form | None = None) -> Form:
+    """One of a form, up to ``most`` of them.
+
+    Args:
+        between: separates two of them; None: nothing but white space does, which may also follow
+            the last. A separator makes the schemas in the form appear twice.
+    """
+    if most == 1:
+        return one
+    if between is None:
+        return repeat(1, most, sequence(one, SPACE))
+    return sequence(one, repeat(0, most - 1, sequence(between, one)))
+
+
+def repeat(least: int, most: int, content: Form) -> Form:
+    """So many of a form, one after the other."""
+    return {"type": "repeat", "min": least, "max": most, "content": content}
+
+
+def answer(*parts: Form) -> Form:
+    """An answer that is nothing but these parts, in order, behind at most a little white space."""
+    return sequence(SPACE, *parts)
+
+
+def loose(text: str) -> list[Form]:
+    """A text whose white space at either end is the model's to choose."""
+    inner = [const(text.strip())] if text.strip() else []
+    before = [SPACE] if text[:1].isspace() else []
+    after = [SPACE] if inner and text[-1:].isspace() else []
+    return [*before, *inner, *after]
 
 
 def not_strict(tool: str, pointer: str, reason: str) -> NoReturn:

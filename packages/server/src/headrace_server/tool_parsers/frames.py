@@ -83,6 +83,13 @@ class FramesParser(Machine):
         return forms.free_text([form.section, form.call], [section, *found])
 
     @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        form = cls.format
+        one = forms.either(*(cls._strict_call(*tool) for tool in tools.items()))
+        section = forms.sequence(forms.SPACE, forms.several(one, most))
+        return forms.answer(forms.tag(form.section, section, form.section_end))
+
+    @classmethod
     def _strict_call(cls, name: str, schema: Mapping[str, Any] | None) -> forms.Form:
         form = cls.format
         opening, closing = (f"{form.fence[0]}\n", f"\n{form.fence[1]}") if form.fence else ("", "")
@@ -208,6 +215,28 @@ class MistralToolParser(ObjectsParser):
                 )
             )
         return forms.free_text([mark], tags)
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        """In either dialect, see :meth:`strict_form`."""
+        mark = forms.const(cls.opens[0])
+        objects = forms.either(*cls.strict_objects(tools))
+        listed = forms.several(objects, most, forms.sequence(*forms.loose(", ")))
+        identity = forms.sequence(forms.const("[CALL_ID]"), forms.regex("[A-Za-z0-9]{9}"))
+        marked = forms.sequence(forms.either(identity, forms.const("")), forms.const("[ARGS]"))
+        middle = forms.either(marked, forms.const(""))
+        named = [
+            forms.sequence(forms.const(name), middle, forms.schema_form(schema))
+            for name, schema in tools.items()
+        ]
+        return forms.answer(
+            forms.either(
+                forms.sequence(
+                    mark, forms.SPACE, forms.const("["), listed, forms.SPACE, forms.const("]")
+                ),
+                forms.several(forms.sequence(mark, forms.either(*named)), most),
+            )
+        )
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source

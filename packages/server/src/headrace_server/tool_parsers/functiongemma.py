@@ -16,6 +16,7 @@ from headrace_server.tool_parsers.value_forms import (
     BareText,
     Parameter,
     listed,
+    need_parameters,
     parameters,
     value_types,
 )
@@ -43,6 +44,13 @@ class FunctionGemmaToolParser(Machine):
     @classmethod
     def strict_form(cls, tools: forms.Tools) -> forms.Form:
         return forms.free_text(cls.opens, [_strict_call(*tool) for tool in tools.items()])
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        for tool in tools.items():
+            need_parameters(*tool)
+        one = forms.either(*(_strict_call(*tool) for tool in tools.items()))
+        return forms.answer(forms.several(one, most))
 
     def calls(self, mark: str) -> Steps[None]:
         source = self.source

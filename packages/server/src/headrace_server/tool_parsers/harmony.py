@@ -65,6 +65,33 @@ class OpenAIToolParser(Machine):
             OPENS, [*_messages("", tools), *_messages(f"{START}assistant", tools)]
         )
 
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        """One call, whatever ``most`` says: a call ends the model's output. It may think before.
+
+        The prompt may end with the head of the message, so that an answer may begin without it.
+        """
+        role = forms.const(f"{START}assistant")
+        thought = forms.sequence(
+            forms.either(role, forms.const("")),
+            forms.tag(f"{CHANNEL}analysis{MESSAGE}", forms.FREE, ENDS[0]),
+        )
+        before = forms.sequence(forms.either(thought, forms.const("")), role)
+        return forms.either(
+            *(_forced_call(*tool, [f"{CHANNEL}commentary", ""]) for tool in tools.items()),
+            forms.sequence(
+                before,
+                forms.either(
+                    *(
+                        _forced_call(
+                            *tool, [f"{CHANNEL}commentary", ""], ["", f"{CHANNEL}commentary"]
+                        )
+                        for tool in tools.items()
+                    )
+                ),
+            ),
+        )
+
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         super().__init__(tools)
         self._reasoning: list[str] = []
@@ -118,6 +145,18 @@ class OpenAIToolParser(Machine):
 _CONSTRAINS = ("", "<|constrain|>json", " <|constrain|>json")
 """What may stand between a call's recipient and its body."""
 _BUILT_IN = r"(browser|python|container)(\.[a-z_]{1,32})?( ?[a-z]{0,16})?"
+
+
+def _forced_call(name: str, schema: Mapping[str, Any], *orders: list[str]) -> forms.Form:
+    """A message to one function, behind the message's role.
+
+    Args:
+        orders: what may stand before the recipient, and behind it.
+    """
+    to = f" to=functions.{name}"
+    head = forms.either(*(forms.const(first + to + then) for first, then in orders))
+    says = forms.either(*map(forms.const, _CONSTRAINS))
+    return forms.sequence(head, says, forms.tag(MESSAGE, forms.schema_form(schema), ["", ENDS[1]]))
 
 
 def _messages(before: str, tools: forms.Tools) -> list[forms.Form]:

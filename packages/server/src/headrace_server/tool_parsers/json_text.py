@@ -70,6 +70,11 @@ class JsonScanner:
             out.append(piece)
         return at, "".join(out)
 
+    @property
+    def in_string(self) -> bool:
+        """True if the text read so far ends within a string, so that any text may follow."""
+        return self._read == self._string and not (self.done or self.broken)
+
     def finish(self) -> bool:
         """Whether the value is complete if no more text comes."""
         return self.done or (not self._stack and self._number in _WHOLE)

@@ -7,8 +7,9 @@ name is known. Other members of the object are read and dropped.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headrace_core.text import CallFrame
 from headrace_server.source import Broken, Steps
@@ -64,6 +65,25 @@ class ObjectsParser(Machine):
         return forms.free_text(
             cls.opens, [forms.tag(mark + inside, objects, after) for mark in cls.opens]
         )
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form | None:
+        if cls.frame is None:
+            return None
+        one = forms.either(*cls.strict_objects(tools))
+        if cls.between is None:
+            return forms.answer(forms.several(cls._framed(one), most))
+        gap = forms.sequence(*forms.loose(cls.between))
+        return forms.answer(cls._framed(forms.several(one, most, gap)))
+
+    @classmethod
+    def _framed(cls, objects: forms.Form) -> forms.Form:
+        """Objects between the format's tags."""
+        assert cls.frame is not None
+        before, after = cls.frame
+        inside = before.removeprefix(cls.opens[0]).strip()
+        marks = forms.either(*(forms.const(mark + inside) for mark in cls.opens))
+        return forms.sequence(marks, forms.SPACE, objects, forms.SPACE, forms.const(after.strip()))
 
     @classmethod
     def strict_objects(cls, tools: forms.Tools) -> list[forms.Form]:

@@ -13,9 +13,16 @@ from typing import Any, ClassVar
 
 from headrace_server.source import Broken, Steps
 from headrace_server.tool_parsers import forms
+from headrace_server.tool_parsers.json_text import JsonScanner
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import SchemaValues, spell, spell_string
-from headrace_server.tool_parsers.value_forms import BareText, Parameter, parameters, says_nothing
+from headrace_server.tool_parsers.value_forms import (
+    BareText,
+    Parameter,
+    need_parameters,
+    parameters,
+    says_nothing,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class ParameterFormat:
     """One new line at each end of a value belongs to the format."""
     bare: bool = True
     """Calls may come without the section's marks."""
+    alone: bool = False
+    """A model writes each call into a section of its own."""
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -88,6 +97,8 @@ class ParametersParser(Machine):
     def _call(self) -> Steps[None]:
         form, source = self.format, self.source
         name = yield from self.name()
+        if form.key in form.name_end:
+            yield from source.space(" \t\r")
         mark = yield from source.expect(*form.name_end)
         end, separator = form.call_end[0], "{"
         if mark not in (form.key, end):
@@ -111,16 +122,34 @@ class ParametersParser(Machine):
         if form.value:
             yield from source.space()
             yield from source.expect(form.value)
-        pieces: list[str] = []
-        if not (yield from source.until((form.value_end,), pieces.append)):
-            raise Broken
-        text = "".join(pieces)
+        key, said = key.strip(), form.key_end[mark]
+        types = self._values.types(function, key) if said is None else frozenset({said})
+        text = yield from self._value(is_json=not types & {"string", "any"})
         if form.trim_newlines:
             text = text.removeprefix("\n").removesuffix("\n")
-        key, said = key.strip(), form.key_end[mark]
         if said is None:
-            return key, self._values.spell(function, key, text)
+            return key, spell(text, types)
         return key, spell(text, frozenset({"string" if said == "string" else "any"}))
+
+    def _value(self, *, is_json: bool) -> Steps[str]:
+        """The text of a value, up to and with its end.
+
+        Args:
+            is_json: the value is JSON, not a bare string; within a string of it the end tag is text.
+        """
+        pieces: list[str] = []
+        scanner, num_scanned = JsonScanner(), 0
+        while True:
+            if not (yield from self.source.until((self.format.value_end,), pieces.append)):
+                raise Broken
+            if not is_json:
+                break
+            scanner.scan("".join(pieces[num_scanned:]))
+            if not scanner.in_string:
+                break
+            num_scanned = len(pieces)
+            pieces.append(self.format.value_end)
+        return "".join(pieces)
 
     @classmethod
     def strict_form(cls, tools: forms.Tools) -> forms.Form:
@@ -131,6 +160,22 @@ class ParametersParser(Machine):
         section = forms.sequence(forms.SPACE, forms.calls(found, ""))
         tags = [forms.tag(form.section, section, form.section_end)]
         return forms.free_text(form.opens, tags + found if form.bare else tags)
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        form = cls.format
+        for tool in tools.items():
+            need_parameters(*tool)
+        one = forms.either(
+            *(forms.tag(form.call[0], cls._strict_call(*tool)) for tool in tools.items())
+        )
+        if not form.section:
+            return forms.answer(forms.several(one, most))
+        inside = one if form.alone else forms.several(one, most)
+        section = forms.tag(form.section, forms.sequence(forms.SPACE, inside), form.section_end)
+        if form.alone:
+            return forms.answer(forms.several(section, most))
+        return forms.answer(section)
 
     @classmethod
     def _strict_call(cls, name: str, schema: Mapping[str, Any] | None) -> forms.Form:
@@ -201,6 +246,7 @@ def _functions(name: str) -> ParameterFormat:
         call_end=("</function>",),
         section_end=f"</{name}>",
         trim_newlines=True,
+        alone=True,
     )
 
 

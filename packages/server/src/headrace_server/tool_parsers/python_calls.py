@@ -7,7 +7,7 @@ keyword on (or its closing bracket, if it has none), and its values are given aw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace_server.source import Broken, Source, Steps
@@ -15,7 +15,13 @@ from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.literals import MAX_DEPTH, read_literal
 from headrace_server.tool_parsers.machine import MAX_NAME, Machine
 from headrace_server.tool_parsers.schema_values import spell_string
-from headrace_server.tool_parsers.value_forms import listed, parameters
+from headrace_server.tool_parsers.value_forms import (
+    Parameter,
+    listed,
+    need_parameters,
+    parameters,
+    says_nothing,
+)
 
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
@@ -32,6 +38,14 @@ class PythonicToolParser(Machine):
         found = forms.calls([_strict_call(*tool) for tool in tools.items()], ", ")
         marked = forms.tag(f"{mark}[", found, f"]{close}")
         return forms.may_begin(forms.tag("[", found, "]"), "[", mark, marked, ends=False)
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        mark, close = cls.opens[0], "".join(cls.closes)
+        # Without a closing mark, the opening one may be missing.
+        begin = forms.const(mark) if close else forms.either(forms.const(mark), forms.const(""))
+        calls = _forced_list(tools, most)
+        return forms.answer(begin, forms.SPACE, calls, forms.SPACE, forms.const(close))
 
     def begin(self) -> Steps[None]:
         yield from self.source.space()
@@ -102,6 +116,14 @@ class Olmo3ToolParser(PythonicToolParser):
         inside = forms.sequence(forms.SPACE, found, forms.SPACE)
         return forms.free_text(cls.opens, [forms.tag(cls.opens[0], inside, cls.closes[0])])
 
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        one = forms.either(*(_forced_call(*tool) for tool in tools.items()))
+        inside = forms.sequence(
+            forms.SPACE, forms.several(one, most, forms.sequence(*forms.loose("\n"))), forms.SPACE
+        )
+        return forms.answer(forms.tag(cls.opens[0], inside, cls.closes[0]))
+
     def begin(self) -> Steps[None]:
         yield from ()
 
@@ -123,16 +145,55 @@ _ANY_ARGUMENTS = r"""(?:[^'"()]|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*")*"""
 
 def _strict_call(name: str, schema: Mapping[str, Any] | None) -> forms.Form:
     """A call whose values are written as JSON, which Python's literals include as read here."""
-    if not _is_identifier(name, "._-"):
-        forms.not_strict(name, "", "its format cannot write this name")
-    if schema is None:
-        return forms.tag(f"{name}(", forms.regex(_ANY_ARGUMENTS), ")")
+    if schema is not None:
+        return _call(name, schema, lambda one: forms.schema_form(one.schema))
+    _check_name(name)
+    return forms.tag(f"{name}(", forms.regex(_ANY_ARGUMENTS), ")")
+
+
+def _forced_list(tools: Mapping[str, Mapping[str, Any]], most: int) -> forms.Form:
+    """Calls between square brackets."""
+    one = forms.either(*(_forced_call(*tool) for tool in tools.items()))
+    calls = forms.several(one, most, forms.sequence(*forms.loose(", ")))
+    return forms.sequence(forms.const("["), forms.SPACE, calls, forms.SPACE, forms.const("]"))
+
+
+def _forced_call(name: str, schema: Mapping[str, Any]) -> forms.Form:
+    """A call whose values are written as JSON, or in Python's own spelling where that is simple."""
+    need_parameters(name, schema)
+    return _call(name, schema, _python_value)
+
+
+_QUOTED = r"'(?:[^'\\\x00-\x1f]|\\[\\'nrt])*'"
+"""A regex of a string between single quotes."""
+
+
+def _python_value(parameter: Parameter) -> forms.Form:
+    json_form, schema = forms.schema_form(parameter.schema), parameter.schema
+    if not isinstance(schema, Mapping):
+        return json_form
+    if says_nothing(schema) and schema.get("type") == "string":
+        return forms.either(json_form, forms.regex(_QUOTED))
+    if says_nothing(schema) and schema.get("type") == "boolean":
+        return forms.either(json_form, forms.const("True"), forms.const("False"))
+    return json_form
+
+
+def _call(
+    name: str, schema: Mapping[str, Any], write: Callable[[Parameter], forms.Form]
+) -> forms.Form:
+    _check_name(name)
     parts = []
     for one in parameters(name, schema):
         if not _is_identifier(one.name, "_"):
             forms.not_strict(name, one.pointer, "its format cannot write this name")
-        parts.append((forms.tag(f"{one.name}=", forms.schema_form(one.schema)), one.required))
+        parts.append((forms.sequence(forms.const(f"{one.name}="), write(one)), one.required))
     return forms.tag(f"{name}(", listed(parts, ", ") or forms.const(""), ")")
+
+
+def _check_name(name: str) -> None:
+    if not _is_identifier(name, "._-"):
+        forms.not_strict(name, "", "its format cannot write this name")
 
 
 def _is_identifier(text: str, others: str) -> bool:

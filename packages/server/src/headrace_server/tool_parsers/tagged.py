@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from headrace_server.source import Steps
 from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.objects import ObjectFormat, ObjectsParser
@@ -128,6 +131,12 @@ class Llama3JsonToolParser(ObjectsParser):
         # Behind a call another one could follow the text at once.
         return forms.may_begin(objects, "{", mark, forms.tag(mark, objects), ends=True)
 
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        one = forms.either(*cls.strict_objects(tools))
+        mark = forms.either(forms.const(cls.opens[0]), forms.const(""))
+        return forms.answer(mark, forms.several(one, most, forms.sequence(*forms.loose("; "))))
+
     def begin(self) -> Steps[None]:
         yield from self.objects()
 
@@ -142,6 +151,15 @@ class XlamToolParser(ObjectsParser):
     opens = ("[TOOL_CALLS]", "<tool_call>", "```", "</think>")
     closes = ("</tool_call>",)
     format = ObjectFormat(array=True, arguments_optional=True, others=("type", "id"))
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        """A bare list, as xLAM 2's own prompt asks for, or behind the mark of earlier models."""
+        one = forms.either(*cls.strict_objects(tools))
+        calls = forms.several(one, most, forms.sequence(*forms.loose(", ")))
+        mark = forms.either(forms.const(cls.opens[0]), forms.const(""))
+        bare = (forms.const("["), forms.SPACE, calls, forms.SPACE, forms.const("]"))
+        return forms.answer(mark, forms.SPACE, *bare)
 
     def begin(self) -> Steps[None]:
         yield from self.source.space()
@@ -168,6 +186,14 @@ class GigaChat3ToolParser(ObjectsParser):
     needs_special_tokens = True
     opens = ("<|message_sep|>", "function call")
     format = ObjectFormat()
+
+    @classmethod
+    def forced_form(cls, tools: Mapping[str, Mapping[str, Any]], *, most: int) -> forms.Form:
+        one = forms.either(*cls.strict_objects(tools))
+        mark = forms.sequence(forms.const(cls.opens[0]), forms.SPACE)
+        head = forms.const("function call<|role_sep|>")
+        call = forms.sequence(forms.either(mark, forms.const("")), head, forms.SPACE, one)
+        return forms.answer(forms.several(call, most))
 
     def calls(self, mark: str) -> Steps[None]:
         if mark != "function call":

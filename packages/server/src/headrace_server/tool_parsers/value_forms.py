@@ -18,6 +18,7 @@ from headrace_server.tool_parsers.forms import (
     escaped,
     not_strict,
     regex,
+    repeat,
     schema_form,
     sequence,
 )
@@ -29,6 +30,8 @@ _ANNOTATIONS = frozenset(
 )  # fmt: skip
 _DEFINITIONS = ("$defs", "definitions")
 _OBJECT = _ANNOTATIONS | {*_DEFINITIONS, "additionalProperties", "properties", "required", "type"}
+_MAX_IN_ORDER = 8
+"""Parameters of which none is required that are kept in their order."""
 _MAX_STEPS = 64
 """References and alternatives that are followed in one schema."""
 
@@ -53,6 +56,10 @@ def parameters(tool: str, schema: Mapping[str, Any]) -> list[Parameter]:
         not_strict(tool, "", f"{keyword!r}: parameters are written one by one in its format")
     named = schema.get("properties", {})
     required = schema.get("required", [])
+    if not isinstance(named, Mapping):
+        not_strict(tool, "/properties", "must be an object")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        not_strict(tool, "/required", "must be a list of names")
     for name in required:
         if name not in named:
             not_strict(tool, "/required", f"{name[:64]!r} is not among the properties")
@@ -63,12 +70,25 @@ def parameters(tool: str, schema: Mapping[str, Any]) -> list[Parameter]:
     return [
         Parameter(
             name,
-            {**part, **shared} if isinstance(part, Mapping) else part,
+            {**part, **shared} if isinstance(part, Mapping) and _references(part) else part,
             name in required,
             f"/properties/{name}",
         )
         for name, part in named.items()
     ]
+
+
+def need_parameters(tool: str, schema: Mapping[str, Any]) -> None:
+    """Refuse a schema that asks for properties without naming any: an empty call would be all that
+    could be written.
+
+    Raises:
+        UnsupportedFeature: it is such a schema.
+    """
+    if not schema.get("properties") and schema.get("additionalProperties"):
+        not_strict(
+            tool, "", "names no 'properties': parameters are written one by one in its format"
+        )
 
 
 def _references(part: Any) -> list[str]:
@@ -85,23 +105,39 @@ def _references(part: Any) -> list[str]:
 
 
 def listed(parts: Sequence[tuple[Form, bool]], separator: str) -> Form | None:
-    """Parts with a separator between those that come, each of which may be required.
+    """Parts in their order, each of which may be required, with a separator between those that come.
+
+    Many parts of which none is required may come in any order, and one of them more than once: the
+    last counts. In order, each would be written once for every part that may be the first.
 
     Returns:
         None if there are none.
     """
-    followed = [
-        sequence(const(separator), form)
-        if must
-        else either(sequence(const(separator), form), const(""))
+    if not parts:
+        return None
+    gap, nothing = const(separator), const("")
+    first = next((index for index, (_, must) in enumerate(parts) if must), None)
+    if first is not None:
+        before = [either(sequence(form, gap), nothing) for form, _ in parts[:first]]
+        return sequence(*before, parts[first][0], *_following(parts[first + 1 :], gap))
+    if len(parts) <= _MAX_IN_ORDER:
+        return either(
+            *(
+                sequence(form, *_following(parts[i + 1 :], gap))
+                for i, (form, _) in enumerate(parts)
+            ),
+            nothing,
+        )
+    one = either(*(form for form, _ in parts))
+    return either(sequence(one, repeat(0, len(parts) - 1, sequence(gap, one))), nothing)
+
+
+def _following(parts: Sequence[tuple[Form, bool]], gap: Form) -> list[Form]:
+    """Parts behind one that came."""
+    return [
+        sequence(gap, form) if must else either(sequence(gap, form), const(""))
         for form, must in parts
     ]
-    alternatives: list[Form] = []
-    for index, (form, must) in enumerate(parts):
-        alternatives.append(sequence(form, *followed[index + 1 :]))
-        if must:
-            return either(*alternatives)
-    return either(*alternatives, const("")) if alternatives else None
 
 
 @dataclass(frozen=True)
@@ -142,6 +178,9 @@ class BareText:
             )
         if types == {"string"} and said <= {"type", "minLength", "maxLength"}:
             least, most = leaf.get("minLength", 0), leaf.get("maxLength", "")
+            for word in ("minLength", "maxLength"):
+                if not isinstance(leaf.get(word, 0), int):
+                    not_strict(tool, parameter.pointer, f"{word!r}: must be an integer")
             edge = const("\n") if self.newlines else const("")
             other = escaped(self.end[0])
             return sequence(edge, regex(f"[^{other}]{{{least},{most}}}"), edge)
@@ -156,6 +195,8 @@ class BareText:
     ) -> Form:
         space = regex(r"\n?") if self.newlines else const("")
         texts = []
+        if not isinstance(values, list) or not values:
+            not_strict(tool, parameter.pointer, "'enum': must be a list of at least one value")
         for value in values:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             read = json.loads(spell(text, types))
@@ -191,8 +232,12 @@ def _leaves(tool: str, parameter: Parameter) -> list[Mapping[str, Any]]:
             continue
         said = part.keys() - _ANNOTATIONS - set(_DEFINITIONS)
         if said == {"$ref"}:
-            waiting.append(_target(part["$ref"], root))
+            waiting.append(_target(str(part["$ref"]), root))
         elif said == {"anyOf"}:
+            if not isinstance(part["anyOf"], list) or not part["anyOf"]:
+                not_strict(
+                    tool, parameter.pointer, "'anyOf': must be a list of at least one schema"
+                )
             waiting += part["anyOf"]
         elif isinstance(part.get("type"), list) and said == {"type"}:
             leaves += [{"type": kind} for kind in part["type"]]
