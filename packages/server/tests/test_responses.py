@@ -695,6 +695,28 @@ async def test_a_call_and_a_second_turn(connect: Any, echo: EchoServer) -> None:
     assert usage["input_tokens"] == sum(prompts)
 
 
+@pytest.mark.spec("API-TOOLSERVER")
+@pytest.mark.parametrize(
+    ("cut", "status"),
+    [({"stop": ["rest"]}, "completed"), ({"max_output_tokens": 70}, "incomplete")],
+)
+async def test_a_turn_that_was_cut_in_a_call_calls_nothing(
+    connect: Any, echo: EchoServer, cut: Any, status: str
+) -> None:
+    text = write("echo", '{"x": "some text, and the rest of it, which is long"}')
+    engine = FakeEngine(turns(text, text), tokens_per_output=100)
+    client = connect(engine, **PARSERS)
+    answer = await post(client, tools=[MCP], **cut)
+    (call,) = answer["output"]
+    assert (answer["status"], call["type"], call["status"]) == (status, "mcp_call", "incomplete")
+    assert call["arguments"].startswith('{"x": "some text')
+    events = await streamed(client, tools=[MCP], **cut)
+    (done,) = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+    assert done["status"] == "incomplete"
+    assert echo.calls == []
+    assert len(engine.requests) == 2
+
+
 @pytest.mark.spec("API-TOOLSERVER", "API-RESPONSES-STREAM")
 async def test_the_events_of_a_call(connect: Any, echo: EchoServer) -> None:
     replies = (write("echo"), "ok")

@@ -177,6 +177,10 @@ class ItemEvents:
         self._on_item(f"response.{family}.{ended}", block.position)
         self._done(block.position, item["status"])
 
+    def not_called(self, block: Block) -> None:
+        """A built-in tool is not called, as the turn was cut: its item ends without a result."""
+        self._done(block.position, "incomplete")
+
     # Events
 
     def _added(self, position: int, item: dict[str, Any]) -> None:

@@ -264,10 +264,13 @@ class ResponseRun:
     def _calls(self) -> list[tuple[Block, BuiltinTool]]:
         """The built-in calls of the turn that has ended, and remembers what it said."""
         self.messages.append(_assistant_message(self._blocks))
-        if self._finish_reason == "length" or self._ends_in_call:
-            return []
         found = ((block, self._tools.find(block.name)) for block in self._blocks.calls)
-        return [(block, builtin) for block, builtin in found if builtin is not None]
+        calls = [(block, builtin) for block, builtin in found if builtin is not None]
+        if self._finish_reason == "length" or self._ends_in_call:
+            for block, _ in calls:
+                self._items.not_called(block)
+            return []
+        return calls
 
     async def _call(
         self, sessions: Sessions | None, block: Block, builtin: BuiltinTool
