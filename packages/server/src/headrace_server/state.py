@@ -183,7 +183,9 @@ class ServerState(Serving):
     """Text of the operator's template, replacing the model's."""
     parsers: Parsers = field(default_factory=Parsers)
     unknown_fields: LoggedOnce = field(
-        default_factory=lambda: LoggedOnce("request field %r is unknown and has no effect")
+        default_factory=lambda: LoggedOnce(
+            "request field %r is unknown: it has no effect, unless the chat template reads it"
+        )
     )
     left_out: LoggedOnce = field(
         default_factory=lambda: LoggedOnce(

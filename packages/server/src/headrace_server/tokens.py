@@ -151,7 +151,7 @@ class TokenGeneration:
 
 def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> SamplingParams:
     sampling = body.sampling_params
-    sampling.check_fields(state)
+    sampling.check_fields(state, "sampling_params")
     convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
     convert.check_priority(body.priority, model)
     convert.check_logprobs("sampling_params.logprobs", sampling.logprobs, model)

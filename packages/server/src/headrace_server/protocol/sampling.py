@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_server.protocol.base import (
     MAX_N,
     Count,
+    FreeObject,
     Refusal,
     RequestBody,
     ShortText,
@@ -18,6 +19,7 @@ from headrace_server.protocol.base import (
     TokenId,
     without_nulls,
 )
+from headrace_server.protocol.known import RequestObject
 from headrace_server.protocol.structured import ResponseFormat, StructuredOutputs
 
 _LATER = "is not served by this version; leave it out"
@@ -46,7 +48,7 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestObject):
     """What a stream reports besides its text."""
 
     include_usage: bool = True
@@ -134,6 +136,9 @@ class SamplingBody(SamplingFields):
     )
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    prompt_cache_options: FreeObject | None = Field(
+        None, description="Has no effect: as prompt_cache_key."
     )
     prompt_cache_retention: ShortText | None = Field(
         None, description="Has no effect: the cache keeps what it has room for."

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_server.protocol.base import FreeObject, ShortText, Text
+from headrace_server.protocol.known import RequestObject
 
 MAX_CHOICES = 4096
 MAX_REGEX = 8192
@@ -17,7 +18,7 @@ Source = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 Schema = FreeObject | bool
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(RequestObject):
     """A named JSON schema, as OpenAI's clients send it."""
 
     name: ShortText | None = None
@@ -28,7 +29,7 @@ class JsonSchema(BaseModel):
     )
 
 
-class StructuralTag(BaseModel):
+class StructuralTag(RequestObject):
     """One constrained part of otherwise free text, in the older form."""
 
     begin: Source
@@ -36,7 +37,7 @@ class StructuralTag(BaseModel):
     end: Source
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestObject):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
