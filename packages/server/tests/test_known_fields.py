@@ -102,7 +102,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
         {"prompt": "a", "response_format": {"type": "text", "shema": {}}},
         "response_format.shema",
         "response_format.shema",
-        "json_schema",
+        "schema",
     ),
     (
         "/inference/v1/generate",

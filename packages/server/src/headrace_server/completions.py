@@ -33,7 +33,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
-from headrace_server.structured import constraint_of, spelling_of
+from headrace_server.structured import asked_of, spelling_of
 
 
 @dataclass
@@ -71,11 +71,9 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        constrained_by = "structured_outputs" if body.structured_outputs else "response_format"
         self.spelling: Mapping[str, str] = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
-            **spelling_of(constrained_by),
         }
         """The engine's names of fields -> the client's."""
         model = state.engine.model
@@ -83,8 +81,9 @@ class Completion:
         body.check_fields(state)
         convert.refuse_rank(request)
         self.id = convert.answer_id("cmpl-", body.request_id, request)
-        constraint = constraint_of(body.response_format, body.structured_outputs)
-        self._params = convert.completion_params(body, model, constraint)
+        asked = asked_of(body)
+        self.spelling = {**self.spelling, **spelling_of(asked.field)}
+        self._params = convert.completion_params(body, model, asked.constraint)
         self._prompts = convert.completion_prompts(body, model)
         self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())

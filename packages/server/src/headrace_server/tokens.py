@@ -166,7 +166,11 @@ def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> Sa
         stream=body.stream,
         detokenize=False,
         extra_args=sampling.extra_args or None,
-        constraint=constraint_of(None, sampling.structured_outputs),
+        constraint=(
+            None
+            if sampling.structured_outputs is None
+            else constraint_of(sampling.structured_outputs)
+        ),
     )
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from headrace_core.engine import OutputStream
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
