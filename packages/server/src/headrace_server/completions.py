@@ -88,6 +88,7 @@ class Completion:
         self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())
         self._model = model.name
+        self._fingerprint = state.fingerprint.name
         self._prompt_only = body.max_tokens == 0
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._echoes: dict[int, _Echo] = {}
@@ -121,6 +122,7 @@ class Completion:
             model=self._model,
             choices=[choices[index] for index in sorted(choices)],
             usage=self._usage(),
+            system_fingerprint=self._fingerprint,
         )
 
     async def events(self) -> Events:
@@ -306,7 +308,9 @@ class Completion:
 
     def _wrap(self, choices: list[CompletionChunkChoice], used: Usage | None) -> CompletionChunk:
         counts: object | UnsetType = used.model_dump() if used is not None else UNSET
-        return CompletionChunk(self.id, self._created, self._model, choices, counts)
+        return CompletionChunk(
+            self.id, self._created, self._model, choices, self._fingerprint, counts
+        )
 
 
 def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:

@@ -211,6 +211,17 @@ class Message(BaseModel):
     usage: AnthropicUsage
 
 
+class MessageEvent(BaseModel):
+    """Data of one event of a stream; it has more fields, by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop", "ping", "error",
+    ]  # fmt: skip
+
+
 class TokenCount(BaseModel):
     """Answer of ``POST /v1/messages/count_tokens``."""
 

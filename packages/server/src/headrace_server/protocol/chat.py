@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
@@ -170,6 +170,14 @@ class ChatAnswer(BaseModel):
     reasoning: str | None = None
     reasoning_content: str | None = None
 
+    @model_serializer(mode="wrap")
+    def _without_empty_calls(self, make: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without calls there is no ``tool_calls``: clients take a null for a list."""
+        made: dict[str, Any] = make(self)
+        if self.tool_calls is None:
+            made.pop("tool_calls", None)
+        return made
+
 
 class TokenLogprob(BaseModel):
     """One token."""
@@ -212,7 +220,7 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: None = None
-    system_fingerprint: None = None
+    system_fingerprint: str
     prompt_logprobs: PromptLogprobsField | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
@@ -273,6 +281,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str
     usage: Any = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -391,6 +391,16 @@ class ResponseObject(BaseModel):
     usage: ResponseUsage | None = None
 
 
+class ResponseEvent(BaseModel):
+    """Data of one event of a stream; it has more fields, by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(pattern=r"^(response\.[a-z_.]+|error)$")]
+    sequence_number: Annotated[int, Field(ge=0)]
+    """Rising from 0 without holes."""
+
+
 class ItemList(BaseModel):
     """Answer of ``GET /v1/responses/{id}/input_items``."""
 
