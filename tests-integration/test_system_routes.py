@@ -100,7 +100,7 @@ def _ask(server, body, ends):
         ends.append(error.read().decode())
 
 
-@pytest.mark.req("REL-19")
+@pytest.mark.spec("API-ERRORS")
 @pytest.mark.parametrize("words", [(), ("--dev-mode", "--admin-port", "0")])
 def test_no_stacks_after_the_engine_s_end(words):
     with serving("--engine-process", "--max-num-seqs", "4", *words) as running:

@@ -231,7 +231,7 @@ async def test_a_dead_engine_is_asked_nothing(connect: Any) -> None:
     assert (await client.get("/v1/system/determinism")).status_code == 500
 
 
-@pytest.mark.req("REL-19")
+@pytest.mark.spec("API-ERRORS")
 async def test_the_application_hears_of_its_end_after_the_engine_s(live: Any) -> None:
     """Otherwise its task is cancelled with the event loop, and uvicorn logs the stack."""
     server = await live(FakeEngine("Hello", die_after=1))
