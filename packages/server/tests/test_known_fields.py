@@ -19,7 +19,7 @@ from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server.anthropic.protocol import ContentBlock, CountTokensRequest, MessagesRequest
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
-from headrace_server.protocol.known import Known, RequestObject
+from headrace_server.protocol.known import MAX_UNKNOWN, Known, RequestObject
 from headrace_server.protocol.pooling import EmbeddingTextRequest
 from headrace_server.responses.protocol import ResponsesRequest
 
@@ -410,6 +410,14 @@ async def test_a_request_counts_a_name_once_however_often_it_comes(connect: Any)
     body = {"messages": [{"role": "user", "content": "a", "nam": str(i)} for i in range(50)]}
     assert (await client.post(CHAT, json=body)).status_code == 200
     assert "headrace:unknown_request_fields_total 1.0" in (await client.get("/metrics")).text
+
+
+async def test_many_unknown_names_cost_little(connect: Any) -> None:
+    client = connect()
+    body = {"messages": [{"role": "user", "content": "a", **{f"x{i}": 1 for i in range(9000)}}]}
+    assert (await client.post(CHAT, json=body)).status_code == 200
+    told = f"headrace:unknown_request_fields_total {MAX_UNKNOWN}.0"
+    assert told in (await client.get("/metrics")).text
 
 
 # The published types, walked along with what is known here
