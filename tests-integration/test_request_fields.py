@@ -76,7 +76,9 @@ def test_constraints_of_other_servers_hold(server, kind, fields, pattern):
 
 
 @pytest.mark.spec("API-STRUCT")
-@pytest.mark.parametrize("grammar", ['root ::= <think> "a"', 'root ::= "a" (="b")', "no grammar"])
+@pytest.mark.parametrize(
+    "grammar", ['root ::= <think> "a"', 'root ::= "a" (="b")', "no grammar", r"root ::= [\u0041]"]
+)
 def test_what_of_other_dialects_is_not_read_is_refused(server, grammar):
     body = {"prompt": "Hi", "max_tokens": 4, "grammar": grammar}
     status, answer = post(server, "/v1/completions", body)
