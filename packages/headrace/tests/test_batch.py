@@ -150,7 +150,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 BODIES = [
     {"messages": [{"role": "user", "content": "x"}], "temperature": -1},
     {"messages": [{"role": "user", "content": "x"}], "n": 1000},
-    {"messages": [{"role": "user", "content": "x"}], "guided_json": {}},
+    {"messages": [{"role": "user", "content": "x"}], "guided_choice": []},
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     {"messages": [{"role": "user", "content": "x"}], "model": "other"},
     {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2},

@@ -119,6 +119,6 @@ async def test_a_stretch_that_the_socket_refuses_comes_whole(
 @pytest.mark.parametrize("text", [TEXT, "", "</script>\u2028"])
 def test_a_template_gives_what_the_encoder_gives(text: str) -> None:
     def make(text: str) -> CompletionChunk:
-        return CompletionChunk('i"d', 1, "mödel", [CompletionChunkChoice(3, text)])
+        return CompletionChunk('i"d', 1, "mödel", [CompletionChunkChoice(3, text)], "fp")
 
     assert EventTemplate(make)(text) == event(make(text))

@@ -136,6 +136,6 @@ async def test_constraints_through_extra_body(live: Any) -> None:
         assert engine.requests[0].params.structured_outputs.choice == ["yes"]  # type: ignore[union-attr]
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(
-                model="fake-model", prompt="a", extra_body={"guided_choice": ["yes"]}
+                model="fake-model", prompt="a", extra_body={"guided_choice": []}
             )
         assert caught.value.param == "guided_choice"

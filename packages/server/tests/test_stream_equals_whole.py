@@ -77,7 +77,7 @@ def whole_chat(answer: Any) -> tuple[dict[int, dict[str, Any]], Any]:
     for choice in answer["choices"]:
         message = choice["message"]
         calls = [[c["function"]["name"], c["function"]["arguments"]]
-                 for c in message["tool_calls"] or []]  # fmt: skip
+                 for c in message.get("tool_calls") or []]  # fmt: skip
         choices[choice["index"]] = {
             "content": message["content"] or "",
             "reasoning": message["reasoning"] or "",

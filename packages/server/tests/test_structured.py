@@ -90,6 +90,71 @@ async def test_constraints_reach_the_engine(
     assert engine.requests[0].params.structured_outputs == wanted
 
 
+TAG = {"structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}], "triggers": ["<a"]}
+GBNF = 'root ::= "a" b-1{2,} # two\nb-1 ::= [^\\n]\n'
+
+
+@pytest.mark.parametrize(("url", "body"), ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+        ({"response_format": {"type": "json_object", "schema": False}}, {"json": {"not": {}}}),
+        (
+            {"response_format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+            {"json": SCHEMA},
+        ),
+        ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+        ({"json_schema": '{"type": "object"}'}, {"json": '{"type": "object"}'}),
+        ({"json_schema": {}}, {"json": {}}),
+        ({"grammar": GBNF}, {"grammar": GBNF}),
+        ({"grammar": ""}, None),
+        ({"grammar": "", "json_schema": SCHEMA, "regex": None}, {"json": SCHEMA}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"ebnf": GBNF}, {"grammar": GBNF}),
+        ({"structural_tag": TAG}, {"structural_tag": TAG}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": SCHEMA, "response_format": {"type": "text"}}, {"json": SCHEMA}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": GBNF}, {"grammar": GBNF}),
+        ({"guided_json_object": True}, {"json_object": True}),
+        ({"guided_json_object": False, "guided_decoding_backend": "outlines"}, None),
+        (
+            {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
+            {"json": SCHEMA, "whitespace_pattern": " ?"},
+        ),
+        (
+            {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar:disable-any-whitespace"},
+            {"json": SCHEMA, "disable_any_whitespace": True},
+        ),
+        (
+            {"guided_json": SCHEMA, "guided_decoding_backend": "auto:no-additional-properties"},
+            {"json": SCHEMA, "disable_additional_properties": True},
+        ),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+async def test_spellings_of_other_servers(
+    connect: Any, url: str, body: Any, fields: Any, expected: Any, strict: bool
+) -> None:
+    engine = FakeEngine("{}")
+    answer = await connect(engine, strict_requests=strict).post(url, json={**body, **fields})
+    assert answer.status_code == 200, answer.text
+    wanted = None if expected is None else StructuredOutputsParams(**expected)
+    assert engine.requests[0].params.structured_outputs == wanted
+
+
+async def test_a_text_format_with_a_schema(connect: Any) -> None:
+    engine = FakeEngine("{}")
+    form = {"type": "json_object", "schema": SCHEMA}
+    answer = await connect(engine).post(
+        "/v1/responses", json={"input": "a", "text": {"format": form}}
+    )
+    assert answer.status_code == 200, answer.text
+    assert engine.requests[0].params.structured_outputs == StructuredOutputsParams(json=SCHEMA)
+
+
 @pytest.mark.parametrize(("url", "body"), ROUTES)
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
@@ -130,13 +195,58 @@ async def test_constraints_reach_the_engine(
             "response_format.triggers",
             "both",
         ),
-        ({"guided_json": SCHEMA}, "guided_json", "structured_outputs"),
-        ({"guided_regex": "a"}, "guided_regex", "structured_outputs"),
-        ({"guided_choice": ["a"]}, "guided_choice", "structured_outputs"),
-        ({"guided_grammar": "a"}, "guided_grammar", "structured_outputs"),
-        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "whitespace_pattern"),
-        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "drop"),
-        ({"structural_tag": "{}"}, "structural_tag", "structured_outputs"),
+        (
+            {"guided_json": SCHEMA, "structured_outputs": {"regex": "a"}},
+            "guided_json",
+            "structured_outputs",
+        ),
+        (
+            {"grammar": "root ::= 'a'", "response_format": {"type": "json_object"}},
+            "grammar",
+            "response_format of type 'json_object'",
+        ),
+        ({"json_schema": SCHEMA, "grammar": "root ::= 'a'"}, "grammar", "json_schema"),
+        ({"regex": "a", "guided_regex": "a"}, "guided_regex", "with regex"),
+        ({"guided_regex": ""}, "guided_regex", "empty"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
+        (
+            {"guided_whitespace_pattern": " ", "structured_outputs": {"json": SCHEMA}},
+            "guided_whitespace_pattern",
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "xgrammar"),
+        (
+            {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar:no-fallback"},
+            "guided_decoding_backend",
+            "no-fallback",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
+            "response_format.json_schema",
+            "type 'json_object'",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "schema": SCHEMA,
+                    "json_schema": {"schema": SCHEMA},
+                }
+            },
+            "response_format.schema",
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "text", "schema": SCHEMA}},
+            "response_format.schema",
+            "json_object",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": [1]}},
+            "response_format.schema",
+            "valid",
+        ),
     ],
 )
 async def test_refusals_name_the_field(
@@ -175,6 +285,7 @@ async def test_a_form_that_the_engine_refuses_is_named_as_it_came(connect: Any) 
     for body, param in (
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_regex": "a"}, "guided_regex"),
         ({"tools": [tool], "tool_choice": "required"}, "tools"),
     ):
         for detail in ("", ".json"):

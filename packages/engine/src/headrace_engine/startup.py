@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,22 @@ class StartupTimeline:
             f"{name:<{width}}  {seconds:8.3f} s  {seconds / wall if wall else 1:6.1%}"
             for name, seconds in rows
         )
+
+    def facts(self) -> dict[str, Any]:
+        """Plain data: ``seconds`` in all, the share ``accounted`` for, and ``phases`` in order, each with
+        ``name``, ``seconds`` and the ``pieces`` that it consists of, as far as they were timed."""
+
+        def shown(name: str, seconds: float) -> dict[str, Any]:
+            return {"name": name, "seconds": round(seconds, 6)}
+
+        return {
+            "seconds": round(self._wall(), 6),
+            "accounted": round(self.accounted, 6),
+            "phases": [
+                {**shown(name, seconds), "pieces": [shown(*p) for p in self._sums(name).items()]}
+                for name, seconds in self.seconds.items()
+            ],
+        }
 
     def summary(self) -> str:
         """One line: the wall time, then the seconds of each phase without its pieces."""

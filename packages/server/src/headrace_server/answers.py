@@ -23,7 +23,7 @@ from headrace_server.protocol.chat import ChatRequest
 from headrace_server.reasoning_parsers.harmony import GptOssReasoningParser
 from headrace_server.special_tokens import by_first
 from headrace_server.state import ServerState
-from headrace_server.structured import constraint_of
+from headrace_server.structured import asked_of
 from headrace_server.tool_calls import form_or_calls, plan_tools
 from headrace_server.tool_parsers.harmony import OpenAIToolParser
 
@@ -81,6 +81,7 @@ class AnswerPlan:
         )
         self._hides = needs_marks and body.skip_special_tokens
         """Whether parsers read special tokens that the client is not to see."""
+        self._asked = asked_of(body)
         self.params = convert.chat_params(
             body, state.engine.model, self._constraint(), keep_special_tokens=needs_marks
         )
@@ -90,17 +91,16 @@ class AnswerPlan:
     def _constraint(self) -> StructuredOutputsParams | None:
         """What the answer must look like. A forced call has no content that could have a form; beside
         free calls a form is that of answers without calls, if the format of calls is known."""
-        body, tools = self._body, self.tools
-        asked = constraint_of(body.response_format, body.structured_outputs)
-        if tools.forced and body.structured_outputs is not None:
+        tools, (field, asked) = self.tools, self._asked
+        if tools.forced and asked is not None and not self._asked.is_format:
             raise RequestError(
-                f"structured_outputs: not along with tool_choice {tools.choice!r}: exactly one "
+                f"{field}: cannot be combined with tool_choice {tools.choice!r}: exactly one "
                 "constraint can hold",
-                param="structured_outputs",
+                param=field,
             )
         if tools.forced or asked is None:
             return tools.constraint
-        if tools.choice == "auto" and tools.frames and body.structured_outputs is None:
+        if tools.choice == "auto" and tools.frames and self._asked.is_format:
             schema = asked.json if isinstance(asked.json, (dict, bool)) else {"type": "object"}
             return asked if asked.structural_tag is not None else form_or_calls(schema, tools)
         return asked
@@ -108,11 +108,8 @@ class AnswerPlan:
     @property
     def constrained_by(self) -> str:
         """The field that the constraint came from."""
-        body = self._body
-        if body.structured_outputs is not None:
-            return "structured_outputs"
-        given = body.response_format is not None and body.response_format.type != "text"
-        return "response_format" if given and not self.tools.forced else "tools"
+        field = self._asked.field
+        return "tools" if not field or (self.tools.forced and self._asked.is_format) else field
 
     def make_reader(self) -> HarmonyReader:
         """The reader of one choice in the gpt-oss format."""

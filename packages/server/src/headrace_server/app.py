@@ -23,11 +23,13 @@ from headrace_server.apis import INFERENCE_ROUTES, unserved
 from headrace_server.auth import KeyGate
 from headrace_server.browser import BrowserGate
 from headrace_server.cache_scope import scoped
+from headrace_server.fingerprint import installed_version
 from headrace_server.http import Connections
 from headrace_server.keys import KeyRing, admin_keys, public_keys
 from headrace_server.metrics import Metrics, Traffic, UnfinishedRequests
 from headrace_server.middleware import (
     DrainGate,
+    HeadRequests,
     HttpMetrics,
     Limits,
     LoadCounter,
@@ -39,8 +41,8 @@ from headrace_server.parsers import load_parsers
 from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
-from headrace_server.routes.health import installed_version
 from headrace_server.routes.root import root_router
+from headrace_server.routes.system import system_router
 from headrace_server.settings import ServerSettings, read_chat_template
 from headrace_server.siblings import Siblings
 from headrace_server.state import ServerState, Serving
@@ -253,6 +255,9 @@ def _add_routers(app: FastAPI, state: ServerState) -> None:
         app.include_router(built)
     if state.settings.tokens_only:
         return
+    system = system_router()
+    state.paths.update(route.path for route in system.routes if isinstance(route, APIRoute))
+    app.include_router(system)
     app.include_router(invocations.build(lambda: state.paths, app.router))
     state.paths.add(INVOCATIONS)
     for path in INFERENCE_ROUTES.keys() - state.paths:
@@ -318,6 +323,7 @@ def _may_be_keyless(settings: ServerSettings) -> bool:
 
 def _close_in_admin(admin: FastAPI, state: Serving, gates: Gates) -> None:
     settings = state.settings
+    admin.add_middleware(HeadRequests)
     _add_limits(admin, state)
     if gates.control or gates.public:
         admin.add_middleware(
@@ -340,6 +346,7 @@ def _refusing(path: str, model: ServedModel) -> Any:
 def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     """Innermost first: each call of ``add_middleware`` wraps what is there."""
     settings = state.settings
+    app.add_middleware(HeadRequests)
     if settings.enable_server_load_tracking:
         app.add_middleware(LoadCounter, state=state, paths={*INFERENCE_ROUTES, INVOCATIONS})
     for path in settings.middleware:

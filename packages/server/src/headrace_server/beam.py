@@ -12,6 +12,7 @@ from headrace_core.request import Prompt
 from headrace_core.sampling import BeamSearchParams
 from headrace_server.protocol.sampling import SamplingBody
 from headrace_server.protocol.structured import ResponseFormat
+from headrace_server.structured import SPELLINGS
 
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "stop": (None, []), "stop_token_ids": (None, []), "min_tokens": (0,), "logit_bias": (None, {}),
@@ -21,7 +22,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,), "truncate_prompt_tokens": (None,),
     "response_format": (None, ResponseFormat.model_validate({"type": "text"})),
     "structured_outputs": (None,), "thinking_token_budget": (None,), "headrace_xargs": (None, {}),
-    "vllm_xargs": (None, {}),
+    "vllm_xargs": (None, {}), **dict.fromkeys(SPELLINGS, (None, "")),
 }  # fmt: skip
 """Fields that a search cannot honour -> the values that ask for nothing."""
 

@@ -82,6 +82,7 @@ class Chat:
         )
         self._created = int(time.time())
         self._model = model.name
+        self._fingerprint = state.fingerprint.name
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._parsers: list[AnswerParser] | list[HarmonyParser] = []
         """Of the choices, by index; made from the first output."""
@@ -206,6 +207,7 @@ class Chat:
             model=self._model,
             choices=[self._choice(p) for p in sorted(last.outputs, key=lambda p: p.index)],
             usage=self._usage(),
+            system_fingerprint=self._fingerprint,
             prompt_token_ids=last.prompt_token_ids if ids else None,
         )
         if self.body.prompt_logprobs is not None and last.prompt_logprobs is not None:
@@ -260,6 +262,7 @@ class Chat:
         """One chunk per choice with the role, and the echo."""
         chunks = []
         echoed = self._echoed()
+        self._tally.count_prompt(output)
         for index in range(self.body.n):
             delta = ChunkDelta(role=self._role, content=echoed)
             chunk = self._wrap([ChatChunkChoice(index, delta)], self._running)
@@ -312,7 +315,7 @@ class Chat:
 
     def _wrap(self, choices: list[ChatChunkChoice], counted: bool) -> ChatChunk:
         counts: dict[str, Any] | UnsetType = self._usage().model_dump() if counted else UNSET
-        return ChatChunk(self.id, self._created, self._model, choices, counts)
+        return ChatChunk(self.id, self._created, self._model, choices, self._fingerprint, counts)
 
 
 def _delta(parser: Parser, parsed: ParsedDelta) -> ChunkDelta:

@@ -33,7 +33,7 @@ from headrace_server.protocol.usage import Usage
 from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, EventTemplate, Numbered, Pour, close, event, merge
-from headrace_server.structured import constraint_of, spelling_of
+from headrace_server.structured import asked_of, spelling_of
 
 
 @dataclass
@@ -71,11 +71,9 @@ class Completion:
 
     def __init__(self, body: CompletionRequest, request: Request, state: ServerState) -> None:
         self.body, self.state = body, state
-        constrained_by = "structured_outputs" if body.structured_outputs else "response_format"
         self.spelling: Mapping[str, str] = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
-            **spelling_of(constrained_by),
         }
         """The engine's names of fields -> the client's."""
         model = state.engine.model
@@ -83,12 +81,14 @@ class Completion:
         body.check_fields(state)
         convert.refuse_rank(request)
         self.id = convert.answer_id("cmpl-", body.request_id, request)
-        constraint = constraint_of(body.response_format, body.structured_outputs)
-        self._params = convert.completion_params(body, model, constraint)
+        asked = asked_of(body)
+        self.spelling = {**self.spelling, **spelling_of(asked.field)}
+        self._params = convert.completion_params(body, model, asked.constraint)
         self._prompts = convert.completion_prompts(body, model)
         self._beams = beams_of(body, self._params.max_tokens)
         self._created = int(time.time())
         self._model = model.name
+        self._fingerprint = state.fingerprint.name
         self._prompt_only = body.max_tokens == 0
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._echoes: dict[int, _Echo] = {}
@@ -122,6 +122,7 @@ class Completion:
             model=self._model,
             choices=[choices[index] for index in sorted(choices)],
             usage=self._usage(),
+            system_fingerprint=self._fingerprint,
         )
 
     async def events(self) -> Events:
@@ -307,7 +308,9 @@ class Completion:
 
     def _wrap(self, choices: list[CompletionChunkChoice], used: Usage | None) -> CompletionChunk:
         counts: object | UnsetType = used.model_dump() if used is not None else UNSET
-        return CompletionChunk(self.id, self._created, self._model, choices, counts)
+        return CompletionChunk(
+            self.id, self._created, self._model, choices, self._fingerprint, counts
+        )
 
 
 def _join(blocks: list[ChunkLogprobs]) -> ChunkLogprobs | None:

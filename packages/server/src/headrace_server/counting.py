@@ -26,10 +26,14 @@ class Tally:
     def num_output_tokens(self) -> int:
         return sum(self.num_tokens.values())
 
-    def count(self, output: RequestOutput) -> None:
-        """Take in the next output."""
+    def count_prompt(self, output: RequestOutput) -> None:
+        """Take in the prompt of an output, and nothing of what was generated."""
         self.num_prompt_tokens = len(output.prompt_token_ids)
         self.num_cached_tokens = output.num_cached_tokens
+
+    def count(self, output: RequestOutput) -> None:
+        """Take in the next output."""
+        self.count_prompt(output)
         new = 0
         for part in output.outputs:
             gained = len(part.token_ids)

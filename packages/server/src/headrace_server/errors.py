@@ -206,13 +206,14 @@ def install(app: FastAPI, *, stacks: bool = False) -> None:
     """Register the handlers.
 
     Args:
-        stacks: log the stack of every error answer, not only of unexpected ones.
+        stacks: log the stack of error answers, not only of unexpected ones; but of a dead engine no more
+            than the line that each of its requests gets.
     """
 
     async def handle(request: Request, error: Exception) -> Response:
         request_id = request.scope.get("headrace_request_id", "")
         told = report(error, request_id)
-        if stacks and not isinstance(error, RequestValidationError):
+        if stacks and not isinstance(error, (RequestValidationError, EngineDead)):
             logger.info("request %s: answer %d", request_id, told.status, exc_info=error)
         return told.response()
 

@@ -158,6 +158,26 @@ class _Refused(BaseException):
         self.told = told
 
 
+class HeadRequests:
+    """Answers HEAD wherever GET is answered: the same status and headers, and no body (RFC 9110, 9.3.2)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+            elif not message.get("more_body"):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
 class DrainGate:
     """Once draining has begun, new requests other than health checks are a 503."""
 

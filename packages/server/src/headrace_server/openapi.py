@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 
+from headrace_server.anthropic.protocol import MessageEvent
 from headrace_server.errors import ErrorResponse
 from headrace_server.paths import OPEN_PATHS
+from headrace_server.protocol.chat import ChatChunk
+from headrace_server.protocol.completions import CompletionChunk
+from headrace_server.protocol.tokens import GenerateChunk
+from headrace_server.protocol.usage import Usage
+from headrace_server.responses.protocol import ResponseEvent
+from headrace_server.speech.protocol import SpeechChunk
+
+EVENTS: tuple[type, ...] = (
+    ChatChunk,
+    CompletionChunk,
+    GenerateChunk,
+    SpeechChunk,
+    ResponseEvent,
+    MessageEvent,
+)
+"""Data of the events of streams: the schema of ``text/event-stream`` is that of one event."""
 
 _ERROR = {
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
@@ -89,7 +108,8 @@ def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:
     # The handlers answer 400 with our own body where FastAPI would answer 422 with its own.
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    _add_schema(schemas)
+    _add_schema(schemas, ErrorResponse)
+    _add_events(schemas, document.get("paths", {}))
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in document.get("paths", {}).items():
         for operation in methods.values():
@@ -108,8 +128,41 @@ def _corrected(document: dict[str, Any], needs_key: Any) -> dict[str, Any]:
     return document
 
 
-def _add_schema(schemas: dict[str, Any]) -> None:
-    made = ErrorResponse.model_json_schema(ref_template="#/components/schemas/{model}")
+def _add_schema(schemas: dict[str, Any], model: type[BaseModel]) -> None:
+    made = model.model_json_schema(ref_template="#/components/schemas/{model}")
     for name, schema in made.pop("$defs", {}).items():
         schemas.setdefault(name, schema)
-    schemas.setdefault("ErrorResponse", made)
+    schemas.setdefault(model.__name__, made)
+
+
+def _add_events(schemas: dict[str, Any], paths: Any) -> None:
+    """Schemas of the events of whatever streams there are."""
+    wanted = set(_references(paths))
+    structs = [event for event in EVENTS if issubclass(event, msgspec.Struct)]
+    for event in EVENTS:
+        if event.__name__ in wanted and issubclass(event, BaseModel):
+            _add_schema(schemas, event)
+    _, made = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    pending = [event.__name__ for event in structs if event.__name__ in wanted]
+    if pending:
+        _add_schema(schemas, Usage)
+    while pending:
+        name = pending.pop()
+        if name in schemas:
+            continue
+        schemas[name] = schema = made[name]
+        if name in wanted and "usage" in schema["properties"]:
+            schema["properties"]["usage"] = {"$ref": "#/components/schemas/Usage"}
+        pending += [found for found in _references(schema) if found in made]
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Names of the schemas that a part of the document refers to."""
+    if isinstance(value, dict):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference.rpartition("/")[2]
+        for held in value.values():
+            yield from _references(held)
+    elif isinstance(value, list):
+        for held in value:
+            yield from _references(held)

@@ -40,12 +40,19 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     500: {"model": ErrorResponse, "description": "The engine failed."},
     503: {"model": ErrorResponse, "description": "The server is shutting down."},
 }
-STREAM_RESPONSE: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The answer; with stream, server-sent events that end with [DONE].",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
+
+
+def streamed(
+    event: type,
+    description: str = "The answer; with stream, server-sent events that end with [DONE].",
+) -> dict[int | str, dict[str, Any]]:
+    """What a route may answer besides the whole answer, for the OpenAPI document.
+
+    Args:
+        event: the data of one event, of :data:`headrace_server.openapi.EVENTS`.
+    """
+    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
+    return {200: {"description": description, "content": {"text/event-stream": {"schema": schema}}}}
 
 
 class JsonRequest(Request):

@@ -260,7 +260,19 @@ def stays_when_dead(environ: Mapping[str, str]) -> bool:
     return given == "1"
 
 
-class _SideServer(uvicorn.Server):
+class _LeavingServer(uvicorn.Server):
+    """uvicorn, which tells the application of its end also where requests are cut: otherwise the
+    application's task is cancelled with the event loop, and its stack goes to the log as an error."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See :meth:`uvicorn.Server.shutdown`."""
+        await super().shutdown(sockets=sockets)
+        if self.force_exit:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS)
+
+
+class _SideServer(_LeavingServer):
     """A server beside the main one, which takes the signals."""
 
     @contextlib.contextmanager
@@ -268,7 +280,7 @@ class _SideServer(uvicorn.Server):
         yield
 
 
-class _Server(uvicorn.Server):
+class _Server(_LeavingServer):
     """uvicorn, with our meaning of signals: the first drains, the second stops.
 
     Args:

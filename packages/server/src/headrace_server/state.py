@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 
 from headrace_core.engine import EngineClient
+from headrace_server.fingerprint import Fingerprint, fingerprint_of
 from headrace_server.http import Connections
 from headrace_server.metrics import Metrics, Traffic
 from headrace_server.offload import OffLoop
@@ -165,6 +167,8 @@ class Serving:
     admin: FastAPI | None = None
     """The application of the admin port, if there is one."""
     tracing: Tracing | None = None
+    startup: Mapping[str, Any] | None = None
+    """How long the start took, by phases, for ``GET /v1/system/startup``; None: nobody timed it."""
     connections: Connections = field(default_factory=Connections)
     """Open connections of the public port, and their limits."""
     siblings: Siblings | None = None
@@ -183,7 +187,9 @@ class ServerState(Serving):
     """Text of the operator's template, replacing the model's."""
     parsers: Parsers = field(default_factory=Parsers)
     unknown_fields: LoggedOnce = field(
-        default_factory=lambda: LoggedOnce("request field %r is unknown and has no effect")
+        default_factory=lambda: LoggedOnce(
+            "request field %r is unknown: it has no effect, unless the chat template reads it"
+        )
     )
     left_out: LoggedOnce = field(
         default_factory=lambda: LoggedOnce(
@@ -191,6 +197,11 @@ class ServerState(Serving):
         )
     )
     """Tools and parts of conversations that are skipped."""
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """What decides the answers."""
+        return fingerprint_of(self.engine, self.settings, self.chat_template)
 
 
 def serving_of(request: Request) -> Serving:

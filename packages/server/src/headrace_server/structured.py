@@ -1,13 +1,17 @@
-"""From ``response_format`` or ``structured_outputs`` to the one constraint of an answer."""
+"""From ``response_format``, ``structured_outputs`` or another server's field to the one constraint of an
+answer."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from headrace_core.errors import RequestError
 from headrace_core.sampling import CONSTRAINTS, StructuredOutputsParams
 from headrace_server.protocol.base import check_size
+from headrace_server.protocol.sampling import SamplingBody
 from headrace_server.protocol.structured import (
     MAX_GRAMMAR,
     ResponseFormat,
@@ -17,24 +21,135 @@ from headrace_server.protocol.structured import (
 MAX_SCHEMA_DEPTH = 64
 
 
-def constraint_of(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
-) -> StructuredOutputsParams | None:
-    """The constraint that a body asks for, None if it asks for none.
+SPELLINGS: Mapping[str, str] = {
+    "json_schema": "json",
+    "grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+}
+"""Fields of other servers' clients -> the kind of constraint that they ask for."""
+_BACKENDS = ("auto", "guidance", "lm-format-enforcer", "outlines", "xgrammar")
+_BACKEND_OPTIONS: Mapping[str, str] = {
+    "disable-any-whitespace": "disable_any_whitespace",
+    "no-additional-properties": "disable_additional_properties",
+}
+_EMPTY_IS_NONE = frozenset({"grammar", "ebnf"})
+"""Fields that clients send empty where there is no constraint."""
+_OF_TYPE: Mapping[str, tuple[str, ...]] = {
+    "json_schema": ("json_schema",),
+    "schema": ("json_object", "json_schema"),
+    "format": ("structural_tag",),
+    "structures": ("structural_tag",),
+    "triggers": ("structural_tag",),
+}
+"""Fields of ``response_format`` -> the types that they belong to."""
+
+
+class Asked(NamedTuple):
+    """The constraint that a body asks for."""
+
+    field: str = ""
+    """The client's field; empty: there is none."""
+    constraint: StructuredOutputsParams | None = None
+
+    @property
+    def is_format(self) -> bool:
+        """Whether it is the form of answers, beside which tools may be called."""
+        return self.field == "response_format"
+
+
+def asked_of(body: SamplingBody) -> Asked:
+    """The constraint that a body asks for, by whichever field.
 
     Raises:
         RequestError: more or less than one constraint, or one that is incomplete; names the field.
     """
-    formatted = _of_format(response_format) if response_format is not None else None
-    if structured_outputs is None:
-        return formatted
-    if formatted is not None:
+    options = _options(body)
+    form = None if body.response_format is None else _of_format(body.response_format)
+    ways = [] if form is None else ["response_format"]
+    ways += [name for name in _WAYS if _is_given(name, getattr(body, name))]
+    if len(ways) > 1:
         raise RequestError(
-            f"structured_outputs: not along with response_format of type "
-            f"{response_format.type!r}: exactly one constraint can hold",  # type: ignore[union-attr]
-            param="structured_outputs",
+            f"{ways[1]}: cannot be combined with {_shown(ways[0], body)}: exactly one constraint "
+            "can hold",
+            param=ways[1],
         )
-    return _of_object(structured_outputs)
+    if not ways:
+        if body.guided_whitespace_pattern is not None:
+            raise RequestError(
+                "guided_whitespace_pattern: needs a constraint, guided_json for example",
+                param="guided_whitespace_pattern",
+            )
+        return Asked()
+    (field,) = ways
+    if field == "response_format":
+        assert form is not None, "it is one of the ways"
+        made = form
+    elif field == "structured_outputs":
+        assert body.structured_outputs is not None, "it is one of the ways"
+        made = constraint_of(body.structured_outputs)
+        if body.guided_whitespace_pattern is not None:
+            raise RequestError(
+                "guided_whitespace_pattern: cannot be combined with structured_outputs; send "
+                "structured_outputs.whitespace_pattern",
+                param="guided_whitespace_pattern",
+            )
+    else:
+        made = _of_spelling(field, getattr(body, field))
+    return Asked(field, replace(made, **options) if options else made)
+
+
+_WAYS = ("structured_outputs", *SPELLINGS)
+
+
+def _is_given(name: str, value: Any) -> bool:
+    if name in _EMPTY_IS_NONE:
+        return bool(value and value.strip())
+    return value is not None and not (name == "guided_json_object" and value is False)
+
+
+def _shown(name: str, body: SamplingBody) -> str:
+    form = body.response_format
+    return f"response_format of type {form.type!r}" if form and name == "response_format" else name
+
+
+def _options(body: SamplingBody) -> dict[str, Any]:
+    """What stands beside a constraint in the fields of older vLLM."""
+    options: dict[str, Any] = {}
+    if body.guided_whitespace_pattern is not None:
+        options["whitespace_pattern"] = body.guided_whitespace_pattern
+    name, _, given = (body.guided_decoding_backend or "auto").partition(":")
+    for option in filter(None, given.split(",")):
+        if option not in _BACKEND_OPTIONS:
+            raise RequestError(
+                f"guided_decoding_backend: option {option[:64]!r} must be one of "
+                f"{sorted(_BACKEND_OPTIONS)}; the server chooses the backend",
+                param="guided_decoding_backend",
+            )
+        options[_BACKEND_OPTIONS[option]] = True
+    if name not in _BACKENDS:
+        raise RequestError(
+            f"guided_decoding_backend = {name[:64]!r}: must be one of {list(_BACKENDS)}",
+            param="guided_decoding_backend",
+        )
+    return options
+
+
+def _of_spelling(field: str, value: Any) -> StructuredOutputsParams:
+    kind = SPELLINGS[field]
+    if kind in ("json", "structural_tag"):
+        check_schema(field, value)
+    if value == "":
+        raise RequestError(f"{field} = '': must not be empty", param=field)
+    # False would be read as "no constraint given"; it is the schema that nothing satisfies.
+    values: dict[str, Any] = {kind: {"not": {}} if value is False else value}
+    return StructuredOutputsParams(**values)
 
 
 def spelling_of(field: str) -> dict[str, str]:
@@ -42,7 +157,8 @@ def spelling_of(field: str) -> dict[str, str]:
     if field == "structured_outputs":
         return {}
     names = ("structured_outputs", *(f"structured_outputs.{name}" for name in CONSTRAINTS))
-    return dict.fromkeys(names, field)
+    pattern = {"structured_outputs.whitespace_pattern": "guided_whitespace_pattern"}
+    return dict.fromkeys(names, field) | pattern
 
 
 def check_schema(name: str, schema: Any) -> None:
@@ -58,10 +174,19 @@ def check_schema(name: str, schema: Any) -> None:
 
 
 def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
+    for name, types in _OF_TYPE.items():
+        value = given.schema_ if name == "schema" else getattr(given, name)
+        if value is not None and given.type not in types:
+            raise RequestError(
+                f"response_format.{name}: not with type {given.type!r}, but {' or '.join(types)}",
+                param=f"response_format.{name}",
+            )
     match given.type:
         case "text":
             return None
         case "json_object":
+            if given.schema_ is not None:
+                return StructuredOutputsParams(json=_schema(given))
             return StructuredOutputsParams(json_object=True)
         case "json_schema":
             return StructuredOutputsParams(json=_schema(given))
@@ -70,13 +195,19 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
 
 
 def _schema(given: ResponseFormat) -> dict[str, Any] | bool:
-    name = "response_format.json_schema"
-    if given.json_schema is None:
+    name, schema = "response_format.schema", given.schema_
+    if given.json_schema is not None:
+        if schema is not None:
+            raise RequestError(
+                f"{name}: cannot be combined with response_format.json_schema", param=name
+            )
+        name, schema = "response_format.json_schema.schema", given.json_schema.schema_
+    elif schema is None:
+        name = "response_format.json_schema"
         raise RequestError(f"{name}: must be given with type 'json_schema'", param=name)
-    schema = given.json_schema.schema_
     if schema is None:
-        raise RequestError(f"{name}.schema: must be given", param=f"{name}.schema")
-    check_schema(f"{name}.schema", schema)
+        raise RequestError(f"{name}: must be given", param=name)
+    check_schema(name, schema)
     # False would be read as "no constraint given"; it is the schema that nothing satisfies.
     return {"not": {}} if schema is False else schema
 
@@ -98,12 +229,19 @@ def _tag(given: ResponseFormat) -> dict[str, Any]:
             "response_format: 'structures' and 'triggers' must both hold something",
             param="response_format.structures" if given.triggers else "response_format.triggers",
         )
-    structures = [tag.model_dump(by_alias=True) for tag in given.structures]
+    structures = [
+        {"begin": tag.begin, "schema": tag.schema_, "end": tag.end} for tag in given.structures
+    ]
     check_schema("response_format.structures", structures)
     return {"type": "structural_tag", "structures": structures, "triggers": given.triggers}
 
 
-def _of_object(given: StructuredOutputs) -> StructuredOutputsParams:
+def constraint_of(given: StructuredOutputs) -> StructuredOutputsParams:
+    """The constraint of ``structured_outputs``.
+
+    Raises:
+        RequestError: more or less than one constraint, or one that is too large; names the field.
+    """
     values = given.model_dump(by_alias=True)
     for name in ("json", "structural_tag"):
         if values[name] is not None:

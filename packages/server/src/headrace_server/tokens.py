@@ -5,7 +5,7 @@ For deployments that turn text into tokens somewhere else. Nothing is made text 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from fastapi import Request
@@ -13,18 +13,21 @@ from msgspec import UNSET, UnsetType
 
 from headrace_core.engine import OutputStream, ServedModel
 from headrace_core.errors import RequestError
-from headrace_core.output import CompletionOutput, RequestOutput
+from headrace_core.output import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from headrace_core.request import TokensPrompt
 from headrace_core.sampling import SamplingParams
 from headrace_server import convert
 from headrace_server.counting import Tally, usage
-from headrace_server.logprobs import chat_logprobs, prompt_logprobs
-from headrace_server.offload import cost_of
-from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
+from headrace_server.logprobs import LEAST, finite, prompt_logprobs
+from headrace_server.offload import cost_of, encoded
 from headrace_server.protocol.tokens import (
+    ChunkGeneratedPosition,
+    ChunkGeneratedToken,
+    ChunkGenerateLogprobs,
     GenerateChoice,
     GenerateChunk,
     GenerateChunkChoice,
+    GenerateLogprobs,
     GenerateRequest,
     GenerateResponse,
     TokenSampling,
@@ -34,6 +37,9 @@ from headrace_server.request_log import log_request
 from headrace_server.state import ServerState
 from headrace_server.stream import Events, Pour, close, event
 from headrace_server.structured import constraint_of
+
+_FEW = 32
+"""Positions up to which log-probabilities are made of objects, which their reader encodes."""
 
 
 class TokenGeneration:
@@ -132,14 +138,20 @@ class TokenGeneration:
             finish_reason=part.finish_reason,
             stop_reason=part.stop_reason,
         )
-        choice.logprobs = cast(ChatLogprobs | None, self._logprobs(part))  # see encode_answer
+        choice.logprobs = cast(GenerateLogprobs | None, self._logprobs(part))  # see encode_answer
         return choice
 
-    def _logprobs(self, part: CompletionOutput) -> ChunkChatLogprobs | None:
+    def _logprobs(self, part: CompletionOutput) -> ChunkGenerateLogprobs | None:
         count = self._params.logprobs
         if count is None or part.logprobs is None:
             return None
-        return chat_logprobs(part.token_ids, part.logprobs, count, as_ids=True)
+        positions = _positions(part.token_ids, part.logprobs, count)
+        block = ChunkGenerateLogprobs([])
+        if len(part.token_ids) > _FEW:
+            block.content = cast(Any, encoded(positions))
+        else:
+            block.content.extend(positions)
+        return block
 
     def _usage(self) -> Usage:
         return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)
@@ -149,9 +161,32 @@ class TokenGeneration:
         return GenerateChunk(self._request_id, choices, counts)
 
 
+def _positions(
+    token_ids: Sequence[int], positions: Iterable[PositionLogprobs | None], count: int
+) -> Iterator[ChunkGeneratedPosition]:
+    """The chosen token of each position, and its ``count`` likeliest; a negative count: all."""
+    for token_id, given in zip(token_ids, positions, strict=True):
+        entries = given or {}
+        chosen = _token(token_id, entries.get(token_id))
+        ordered = sorted(entries.items(), key=lambda item: -item[1].logprob)
+        best = ordered if count < 0 else ordered[:count]
+        top = [_token(other, entry) for other, entry in best]
+        yield ChunkGeneratedPosition(
+            chosen.token, token_id, chosen.logprob, chosen.rank, chosen.bytes, top
+        )
+
+
+def _token(token_id: int, entry: Logprob | None) -> ChunkGeneratedToken:
+    name = f"token_id:{token_id}"
+    if entry is None:
+        return ChunkGeneratedToken(name, token_id, LEAST, None, list(name.encode()))
+    rank = entry.rank
+    return ChunkGeneratedToken(name, token_id, finite(entry.logprob), rank, list(name.encode()))
+
+
 def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> SamplingParams:
     sampling = body.sampling_params
-    sampling.check_fields(state)
+    sampling.check_fields(state, "sampling_params")
     convert.check_streaming(body.stream, body.stream_options, sampling.prompt_logprobs)
     convert.check_priority(body.priority, model)
     convert.check_logprobs("sampling_params.logprobs", sampling.logprobs, model)
@@ -166,7 +201,11 @@ def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> Sa
         stream=body.stream,
         detokenize=False,
         extra_args=sampling.extra_args or None,
-        constraint=constraint_of(None, sampling.structured_outputs),
+        constraint=(
+            None
+            if sampling.structured_outputs is None
+            else constraint_of(sampling.structured_outputs)
+        ),
     )
 
 

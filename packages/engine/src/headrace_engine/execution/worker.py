@@ -129,6 +129,8 @@ class ModelWorker:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
+        self._kernels = sorted(set(ops.providers.values()))
+        self._batch_invariant = ops.row_invariant
         self._sampler = Sampler(ops.sample, ops.top_logprobs, logprobs_mode=logprobs_mode)
         self._seed = seed
         self._num_threads = num_threads
@@ -339,6 +341,8 @@ class ModelWorker:
             "activations_bytes": self._activations,
             "cache_bytes": sum(tensor.nbytes for pool in self._buffers for tensor in pool),
             "torch": str(torch.__version__),
+            "kernels": self._kernels,
+            "batch_invariant": self._batch_invariant,
         }
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:

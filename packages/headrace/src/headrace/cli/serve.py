@@ -172,6 +172,7 @@ def serve_alone(prepared: Prepared) -> int:
         paths = app.state.headrace.paths
         log_block(logger, "the model, as served here", start_block(engine.model, sorted(paths)))
         log_block(logger, "start-up took", timeline.describe(), timeline.summary())
+        app.state.headrace.startup = timeline.facts()
         return run(app, listening, settings, admin)
 
 

@@ -77,6 +77,7 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             paths = sorted(app.state.headrace.paths)
             log_block(logger, "the model, as served here", start_block(engine.model, paths))
         logger.debug("start-up of HTTP process %d took:\n%s", hello.rank, timeline.describe())
+        app.state.headrace.startup = timeline.facts()
 
         def started() -> None:
             flush()  # the supervisor's line with the address is to be the last of the start

@@ -108,7 +108,7 @@ class EngineLoader:
         taken = _memory_of(engine)
         self._memory[entry.name] = {**taken, "limit": limit}
         self._budget.claim(entry.name, limit, sum(taken.values()), is_share=asked is not None)
-        return Loaded(engine, settings)
+        return Loaded(engine, settings, timeline.facts())
 
     def _asked(self, entry: Entry) -> int | None:
         if entry.own_bytes is not None:

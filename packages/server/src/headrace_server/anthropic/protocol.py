@@ -15,6 +15,7 @@ from headrace_server.protocol.base import (
     StopText,
     Text,
 )
+from headrace_server.protocol.known import Known, RequestObject, known
 
 ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
     "container": Refusal("there are no containers here"),
@@ -25,13 +26,21 @@ ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
     "workspace_id": Refusal("there are no workspaces here"),
     "user_profile_id": Refusal("there are no profiles here"),
     "stop": Refusal("is called stop_sequences here"),
+    "output_format": Refusal("is called output_config.format here"),
 }
 
 
-class ContentBlock(BaseModel):
+_CACHE = known("type ttl")
+_IN_BLOCK = known("citations caller toolset_name", cache_control=_CACHE).fields
+"""Fields of blocks that have no effect."""
+_RESULT = Known({**known("type text").fields, **_IN_BLOCK}, types=frozenset({"text"}))
+"""A part of a tool's result."""
+
+
+class ContentBlock(RequestObject):
     """A part of a message. Fields that are not declared have no effect."""
 
-    model_config = ConfigDict(extra="ignore")
+    also_known: ClassVar[Mapping[str, Known | None]] = {"content": _RESULT, **_IN_BLOCK}
 
     type: Annotated[str, Field(max_length=64)]
     text: Text | None = None
@@ -47,43 +56,41 @@ class ContentBlock(BaseModel):
     content: Text | Annotated[list[FreeObject], Field(max_length=4096)] | None = None
     is_error: bool | None = None
 
+    def is_searched(self) -> bool:
+        """Not where the block is left out, or refused by its type."""
+        return self.type in ("text", "thinking", "tool_use", "tool_result")
+
 
 Blocks = Annotated[list[ContentBlock], Field(max_length=4096)]
 
 
-class InputMessage(BaseModel):
+class InputMessage(RequestObject):
     """One message."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["user", "assistant", "system"]
     content: Text | Blocks
 
 
-class Thinking(BaseModel):
+class Thinking(RequestObject):
     """Whether the model is to think, and thoughts are shown."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(RequestObject):
     """Whether and which tool is called."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["auto", "any", "tool", "none"]
     name: Annotated[str, Field(max_length=256)] | None = None
     disable_parallel_tool_use: bool = False
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(RequestObject):
     """The answer's form, and how hard to think."""
 
-    model_config = ConfigDict(extra="ignore")
+    also_known: ClassVar[Mapping[str, Known | None]] = {"format": known("type schema")}
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: FreeObject | None = None
@@ -97,10 +104,33 @@ class Metadata(BaseModel):
     user_id: Annotated[str, Field(max_length=1024)] | None = None
 
 
+_TOOLS = Known(
+    known(
+        "type name description input_schema strict defer_loading eager_input_streaming "
+        "allowed_callers input_examples",
+        cache_control=_CACHE,
+    ).fields,
+    types=frozenset({"custom", None}),
+)
+_LIMIT = known("type value")
+_EDITS = known(
+    "",
+    edits=known(
+        "type exclude_tools clear_tool_inputs pause_after_compaction instructions",
+        trigger=_LIMIT, keep=_LIMIT, clear_at_least=_LIMIT,
+    ),
+)  # fmt: skip
+
+
 class CountTokensRequest(RequestBody):
     """A conversation whose prompt is to be counted."""
 
     refused: ClassVar[Mapping[str, Refusal]] = ANTHROPIC_REFUSALS
+    also_known: ClassVar[Mapping[str, Known | None]] = {
+        "tools": _TOOLS,
+        "context_management": _EDITS,
+        "cache_control": _CACHE,
+    }
 
     model: Annotated[str, Field(max_length=1024)]
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=16384)]
@@ -179,6 +209,17 @@ class Message(BaseModel):
     stop_reason: str | None
     stop_sequence: str | None
     usage: AnthropicUsage
+
+
+class MessageEvent(BaseModel):
+    """Data of one event of a stream; it has more fields, by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop", "ping", "error",
+    ]  # fmt: skip
 
 
 class TokenCount(BaseModel):

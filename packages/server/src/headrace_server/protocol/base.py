@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, PrivateAttr, model_validator
 
 from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_server.protocol.known import MAX_NAME, RequestObject, Unknown, unknown_fields
 from headrace_server.state import ServerState
 
 MAX_TEXT = 16 * 1024 * 1024
@@ -45,43 +46,63 @@ class Refusal:
         self.harmless = (None, *harmless)
 
 
-class RequestBody(BaseModel):
-    """Base of request bodies. Fields that no class declares are kept in ``model_extra``."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, arbitrary_types_allowed=False)
+class RequestBody(RequestObject):
+    """Base of request bodies."""
 
     refused: ClassVar[Mapping[str, Refusal]] = {}
 
-    def check_fields(self, state: ServerState) -> None:
-        """Refuse known fields that have no effect here, and note the unknown.
+    _unknown: list[Unknown] = PrivateAttr(default_factory=list)
+
+    @model_validator(mode="after")
+    def _find_unknown(self) -> Self:
+        """Look through the whole body here, where large ones are beside the event loop."""
+        self._unknown = unknown_fields(self, self.refused)
+        return self
+
+    def is_searched(self) -> bool:
+        """No: a body within a body finds its own unknown fields."""
+        return False
+
+    def check_fields(self, state: ServerState, within: str = "") -> None:
+        """Refuse known fields that have no effect here, and note the unknown, at every depth.
+
+        Args:
+            within: the field that holds this object, if it is a part of a body.
 
         Raises:
             UnsupportedFeature: a known field asks for something that is not served.
             RequestError: an unknown field, under ``strict_requests``; or more of something than
                 ``request_limits`` allow.
         """
+        prefix = f"{within}." if within else ""
         for name, most in state.settings.request_limits.items():
             size = _size(getattr(self, name, None))
             if size > most:
                 raise RequestError(
-                    f"{name}: {size} is more than the {most} that this server takes", param=name
+                    f"{prefix}{name}: {size} is more than the {most} that this server takes",
+                    param=prefix + name,
                 )
         for name, value in (self.model_extra or {}).items():
             refusal = self.refused.get(name)
-            if refusal is None:
-                self._unknown(name, state)
-            elif not any(value == h and type(value) is type(h) for h in refusal.harmless):
-                raise UnsupportedFeature(f"{name}: {refusal.reason}", param=name)
+            if refusal is not None and not any(
+                value == h and type(value) is type(h) for h in refusal.harmless
+            ):
+                raise UnsupportedFeature(f"{prefix}{name}: {refusal.reason}", param=prefix + name)
+        for unknown in self._unknown:
+            _take_note(unknown, prefix, state)
 
-    def _unknown(self, name: str, state: ServerState) -> None:
-        state.traffic.unknown_fields.inc()
-        if not state.settings.strict_requests:
-            state.unknown_fields.note(name)
-            return
-        known = [*type(self).model_fields, *self.refused]
-        near = difflib.get_close_matches(name[:64], known, n=1, cutoff=0.0)
-        hint = f"; the nearest known field is {near[0]!r}" if near else ""
-        raise RequestError(f"{name[:64]!r}: unknown field{hint}", param=name[:64])
+
+def _take_note(unknown: Unknown, prefix: str, state: ServerState) -> None:
+    """Count an unknown field and log it once by name; or refuse it, under ``strict_requests``."""
+    state.traffic.unknown_fields.inc()
+    if not state.settings.strict_requests:
+        state.unknown_fields.note(prefix + unknown.name)
+        return
+    last = str(unknown.path[-1])[:MAX_NAME]
+    near = difflib.get_close_matches(last, unknown.known, n=1, cutoff=0.0)
+    hint = f"; the nearest known field is {near[0]!r}" if near else ""
+    place = prefix + unknown.place
+    raise RequestError(f"{place!r}: unknown field{hint}", param=place)
 
 
 def fields_of(value: Any) -> Collection[str]:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
 from headrace_server.protocol.completions import PromptLogprobsField
+from headrace_server.protocol.known import Known, RequestObject, known
 from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
 from headrace_server.protocol.usage import Usage
 from headrace_server.state import ServerState
@@ -21,6 +22,7 @@ CHAT_REFUSALS: Mapping[str, Refusal] = {
     "function_call": Refusal("is the old form of tool_choice, which is not served", "none"),
     "modalities": Refusal("only text is produced", ["text"]),
     "audio": Refusal("only text is produced"),
+    "moderation": Refusal("nothing is moderated here"),
     "web_search_options": Refusal("there is no web search here"),
 }
 
@@ -29,10 +31,46 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """All words that clients have; which of them a model knows, its template says."""
 
 
-class ChatMessage(BaseModel):
+_CACHE = known("type ttl")
+"""``cache_control``, which some clients send here as to Anthropic; it has no effect."""
+PARTS = known(
+    "type text refusal thinking closed uuid image_pil image_embeds audio_embeds "
+    "prompt_cache_breakpoint",
+    image_url=known("url detail"),
+    audio_url=known("url"),
+    video_url=known("url"),
+    input_audio=known("data format"),
+    file=known("file_data file_id filename"),
+    cache_control=_CACHE,
+)
+"""A part of a message. Which of them are served is decided where the part is read."""
+_CALLS = known("id type index", function=known("name arguments"), custom=known("name input"))
+_FUNCTION = known("name description parameters strict")
+TOOLS = Known(
+    known("type", function=_FUNCTION, cache_control=_CACHE).fields, types=frozenset({"function"})
+)
+TOOL_CHOICE = known(
+    "type",
+    function=known("name"),
+    custom=known("name"),
+    allowed_tools=known("mode tools"),
+)
+
+
+class ChatMessage(RequestObject):
     """One message. Fields besides these reach the template as they are."""
 
-    model_config = ConfigDict(extra="allow")
+    also_known: ClassVar[Mapping[str, Known | None]] = {
+        "content": PARTS,
+        "tool_calls": _CALLS,
+        "cache_control": _CACHE,
+        "tools": TOOLS,
+        **known("refusal annotations", audio=known("id expires_at data transcript")).fields,
+        **known(
+            "reasoning_details thinking tool_plan", function_call=known("name arguments")
+        ).fields,
+    }
+    """OpenAI's, those of common templates, and what clients keep of other servers' answers."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | Annotated[list[Text | FreeObject], Field(max_length=4096)] | None = Field(
@@ -52,6 +90,11 @@ class ChatRequest(SamplingBody):
     """Answer a conversation."""
 
     refused: ClassVar[Mapping[str, Refusal]] = CHAT_REFUSALS
+    also_known: ClassVar[Mapping[str, Known | None]] = {
+        "tools": TOOLS,
+        "tool_choice": TOOL_CHOICE,
+        "prediction": known("type", content=PARTS),
+    }
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -86,9 +129,9 @@ class ChatRequest(SamplingBody):
     chat_template_kwargs: FreeObject | None = None
     documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
 
-    def check_fields(self, state: ServerState) -> None:
+    def check_fields(self, state: ServerState, within: str = "") -> None:
         """Check the fields of all bodies, and leave out tools that are not functions."""
-        super().check_fields(state)
+        super().check_fields(state, within)
         if self.tools:
             self._leave_out_tools(state)
 
@@ -126,6 +169,14 @@ class ChatAnswer(BaseModel):
     tool_calls: list[ToolCallOut] | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty_calls(self, make: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without calls there is no ``tool_calls``: clients take a null for a list."""
+        made: dict[str, Any] = make(self)
+        if self.tool_calls is None:
+            made.pop("tool_calls", None)
+        return made
 
 
 class TokenLogprob(BaseModel):
@@ -169,7 +220,7 @@ class ChatResponse(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     service_tier: None = None
-    system_fingerprint: None = None
+    system_fingerprint: str
     prompt_logprobs: PromptLogprobsField | None = None
     prompt_token_ids: list[int] | None = None
     kv_transfer_params: None = None
@@ -230,6 +281,7 @@ class ChatChunk(Struct):
     created: int
     model: str
     choices: list[ChatChunkChoice]
+    system_fingerprint: str
     usage: Any = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

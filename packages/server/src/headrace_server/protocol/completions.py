@@ -114,7 +114,7 @@ class CompletionResponse(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage
     service_tier: None = None
-    system_fingerprint: None = None
+    system_fingerprint: str
     kv_transfer_params: None = None
 
 
@@ -152,5 +152,6 @@ class CompletionChunk(Struct):
     created: int
     model: str
     choices: list[CompletionChunkChoice]
+    system_fingerprint: str
     usage: Any = UNSET
     object: Literal["text_completion"] = "text_completion"

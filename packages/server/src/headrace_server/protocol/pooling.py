@@ -17,7 +17,8 @@ from headrace_server.protocol.base import (
     fields_of,
     without_nulls,
 )
-from headrace_server.protocol.chat import Messages
+from headrace_server.protocol.chat import PARTS, Messages
+from headrace_server.protocol.known import Known, RequestObject
 from headrace_server.protocol.usage import Usage
 
 MAX_INPUTS = 8192
@@ -222,14 +223,16 @@ PoolingRequest = Annotated[
 ]
 
 
-class TextObject(BaseModel):
+class TextObject(RequestObject):
     """A text as Jina's and Cohere's APIs also write it."""
 
     text: Text
 
 
-class ContentObject(BaseModel):
+class ContentObject(RequestObject):
     """A text in parts, as in a chat message."""
+
+    also_known: ClassVar[Mapping[str, Known | None]] = {"content": PARTS}
 
     content: Annotated[list[FreeObject], _SEVERAL]
 

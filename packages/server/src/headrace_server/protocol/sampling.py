@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from headrace_server.protocol.base import (
     MAX_N,
     Count,
+    FreeObject,
     Refusal,
     RequestBody,
     ShortText,
@@ -18,25 +19,17 @@ from headrace_server.protocol.base import (
     TokenId,
     without_nulls,
 )
-from headrace_server.protocol.structured import ResponseFormat, StructuredOutputs
+from headrace_server.protocol.known import RequestObject
+from headrace_server.protocol.structured import (
+    ConstraintSpellings,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 _LATER = "is not served by this version; leave it out"
 
 
-def _gone(example: str) -> Refusal:
-    return Refusal(f"is gone; send structured_outputs: {example}")
-
-
 SAMPLING_REFUSALS: Mapping[str, Refusal] = {
-    "guided_json": _gone('{"json": SCHEMA}'),
-    "guided_regex": _gone('{"regex": TEXT}'),
-    "guided_choice": _gone('{"choice": [TEXT, ...]}'),
-    "guided_grammar": _gone('{"grammar": TEXT}'),
-    "guided_whitespace_pattern": _gone('{..., "whitespace_pattern": TEXT}'),
-    "structural_tag": _gone('{"structural_tag": OBJECT}'),
-    "guided_decoding_backend": Refusal(
-        "is gone; the server chooses the backend (--structured-outputs-config.backend): drop it"
-    ),
     "logits_processors": Refusal("per-request logits processors are not served"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
@@ -46,7 +39,7 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
 Bias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestObject):
     """What a stream reports besides its text."""
 
     include_usage: bool = True
@@ -103,7 +96,7 @@ class SamplingFields(RequestBody):
         return without_nulls(data, _NULL_MATTERS)
 
 
-class SamplingBody(SamplingFields):
+class SamplingBody(ConstraintSpellings, SamplingFields):
     """What completions and chats share: sampling, the answer's form, and how it is reported."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -134,6 +127,9 @@ class SamplingBody(SamplingFields):
     )
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    prompt_cache_options: FreeObject | None = Field(
+        None, description="Has no effect: as prompt_cache_key."
     )
     prompt_cache_retention: ShortText | None = Field(
         None, description="Has no effect: the cache keeps what it has room for."

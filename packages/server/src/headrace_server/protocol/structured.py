@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace_server.protocol.base import FreeObject, ShortText, Text
+from headrace_server.protocol.known import Known, RequestObject, known
 
 MAX_CHOICES = 4096
 MAX_REGEX = 8192
@@ -17,7 +19,7 @@ Source = Annotated[str, Field(max_length=MAX_GRAMMAR)]
 Schema = FreeObject | bool
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(RequestObject):
     """A named JSON schema, as OpenAI's clients send it."""
 
     name: ShortText | None = None
@@ -28,7 +30,7 @@ class JsonSchema(BaseModel):
     )
 
 
-class StructuralTag(BaseModel):
+class StructuralTag(RequestObject):
     """One constrained part of otherwise free text, in the older form."""
 
     begin: Source
@@ -36,7 +38,7 @@ class StructuralTag(BaseModel):
     end: Source
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(RequestObject):
     """The form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -46,6 +48,58 @@ class ResponseFormat(BaseModel):
         None, description="With type structural_tag: the older form, along with triggers."
     )
     triggers: Annotated[list[Source], Field(max_length=1024)] | None = None
+    schema_: Schema | None = Field(
+        None,
+        alias="schema",
+        description="With type json_object or json_schema: the schema, in place of json_schema.",
+    )
+
+    also_known: ClassVar[Mapping[str, Known | None]] = known("name description strict").fields
+    """Of a schema that is given here; they have no effect."""
+
+
+class ConstraintSpellings(BaseModel):
+    """Constraints as clients of other servers send them. Each is a field of :class:`StructuredOutputs`
+    (:data:`headrace_server.structured.SPELLINGS`); at most one may be given."""
+
+    json_schema: Source | Schema | None = Field(
+        None, description="llama.cpp, SGLang: structured_outputs.json."
+    )
+    grammar: Source | None = Field(
+        None, description="llama.cpp: structured_outputs.grammar, as GBNF. Empty: none."
+    )
+    regex: Annotated[str, Field(max_length=MAX_REGEX)] | None = Field(
+        None, description="SGLang: structured_outputs.regex."
+    )
+    ebnf: Source | None = Field(
+        None, description="SGLang: structured_outputs.grammar. Empty: none."
+    )
+    structural_tag: Source | FreeObject | None = Field(
+        None, description="SGLang, older vLLM: structured_outputs.structural_tag."
+    )
+    guided_json: Source | Schema | None = Field(
+        None, description="Older vLLM: structured_outputs.json."
+    )
+    guided_regex: Annotated[str, Field(max_length=MAX_REGEX)] | None = Field(
+        None, description="Older vLLM: structured_outputs.regex."
+    )
+    guided_choice: Annotated[list[Source], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
+        Field(None, description="Older vLLM: structured_outputs.choice.")
+    )
+    guided_grammar: Source | None = Field(
+        None, description="Older vLLM: structured_outputs.grammar."
+    )
+    guided_json_object: bool | None = Field(
+        None, description="Older vLLM: structured_outputs.json_object."
+    )
+    guided_whitespace_pattern: Annotated[str, Field(max_length=MAX_REGEX)] | None = Field(
+        None, description="Older vLLM: structured_outputs.whitespace_pattern; beside a constraint."
+    )
+    guided_decoding_backend: ShortText | None = Field(
+        None,
+        description="Older vLLM. The server chooses the backend; the options disable-any-whitespace "
+        "and no-additional-properties have an effect, no-fallback is refused.",
+    )
 
 
 class StructuredOutputs(BaseModel):
@@ -62,7 +116,7 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[Source], Field(max_length=MAX_CHOICES)] | None = Field(
         None, description="The output is one of these texts."
     )
-    grammar: Source | None = Field(None, description="EBNF or Lark.")
+    grammar: Source | None = Field(None, description="EBNF (GBNF) or Lark.")
     json_object: bool | None = Field(None, description="True: any JSON object.")
     structural_tag: Source | FreeObject | None = Field(
         None, description="Free text with constrained parts between tags."

@@ -16,7 +16,8 @@ from headrace_server.protocol.base import (
     TokenId,
     fields_of,
 )
-from headrace_server.protocol.chat import Messages
+from headrace_server.protocol.chat import TOOLS, Messages
+from headrace_server.protocol.known import Known
 
 _MODEL = Annotated[str, Field(max_length=1024)] | None
 _REFUSED: Mapping[str, Refusal] = {
@@ -39,6 +40,7 @@ class TokenizeChatRequest(RequestBody):
     """Tokens of a conversation."""
 
     refused: ClassVar[Mapping[str, Refusal]] = _REFUSED
+    also_known: ClassVar[Mapping[str, Known | None]] = {"tools": TOOLS}
 
     model: _MODEL = None
     messages: Messages

@@ -9,7 +9,6 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import BaseModel, Field
 
 from headrace_server.protocol.base import Refusal, RequestBody, ShortText, TokenIds
-from headrace_server.protocol.chat import ChatLogprobs, ChunkChatLogprobs
 from headrace_server.protocol.completions import PromptLogprobsField
 from headrace_server.protocol.sampling import SamplingFields, StreamOptions, Xargs
 from headrace_server.protocol.structured import StructuredOutputs
@@ -60,12 +59,63 @@ class GenerateRequest(RequestBody):
     request_id: ShortText | None = None
 
 
+class GeneratedToken(BaseModel):
+    """One token at one position."""
+
+    token: str
+    """``token_id:N``."""
+    token_id: int
+    logprob: float
+    rank: int | None
+    """Among the vocabulary, 1 the likeliest; None: not known."""
+    bytes: list[int]
+
+
+class GeneratedPosition(GeneratedToken):
+    """One chosen token and its rivals."""
+
+    top_logprobs: list[GeneratedToken]
+
+
+class GenerateLogprobs(BaseModel):
+    """Log-probabilities of a continuation's tokens."""
+
+    content: list[GeneratedPosition]
+
+
+class ChunkGeneratedToken(Struct):
+    """:class:`GeneratedToken` as it is encoded."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: list[int]
+
+
+class ChunkGeneratedPosition(Struct):
+    """:class:`GeneratedPosition` as it is encoded."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    bytes: list[int]
+    top_logprobs: list[ChunkGeneratedToken]
+
+
+class ChunkGenerateLogprobs(Struct):
+    """:class:`GenerateLogprobs` as they are encoded."""
+
+    content: list[ChunkGeneratedPosition]
+
+
 class GenerateChoice(BaseModel):
     """One continuation."""
 
     index: int
     token_ids: list[int]
-    logprobs: ChatLogprobs | None = None
+    logprobs: GenerateLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -83,7 +133,7 @@ class GenerateResponse(BaseModel):
 class GenerateChunkChoice(Struct):
     index: int
     token_ids: list[int]
-    logprobs: ChunkChatLogprobs | None = None
+    logprobs: ChunkGenerateLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
 

@@ -16,6 +16,7 @@ from headrace_server.protocol.base import (
     Text,
 )
 from headrace_server.protocol.chat import Effort
+from headrace_server.protocol.known import Known, RequestObject, known
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -54,10 +55,27 @@ TextOrParts = Text | Annotated[list[FreeObject], Field(max_length=4096)]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class Item(BaseModel):
-    """An item of the input. Fields that are not declared have no effect."""
+_PARTS = known(
+    "type text refusal annotations logprobs image_url file_id detail file_data file_url filename "
+    "encrypted_content prompt_cache_breakpoint",
+    input_audio=known("data format"),
+)
+_TOOLS = Known(
+    known(
+        "type name description parameters strict defer_loading server_label server_description "
+        "server_url connector_id authorization tunnel_id headers require_approval allowed_callers "
+        "output_schema",
+        allowed_tools=known("tool_names read_only"),
+    ).fields,
+    types=frozenset({"function", "mcp"}),
+)
+_FORMAT = known("type name description schema strict")
+_CALL = known("namespace caller name").fields
+"""Fields of calls, and of their outputs, for features that are not served here."""
 
-    model_config = ConfigDict(extra="ignore")
+
+class Item(RequestObject):
+    """An item of the input. Fields that are not declared have no effect."""
 
     id: ItemId | None = None
     status: Literal["in_progress", "completed", "incomplete", "calling", "failed"] | None = None
@@ -70,6 +88,8 @@ class MessageItem(Item):
     role: Literal["user", "system", "developer", "assistant"]
     content: TextOrParts
 
+    also_known: ClassVar[Mapping[str, Known | None]] = {"content": _PARTS, "phase": None}
+
 
 class FunctionCallItem(Item):
     """A call that the model made."""
@@ -78,6 +98,8 @@ class FunctionCallItem(Item):
     call_id: CallName
     name: CallName
     arguments: Text
+
+    also_known: ClassVar[Mapping[str, Known | None]] = _CALL
 
 
 class CallOutputItem(Item):
@@ -92,8 +114,10 @@ class FunctionCallOutputItem(CallOutputItem):
 
     type: Literal["function_call_output"]
 
+    also_known: ClassVar[Mapping[str, Known | None]] = {"output": _PARTS, **_CALL}
 
-class ReasoningText(BaseModel):
+
+class ReasoningText(RequestObject):
     """A part of reasoning."""
 
     type: Literal["reasoning_text", "summary_text", "text"] = "reasoning_text"
@@ -104,7 +128,7 @@ class ReasoningItem(Item):
     """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], Field(max_length=4096)] = []
+    summary: Annotated[list[ReasoningText], Field(max_length=4096)] = Field([])
     content: Annotated[list[ReasoningText], Field(max_length=4096)] | None = None
     encrypted_content: Text | None = None
 
@@ -118,6 +142,8 @@ class McpCallItem(Item):
     arguments: Text
     output: Text | None = None
     error: Any = None
+
+    also_known: ClassVar[Mapping[str, Known | None]] = known("approval_request_id").fields
 
 
 class WebSearchCallItem(Item):
@@ -134,6 +160,8 @@ class CodeInterpreterCallItem(Item):
     code: Text | None = None
     container_id: ShortText | None = None
 
+    also_known: ClassVar[Mapping[str, Known | None]] = known("outputs").fields
+
 
 class CustomToolCallItem(Item):
     """A call of a tool that takes any text, which another server's model made."""
@@ -143,11 +171,15 @@ class CustomToolCallItem(Item):
     name: CallName
     input: Text
 
+    also_known: ClassVar[Mapping[str, Known | None]] = _CALL
+
 
 class CustomToolCallOutputItem(CallOutputItem):
     """Result of the client's custom tool."""
 
     type: Literal["custom_tool_call_output"]
+
+    also_known: ClassVar[Mapping[str, Known | None]] = {"output": _PARTS, **_CALL}
 
 
 class LocalShellCallItem(Item):
@@ -198,22 +230,28 @@ InputItem = Annotated[
 ]
 
 
-class ReasoningOptions(BaseModel):
+class ReasoningOptions(RequestObject):
     """How the model is to think."""
 
+    context: Literal["auto"] | None = Field(
+        None, description="The chat template decides which earlier reasoning is read."
+    )
     effort: Effort | None = None
+    mode: Literal["standard"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(RequestObject):
     """The answer's form."""
+
+    also_known: ClassVar[Mapping[str, Known | None]] = {"format": _FORMAT}
 
     format: FreeObject | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseStreamOptions(BaseModel):
+class ResponseStreamOptions(RequestObject):
     """What a stream holds besides the answer."""
 
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
@@ -223,6 +261,10 @@ class ResponsesRequest(RequestBody):
     """Answer a list of items."""
 
     refused: ClassVar[Mapping[str, Refusal]] = RESPONSES_REFUSALS
+    also_known: ClassVar[Mapping[str, Known | None]] = {
+        "tools": _TOOLS,
+        "tool_choice": known("type name mode server_label tools"),
+    }
 
     input: Text | Annotated[list[InputItem], Field(min_length=1, max_length=16384)]
     instructions: Text | None = None
@@ -266,6 +308,9 @@ class ResponsesRequest(RequestBody):
     )
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    prompt_cache_options: FreeObject | None = Field(
+        None, description="Has no effect: as prompt_cache_key."
     )
     chat_template_kwargs: FreeObject | None = None
     enable_response_messages: bool = Field(
@@ -344,6 +389,16 @@ class ResponseObject(BaseModel):
     previous_response_id: str | None = None
     store: bool
     usage: ResponseUsage | None = None
+
+
+class ResponseEvent(BaseModel):
+    """Data of one event of a stream; it has more fields, by its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(pattern=r"^(response\.[a-z_.]+|error)$")]
+    sequence_number: Annotated[int, Field(ge=0)]
+    """Rising from 0 without holes."""
 
 
 class ItemList(BaseModel):

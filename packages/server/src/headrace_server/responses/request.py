@@ -111,6 +111,8 @@ def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
         return None
     check_size("text.format", form)
     match form.get("type"):
+        case "json_object" if form.get("schema") is not None:
+            return {"type": "json_object", "schema": form["schema"]}
         case "json_object":
             return {"type": "json_object"}
         case "json_schema":

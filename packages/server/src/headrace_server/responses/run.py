@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from headrace_core.engine import OutputStream
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
@@ -62,7 +64,7 @@ class ResponseRun:
             items, history, developer=self._harmony, note=state.left_out.note
         )
         """The conversation without instructions; grows by what is said."""
-        self.input_items = [_with_id(item.model_dump(exclude_none=True)) for item in items]
+        self.input_items = [_with_id(_declared(item)) for item in items]
         self.status = "queued" if body.background else "in_progress"
         self._created = int(time.time())
         self._completed: int | None = None
@@ -407,6 +409,12 @@ def _input_items(body: ResponsesRequest) -> list[Any]:
     if isinstance(body.input, str):
         return [MessageItem(role="user", content=[{"type": "input_text", "text": body.input}])]
     return body.input
+
+
+def _declared(item: BaseModel) -> dict[str, Any]:
+    """An item's known fields."""
+    made: dict[str, Any] = item.model_dump(exclude_none=True, include=set(type(item).model_fields))
+    return made
 
 
 def _with_id(item: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from headrace_server.anthropic.protocol import (
     AnthropicError,
     CountTokensRequest,
     Message,
+    MessageEvent,
     MessagesRequest,
     TokenCount,
 )
 from headrace_server.conversation import can_chat, count_tokens, turn_prompt
-from headrace_server.routing import JsonAnswer, JsonRoute
+from headrace_server.routing import JsonAnswer, JsonRoute, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import StreamForm, start_stream, wait_watching
@@ -33,12 +34,7 @@ _FORM = StreamForm(done=b"", error=error_event, keep_alive=PING)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": AnthropicError} for status in (400, 401, 404, 413, 429, 500, 503)
 }
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The message; with stream, server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
+_STREAMED = streamed(MessageEvent, "The message; with stream, server-sent events.")
 
 
 class AnthropicRouter:

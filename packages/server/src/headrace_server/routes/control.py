@@ -186,7 +186,7 @@ def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
         responses={200: {"content": {"text/plain": {}, "application/json": {}}}},
     )
     async def server_info(
-        config_format: Annotated[Literal["text", "json"], Query()] = "text",
+        config_format: Annotated[Literal["text", "json"], Query()] = "json",
     ) -> Response:
         """The configuration; secrets are left out."""
         info = describe(engine, settings, os.environ)

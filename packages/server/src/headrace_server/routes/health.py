@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -12,6 +11,7 @@ from pydantic import BaseModel
 from headrace_core.engine import EngineClient
 from headrace_core.errors import UnsupportedFeature
 from headrace_server.errors import ErrorResponse
+from headrace_server.fingerprint import installed_version
 from headrace_server.metrics import is_healthy
 from headrace_server.settings import ServerSettings
 from headrace_server.state import Running, ServerState, serving_of, state_of
@@ -127,16 +127,6 @@ async def reasons_not_ready(state: ServerState) -> list[str]:
     elif await state.engine.is_paused():
         reasons.append("paused: POST /resume starts what waits")
     return reasons
-
-
-def installed_version() -> str:
-    """Version of ``headrace``; of this package if only it is installed."""
-    for distribution in ("headrace", "headrace-server"):
-        try:
-            return version(distribution)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 ROUTER = HealthRouter()

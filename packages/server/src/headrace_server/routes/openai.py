@@ -11,9 +11,13 @@ from headrace_server.chat import Chat
 from headrace_server.completions import Completion
 from headrace_server.conversation import can_chat
 from headrace_server.offload import text_cost
-from headrace_server.protocol.chat import ChatRequest, ChatResponse
-from headrace_server.protocol.completions import CompletionRequest, CompletionResponse
-from headrace_server.routing import STREAM_RESPONSE, answer_with, json_router
+from headrace_server.protocol.chat import ChatChunk, ChatRequest, ChatResponse
+from headrace_server.protocol.completions import (
+    CompletionChunk,
+    CompletionRequest,
+    CompletionResponse,
+)
+from headrace_server.routing import answer_with, json_router, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 
@@ -28,7 +32,9 @@ class OpenAIRouter:
         router = json_router()
 
         @router.post(
-            "/v1/completions", response_model=CompletionResponse, responses=STREAM_RESPONSE
+            "/v1/completions",
+            response_model=CompletionResponse,
+            responses=streamed(CompletionChunk),
         )
         async def completions(body: CompletionRequest, request: Request) -> Response:
             state, embeds = state_of(request), body.prompt_embeds or ""
@@ -39,7 +45,9 @@ class OpenAIRouter:
         if can_chat(engine.model, settings):
 
             @router.post(
-                "/v1/chat/completions", response_model=ChatResponse, responses=STREAM_RESPONSE
+                "/v1/chat/completions",
+                response_model=ChatResponse,
+                responses=streamed(ChatChunk),
             )
             async def chat(body: ChatRequest, request: Request) -> Response:
                 return await answer_with(Chat(body, request, state_of(request)), request)

@@ -19,25 +19,23 @@ from headrace_server.errors import report
 from headrace_server.responses.protocol import (
     DeletedResponse,
     ItemList,
+    ResponseEvent,
     ResponseObject,
     ResponsesRequest,
 )
 from headrace_server.responses.request import SPELLING
 from headrace_server.responses.service import ResponseService, UnknownResponse, owner_of
 from headrace_server.responses.store import Record
-from headrace_server.routing import JsonAnswer, json_router
+from headrace_server.routing import JsonAnswer, json_router, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState, state_of
 from headrace_server.stream import Pour, StreamForm, named_event, start_stream, wait_watching
 from headrace_server.tools.base import ToolServer
 from headrace_server.tools.load import load_tool_server
 
-_STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The response; with stream, server-sent events with rising numbers.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
+_STREAMED = streamed(
+    ResponseEvent, "The response; with stream, server-sent events with rising numbers."
+)
 After = Annotated[int | None, Query(ge=0, lt=2**53)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Word = Annotated[str | None, Query(max_length=256)]

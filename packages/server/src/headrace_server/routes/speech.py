@@ -32,8 +32,8 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
         "model": Transcription | VerboseTranscription,
         "description": "The text; with stream, server-sent events that end with [DONE].",
         "content": {
-            kind: {"schema": {"type": "string"}}
-            for kind in ("text/plain", "text/vtt", "text/event-stream")
+            **{kind: {"schema": {"type": "string"}} for kind in ("text/plain", "text/vtt")},
+            "text/event-stream": {"schema": {"$ref": "#/components/schemas/SpeechChunk"}},
         },
     }
 }

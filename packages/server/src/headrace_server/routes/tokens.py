@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from headrace_core.engine import EngineClient
-from headrace_server.protocol.tokens import GenerateRequest, GenerateResponse
-from headrace_server.routing import STREAM_RESPONSE, answer_with, json_router
+from headrace_server.protocol.tokens import (
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+)
+from headrace_server.routing import answer_with, json_router, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.tokens import TokenGeneration
@@ -24,7 +28,9 @@ class TokensRouter:
         router = json_router()
 
         @router.post(
-            "/inference/v1/generate", response_model=GenerateResponse, responses=STREAM_RESPONSE
+            "/inference/v1/generate",
+            response_model=GenerateResponse,
+            responses=streamed(GenerateChunk),
         )
         async def generate(body: GenerateRequest, request: Request) -> Response:
             return await answer_with(TokenGeneration(body, request, state_of(request)), request)

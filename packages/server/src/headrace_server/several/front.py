@@ -89,6 +89,7 @@ def _compose(one: Loaded, front: Serving, gates: Gates) -> OneModel:
         lifecycle=Lifecycle(front.lifecycle),
         connections=front.connections,
         off_loop=front.off_loop,
+        startup=one.startup,
     )
     add_control(app, state, gates)
     return OneModel(app, state)

@@ -24,6 +24,8 @@ class Loaded(NamedTuple):
     engine: EngineClient
     settings: ServerSettings
     """The server's, with what this model sets for itself."""
+    startup: Mapping[str, Any] | None = None
+    """How long it took to load; see :attr:`headrace_server.state.Serving.startup`."""
 
 
 class Loader(Protocol):

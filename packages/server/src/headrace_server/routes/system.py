@@ -1,0 +1,98 @@
+"""``/v1/system/startup`` and ``/v1/system/determinism``: how the server started, and what decides answers.
+
+Not a plug-in: added by the application for every model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_server.routing import ERROR_RESPONSES
+from headrace_server.state import state_of
+
+
+class Piece(BaseModel):
+    """A part of a phase."""
+
+    name: str
+    seconds: float
+
+
+class Phase(Piece):
+    """A stretch of the start."""
+
+    pieces: list[Piece]
+
+
+class Startup(BaseModel):
+    """Answer of ``GET /v1/system/startup``."""
+
+    seconds: float
+    """From the process's beginning until requests were taken."""
+    accounted: float
+    """Share of them that phases cover, 0..1."""
+    phases: list[Phase]
+
+
+class Worker(BaseModel):
+    """What computes."""
+
+    rank: int
+    device: str | None = None
+    dtype: str | None = None
+    num_threads: int | None = None
+    kernels: list[str] | None = None
+    """Providers of the operations."""
+    batch_invariant: bool | None = None
+    """Whether no result depends on what else is in the batch; None: not known."""
+    torch: str | None = None
+
+
+class Determinism(BaseModel):
+    """Answer of ``GET /v1/system/determinism``."""
+
+    system_fingerprint: str
+    repeatable: bool
+    """Whether a greedy or seeded request has the same answer each time, whatever runs beside it, under
+    this fingerprint."""
+    seed: int | None
+    """The engine's, from which requests without a seed draw."""
+    workers: list[Worker]
+    facts: dict[str, Any]
+    """What the fingerprint is made of."""
+
+
+def system_router() -> APIRouter:
+    """The router."""
+    router = APIRouter(prefix="/v1/system", tags=["system"], responses=ERROR_RESPONSES)
+
+    @router.get("/startup")
+    async def startup(request: Request) -> Startup:
+        """Where the time of the start went."""
+        found = state_of(request).startup
+        if found is None:
+            raise UnsupportedFeature("the start of this server was not timed")
+        return Startup.model_validate(found)
+
+    @router.get("/determinism")
+    async def determinism(request: Request) -> Determinism:
+        """What decides whether answers repeat."""
+        state = state_of(request)
+        if state.engine.dead_error is not None:
+            raise EngineDead("the engine has stopped") from state.engine.dead_error
+        reports = await state.engine.collective_rpc("report", timeout=10.0)
+        workers = [Worker.model_validate(report) for report in reports]
+        name, facts = state.fingerprint
+        return Determinism(
+            system_fingerprint=name,
+            repeatable=bool(workers) and all(worker.batch_invariant for worker in workers),
+            seed=state.engine.settings.get("model", {}).get("seed"),
+            workers=workers,
+            facts=dict(facts),
+        )
+
+    return router

@@ -1,0 +1,242 @@
+"""Details of answers that clients go by: usage from the first chunk, HEAD, empty calls, fingerprints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+
+from headrace_core.testing.engine import FakeEngine, fake_served_model
+from headrace_server import ServerSettings, create_app
+from headrace_server.fingerprint import fingerprint_of
+
+HI = [{"role": "user", "content": "Hi"}]
+CLAUDE = {"model": "fake-model", "max_tokens": 9, "messages": HI}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+class Settled(FakeEngine):
+    """A fake with an engine's settings."""
+
+    def __init__(self, settings: dict[str, Any], **model: Any) -> None:
+        super().__init__("x", model=fake_served_model(**model))
+        self._settings = settings
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self._settings
+
+
+@pytest.mark.spec("API-STREAM")
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        (CHAT, {"messages": HI, "n": 2}), (TEXT, {"prompt": "Hi", "echo": True}),
+        ("/inference/v1/generate", {"token_ids": [72, 105]}),
+    ],
+)  # fmt: skip
+async def test_usage_is_in_every_chunk_from_the_first(
+    connect: Any, events: Any, url: str, body: Any
+) -> None:
+    client = connect(FakeEngine("Hello", cached_tokens=1), enable_prompt_tokens_details=True)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answer = await client.post(url, json={**body, "stream": True, "stream_options": options})
+    chunks = events(answer.text)
+    counts = [chunk["usage"] for chunk in chunks]
+    prompt = counts[-1]["prompt_tokens"]
+    assert prompt > 0
+    assert {(c["prompt_tokens"], c["prompt_tokens_details"]["cached_tokens"]) for c in counts} == {
+        (prompt, 1)
+    }
+    done = [c["completion_tokens"] for c in counts]
+    assert done == sorted(done)
+    assert all(c["total_tokens"] == c["prompt_tokens"] + c["completion_tokens"] for c in counts)
+    if url == CHAT:
+        assert done[:2] == [0, 0]
+
+
+GET = ["/", "/health", "/ping", "/livez", "/readyz", "/version", "/metrics", "/v1/models", "/openapi.json",
+       "/docs", "/v1/models/fake-model", "/v1/models/other", "/nowhere"]  # fmt: skip
+
+
+@pytest.mark.spec("API-HEALTH")
+@pytest.mark.parametrize("path", GET)
+async def test_head_is_get_without_its_body(connect: Any, path: str) -> None:
+    client = connect()
+    got, head = await client.get(path), await client.head(path)
+    assert head.status_code == got.status_code
+    assert head.content == b""
+    for name in ("content-type", "content-length"):
+        if path != "/metrics" or name == "content-type":  # its numbers grow
+            assert head.headers.get(name) == got.headers.get(name)
+
+
+async def test_head_is_refused_where_get_is(connect: Any) -> None:
+    answer = await connect().head(TEXT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    closed = connect(api_key=("secret",))
+    assert (await closed.head("/v1/models")).status_code == 401
+    assert (await closed.head("/health")).status_code == 200
+
+
+@pytest.mark.spec("API-CHAT")
+async def test_no_calls(connect: Any, events: Any) -> None:
+    engine = FakeEngine("x")
+    client = connect(engine)
+    for calls in (None, []):
+        history = [*HI, {"role": "assistant", "content": "a", "tool_calls": calls}, *HI]
+        answer = await client.post(CHAT, json={"messages": history})
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        assert "tool_calls" not in message
+        assert message["content"] == "x"
+        prompt: Any = engine.requests[-1].prompt
+        assert (
+            "tool_calls" not in prompt["messages"][1]
+            if isinstance(prompt, dict)
+            else ("tool_calls" not in prompt.messages[1])
+        )
+    streamed = await client.post(CHAT, json={"messages": HI, "stream": True})
+    assert not any("tool_calls" in c["choices"][0]["delta"] for c in events(streamed.text))
+    called = connect(FakeEngine('[{"name": "f", "parameters": {}}]'))
+    answer = await called.post(
+        CHAT, json={"messages": HI, "tools": [TOOL], "tool_choice": "required"}
+    )
+    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.spec("API-DEV")
+async def test_server_info_is_json(connect: Any) -> None:
+    client = connect(dev_mode=True)
+    answer = await client.get("http://localhost/server_info")
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["server"]["port"] == 8000
+
+
+@pytest.mark.spec("API-TOKENS")
+@pytest.mark.parametrize("reply", ["ab", "ab" * 40])
+async def test_log_probabilities_have_ids_and_ranks(connect: Any, events: Any, reply: str) -> None:
+    client = connect(FakeEngine(reply))
+    body = {"token_ids": [72], "sampling_params": {"logprobs": 2, "max_tokens": 100}}
+    whole = (await client.post("/inference/v1/generate", json=body)).json()["choices"][0]
+    text = (await client.post("/inference/v1/generate", json={**body, "stream": True})).text
+    parts = [p for c in events(text) for p in c["choices"][0]["logprobs"]["content"]]
+    assert parts == whole["logprobs"]["content"]
+    assert [p["token_id"] for p in parts] == whole["token_ids"]
+    for position in parts:
+        assert position["token"] == f"token_id:{position['token_id']}"
+        assert position["rank"] == 1
+        assert [top["rank"] for top in position["top_logprobs"]] == [1, 2]
+        assert position["top_logprobs"][0]["token_id"] == position["token_id"]
+
+
+STREAMS = [
+    (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}),
+    (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "required"}),
+    (TEXT, {"prompt": "Hi", "logprobs": 1, "echo": True}),
+    ("/inference/v1/generate", {"token_ids": [72], "sampling_params": {"logprobs": 1}}),
+    ("/v1/responses", {"input": "Hi"}), ("/v1/messages", CLAUDE),
+]  # fmt: skip
+
+
+@pytest.mark.spec("API-APP")
+@pytest.mark.parametrize(("url", "body"), STREAMS)
+async def test_events_of_streams_fit_the_document(connect: Any, url: str, body: Any) -> None:
+    reply = '[{"name": "f", "parameters": {}}]' if "tools" in body else "Hello"
+    client = connect(FakeEngine(reply))
+    options = {} if "messages" in url or "responses" in url else {"stream_options": {}}
+    answer = await client.post(url, json={**body, **options, "stream": True})
+    document = (await client.get("/openapi.json")).json()
+    content = document["paths"][url]["post"]["responses"]["200"]["content"]
+    schema = {**content["text/event-stream"]["schema"], "components": document["components"]}
+    assert "$ref" in schema
+    data = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert len(data) > 2
+    for event in data:
+        jsonschema.validate(json.loads(event), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"no": "event"}, schema)
+
+
+def test_the_document_refers_to_what_it_has() -> None:
+    document = create_app(FakeEngine(), ServerSettings()).openapi()
+    text = json.dumps(document)
+    names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert names <= document["components"]["schemas"].keys()
+
+
+# What the server says of itself
+
+
+async def test_every_answer_has_the_fingerprint(connect: Any, events: Any) -> None:
+    client = connect()
+    found = set()
+    for url, body in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "Hi"})):
+        found.add((await client.post(url, json=body)).json()["system_fingerprint"])
+        streamed = await client.post(url, json={**body, "stream": True, "stream_options": {}})
+        found |= {chunk["system_fingerprint"] for chunk in events(streamed.text)}
+    asked = (await client.get("/v1/system/determinism")).json()
+    assert found == {asked["system_fingerprint"]}
+    assert len(asked["system_fingerprint"]) == len("fp_") + 16
+
+
+BASE = {"model": {"revision": "main", "seed": 0, "quantization": None}, "cache": {"kv_cache_dtype": "auto"},
+        "scheduler": {"max_num_seqs": 8}}  # fmt: skip
+
+
+@pytest.mark.req("REL-15")
+@pytest.mark.parametrize(
+    ("settings", "model", "server", "same"),
+    [
+        ({}, {}, {}, True),
+        ({"scheduler": {"max_num_seqs": 16}}, {}, {"port": 1, "api_key": ("secret",)}, True),
+        ({"engine_process": True, "graph": {"enforce_eager": True}}, {"names": ("a", "b")}, {}, True),
+        ({"model": {"revision": "other", "seed": 0}}, {}, {}, False),
+        ({"model": {"revision": "main", "seed": 1}}, {}, {}, False),
+        ({"cache": {"kv_cache_dtype": "fp8"}}, {}, {}, False),
+        ({}, {"dtype": "float32"}, {}, False), ({}, {"root": "other"}, {}, False),
+        ({}, {"default_sampling_params": {"temperature": 0.5}}, {}, False),
+        ({}, {}, {"default_chat_template_kwargs": {"enable_thinking": False}}, False),
+    ],
+)  # fmt: skip
+def test_what_changes_the_fingerprint(settings: Any, model: Any, server: Any, same: bool) -> None:
+    first = fingerprint_of(Settled(BASE), ServerSettings(), None)
+    other = fingerprint_of(Settled({**BASE, **settings}, **model), ServerSettings(**server), None)
+    assert (first.name == other.name) == same
+    assert fingerprint_of(Settled(BASE), ServerSettings(), "template").name != first.name
+    assert "secret" not in json.dumps(other.facts)
+
+
+async def test_the_start_is_told_if_it_was_timed() -> None:
+    app = create_app(FakeEngine(), ServerSettings())
+    transport = httpx2.ASGITransport(app=app)
+    phase = {"name": "load model", "seconds": 1.0, "pieces": [{"name": "x", "seconds": 0.5}]}
+    facts = {"seconds": 1.0, "accounted": 1.0, "phases": [phase]}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+        refused = await client.get("/v1/system/startup")
+        assert (refused.status_code, "timed" in refused.text) == (400, True)
+        app.state.headrace.startup = facts
+        assert (await client.get("/v1/system/startup")).json() == facts
+
+
+async def test_a_dead_engine_is_asked_nothing(connect: Any) -> None:
+    engine = FakeEngine("Hello", die_after=1)
+    client = connect(engine)
+    await client.post(TEXT, json={"prompt": "a"})
+    assert (await client.get("/v1/system/determinism")).status_code == 500
+
+
+@pytest.mark.spec("API-ERRORS")
+async def test_the_application_hears_of_its_end_after_the_engine_s(live: Any) -> None:
+    """Otherwise its task is cancelled with the event loop, and uvicorn logs the stack."""
+    server = await live(FakeEngine("Hello", die_after=1))
+    async with httpx2.AsyncClient() as client:
+        await client.post(server.url + TEXT, json={"prompt": "a"})
+    assert await server.task == 1
+    left = [task for task in asyncio.all_tasks() if "LifespanOn" in repr(task)]
+    assert left == []
