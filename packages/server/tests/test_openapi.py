@@ -58,7 +58,9 @@ POOLED: list[tuple[str, Any]] = [
     ("/score", {"text_1": "a", "text_2": ["a", "b"]}), ("/v1/score", {"text_1": "a"}),
     ("/rerank", {"query": "a", "documents": ["a", {"text": "b"}]}), ("/v1/rerank", {}),
     ("/v2/rerank", {"query": "a", "documents": ["a"], "return_documents": False}),
-    ("/invocations", {"input": "a"}),
+    ("/invocations", {"input": "a"}), ("/invocations", {"texts": ["a"]}),
+    ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "base64"]}), ("/v2/embed", {}),
+    ("/v2/embed", {"texts": ["a"], "model": "other"}),
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ INFERENCE_ROUTES: Mapping[str, Api] = {
     "/v1/audio/transcriptions": Api("Transcriptions", ("transcription",)),
     "/v1/audio/translations": Api("Translations", ("transcription",)),
     "/v1/embeddings": Api("Embeddings", ("embed",)),
+    "/v2/embed": Api("Embed", ("embed",)),
     "/classify": Api("Classification", ("classify",)),
     "/score": Api("Score", _SCORE),
     "/v1/score": Api("Score", _SCORE),

@@ -37,6 +37,7 @@ from headrace_server.middleware import (
 from headrace_server.orca import LoadReports
 from headrace_server.parsers import load_parsers
 from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
+from headrace_server.pooling.cohere_errors import CohereErrors
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
 from headrace_server.routes.health import installed_version
@@ -366,6 +367,7 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
             allow_credentials=settings.allow_credentials,
         )
     app.add_middleware(AnthropicErrors)
+    app.add_middleware(CohereErrors)
     if settings.log_responses:
         app.add_middleware(ResponseLog, limit=settings.max_log_len)
     direct = not settings.middleware and not settings.log_responses
