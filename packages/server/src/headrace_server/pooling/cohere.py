@@ -73,7 +73,7 @@ class CohereEmbedding(PoolingCall):
         prompts: list[Prompt] = [TextPrompt(prompt=text) for text in self._texts]
         outputs = await self.encode_each(prompts, "embed", True)
         count = sum(output.outputs.data.shape[-1] for output in outputs) * len(self._types)
-        answer = {
+        answer: dict[str, Any] = {
             "id": self.id,
             "response_type": "embeddings_by_type",
             "embeddings": {name: self._vectors(name, outputs) for name in self._types},
@@ -136,7 +136,7 @@ def _prompt_name(input_type: str | None, info: PoolingInfo) -> str | None:
     """
     if input_type is None or input_type in info.prompts:
         return input_type
-    lower = {name.lower(): name for name in reversed(info.prompts)}
+    lower = {name.lower(): name for name in reversed(list(info.prompts))}
     for name in PROMPT_NAMES.get(input_type, ()):
         if name in lower:
             return lower[name]
