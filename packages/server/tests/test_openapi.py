@@ -17,7 +17,6 @@ from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, create_app
 
 pytestmark = pytest.mark.spec("API-APP")
-HIDDEN_BY_PURPOSE = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 CHAT = [{"role": "user", "content": "Hi"}]
 
 ASKED: list[tuple[str, str, Any]] = [

@@ -40,6 +40,7 @@ from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
 from headrace_server.pooling.cohere_errors import CohereErrors
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
+from headrace_server.routes.docs import docs_router
 from headrace_server.routes.health import installed_version
 from headrace_server.routes.root import root_router
 from headrace_server.settings import ServerSettings, read_chat_template
@@ -104,14 +105,17 @@ def add_root(app: FastAPI, state: Serving, names: Callable[[], Sequence[str]]) -
 def new_app(settings: ServerSettings) -> FastAPI:
     """An application without routes."""
     docs = not settings.disable_fastapi_docs
-    return FastAPI(
+    app = FastAPI(
         title="headrace",
         version=installed_version(),
         openapi_url="/openapi.json" if docs else None,
-        docs_url="/docs" if docs else None,
-        redoc_url="/redoc" if docs else None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
     )
+    if docs:
+        app.include_router(docs_router())
+    return app
 
 
 def gates_of(settings: ServerSettings) -> Gates:
