@@ -23,7 +23,7 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.model import PagedDriver, build_context, randomise
 from headrace_models.catalogue import ARCHITECTURES
-from headrace_models.catalogue.multimodal import WRAPPERS, ties_by_tensors
+from headrace_models.catalogue.multimodal import WRAPPERS, own_quantization, ties_by_tensors
 from headrace_models.loader import load_model
 from headrace_models.resolve import resolve
 
@@ -330,6 +330,28 @@ def test_whether_the_head_is_the_embedding_the_files_say() -> None:
     assert ties_by_tensors(name, {}, [body, head])["tie_word_embeddings"] is False
     assert ties_by_tensors(name, config, []) == config
     assert ties_by_tensors("MistralForCausalLM", config, [body]) == config
+
+
+@pytest.mark.parametrize(
+    ("entry", "own"),
+    [
+        ("model.language_model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+        ("language_model.model.layers.1", "model.layers.1"),
+        ("language_model.lm_head", "lm_head"), ("thinker.model.layers.1", "model.layers.1"),
+        ("re:model.language_model.layers.*mlp", "re:model.layers.*mlp"),
+        (r"re:^model\.language_model\.layers\.2\..*", r"re:^model\.layers\.2\..*"),
+        (r"re:language_model\.model\.layers.*", r"re:model\.layers.*"),
+        ("-:model.language_model.layers.1.*", "-:model.layers.1.*"),
+        ("re:.*lm_head", "re:.*lm_head"), ("visual", "visual"),
+        ("model.visual.blocks.0", "model.visual.blocks.0"),
+        ("Linear", "Linear"), ("lm_head", "lm_head"),
+    ],
+)  # fmt: skip
+def test_names_in_lists_of_layers(entry: str, own: str) -> None:
+    name = "Qwen3VLForConditionalGeneration"
+    said = {"quant_method": "awq", "ignore": [entry], "dynamic": {entry: {}}, "bits": 4}
+    assert own_quantization(name, said) == {**said, "ignore": [own], "dynamic": {own: {}}}
+    assert own_quantization("Qwen3ForCausalLM", said) == said
 
 
 def test_language_models_are_rows_of_the_catalogue() -> None:

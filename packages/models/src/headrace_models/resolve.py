@@ -22,6 +22,7 @@ from headrace_models.catalogue.key_names import by_first_names
 from headrace_models.catalogue.multimodal import (
     fixed_settings,
     nested_settings,
+    own_quantization,
     text_architecture,
     ties_by_tensors,
 )
@@ -214,6 +215,8 @@ def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's settings as its class reads them."""
     text = by_first_names(text_architecture(architecture, whole), text_part(whole))
     text |= fixed_settings(architecture)
+    if "quantization_config" in text:
+        text["quantization_config"] = own_quantization(architecture, text["quantization_config"])
     announce_both(text)
     return text
 

@@ -345,6 +345,39 @@ def nested_settings(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((around[key] for key in _NESTED if isinstance(around.get(key), Mapping)), None)
 
 
+def own_quantization(architecture: str, said: Any) -> Any:
+    """A ``quantization_config`` whose lists of modules and patterns name a wrapper's language model as its
+    own class does; other architectures' come back as they are.
+
+    Args:
+        said: the whole, or a value in it.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None:
+        return said
+    if isinstance(said, Mapping):
+        return {
+            own_quantization(architecture, key): own_quantization(architecture, value)
+            for key, value in said.items()
+        }
+    if isinstance(said, list):
+        return [own_quantization(architecture, value) for value in said]
+    return _own_entry(said) if isinstance(said, str) else said
+
+
+def _own_entry(entry: str) -> str:
+    """A module's name, or a pattern of names, with the language model's prefix replaced."""
+    for prefix, own in _PREFIXES.items():
+        for spelled, replaced in (
+            (prefix, own),
+            (prefix.replace(".", r"\."), own.replace(".", r"\.")),
+        ):
+            at = entry.find(spelled)
+            if at >= 0 and (at == 0 or not (entry[at - 1].isalnum() or entry[at - 1] in "_.")):
+                return entry[:at] + replaced + entry[at + len(spelled) :]
+    return entry
+
+
 def fixed_settings(architecture: str) -> Mapping[str, Any]:
     """Settings of a wrapper's language model that its class fixes (:attr:`Wrapper.fixed`)."""
     wrapper = WRAPPERS.get(architecture)
