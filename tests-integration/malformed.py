@@ -160,6 +160,12 @@ RAW: tuple[bytes, ...] = (
 _BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/chat/completions/batch": {
+        "messages": [[{"role": "user", "content": "x"}]],
+        "max_tokens": 1,
+    },
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/completions/render": {"prompt": "x"},
     "/v1/responses": {"input": "x", "max_output_tokens": 1},
     "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
@@ -167,6 +173,7 @@ _BASES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
     "/v1/embeddings": {"input": "x"},
+    "/v2/embed": {"texts": ["x"]},
     "/classify": {"input": "x"},
     "/pooling": {"input": "x"},
     "/score": {"text_1": "x", "text_2": "y"},

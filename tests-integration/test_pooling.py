@@ -371,16 +371,19 @@ def test_progress_is_shown(embedder: LLM) -> None:
 def test_texts_and_pairs_are_tokenized_as_transformers_does(encoder: Any, embedder: LLM) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(encoder[0], truncation_side="left")
     ours: Any = embedder.get_tokenizer()
-    cases = itertools.product(
-        (None, text(4, 1), text(30, 2)), (text(3, 3), text(25, 4)), (8, 21, 99)
-    )
-    for second, first, length in cases:
-        want = theirs(first, second, truncation=True, max_length=length, return_token_type_ids=True)
-        found = ours.encode_pair(first, second, max_length=length)
-        assert found.token_ids == want["input_ids"]
-        assert found.token_type_ids == want["token_type_ids"]
+    for side in ("right", "left"):
+        theirs = AutoTokenizer.from_pretrained(encoder[0], truncation_side=side)
+        cases = itertools.product(
+            (None, text(4, 1), text(30, 2)), (text(3, 3), text(25, 4)), (8, 21, 99)
+        )
+        for second, first, length in cases:
+            want = theirs(
+                first, second, truncation=True, max_length=length, return_token_type_ids=True
+            )
+            found = ours.encode_pair(first, second, max_length=length, truncation_side=side)
+            assert found.token_ids == want["input_ids"]
+            assert found.token_type_ids == want["token_type_ids"]
     keep = embedder.embed(TEXTS[1], truncate_prompt_tokens=9, use_tqdm=False)
     assert keep[0].prompt_token_ids == theirs(TEXTS[1], truncation=True, max_length=9)["input_ids"]
 

@@ -234,6 +234,44 @@ def test_cohere(reranker, client):
         )
 
 
+@pytest.mark.spec("HTTP-EMBED-COHERE")
+def test_cohere_embeds(embedder):
+    """Cohere's client: vectors and their signs equal transformers', long texts are cut at either end as
+    transformers cuts them, and what cannot be done is the client's BadRequestError."""
+    client = cohere.ClientV2(api_key="none", base_url=embedder.url)
+    asked = {"model": "emb", "input_type": "search_document"}
+    kinds = ["float", "base64", "binary", "ubinary"]
+    answer = client.embed(texts=TEXTS[:4], embedding_types=kinds, **asked)
+    expected = embedder.embed(TEXTS[:4])
+    np.testing.assert_allclose(np.array(answer.embeddings.float_), expected, atol=1e-4)
+    packed = [np.frombuffer(base64.b64decode(one), "<f4") for one in answer.embeddings.base64]
+    assert np.array_equal(np.array(packed), np.array(answer.embeddings.float_, np.float32))
+    bits = np.packbits(np.array(answer.embeddings.float_) > 0, axis=1)
+    assert np.array_equal(bits, answer.embeddings.ubinary)
+    assert np.array_equal(bits.astype(int) - 128, answer.embeddings.binary)
+    ids = [len(embedder.tokenizer(one).input_ids) for one in TEXTS[:4]]
+    assert answer.meta.billed_units.input_tokens == sum(ids)
+    long = text(300, 9)
+    (cut,) = client.embed(texts=[long], **asked).embeddings.float_
+    np.testing.assert_allclose(cut, embedder.embed([long])[0], atol=1e-4)
+    for side, name in (("right", "END"), ("left", "START")):
+        embedder.tokenizer.truncation_side = side
+        given = embedder.tokenizer(long, truncation=True, max_length=9).input_ids
+        found = client.embed(texts=[long], truncate=name, max_tokens=9, **asked)
+        same = embedder.post("/v1/embeddings", input=given)["data"][0]["embedding"]
+        np.testing.assert_allclose(found.embeddings.float_[0], same, atol=1e-5)
+    embedder.tokenizer.truncation_side = "right"
+    short = client.embed(texts=TEXTS[:1], output_dimension=8, **asked).embeddings.float_[0]
+    np.testing.assert_allclose(short, expected[0, :8] / np.linalg.norm(expected[0, :8]), atol=1e-4)
+    with pytest.raises(cohere.BadRequestError) as caught:
+        client.embed(texts=[long], truncate="NONE", **asked)
+    assert "maximum context length" in caught.value.body["message"]
+    with pytest.raises(cohere.BadRequestError, match="int8"):
+        client.embed(texts=["a"], embedding_types=["int8"], **asked)
+    with pytest.raises(cohere.NotFoundError):
+        client.embed(texts=["a"], **{**asked, "model": "other"})
+
+
 @pytest.mark.spec("HTTP-RERANK")
 def test_jina(embedder, reranker):
     body = {

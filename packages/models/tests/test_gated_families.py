@@ -243,6 +243,16 @@ class TestNanoChat(GatedConformance):
     own: ClassVar = {"final_logit_softcapping": 6.0, "attention_bias": True}
 
 
+class TestNanoChatExtended(GatedConformance):
+    """YaRN's factor on the rotation, which the norms behind it undo."""
+
+    stem = "NanoChat"
+    own: ClassVar = {
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+                            "original_max_position_embeddings": 16},
+    }  # fmt: skip
+
+
 class TestGraniteSWA(GatedConformance):
     """Three bases, one of them none."""
 

@@ -23,7 +23,7 @@ from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform
 from headrace_core.testing.model import PagedDriver, build_context, randomise
 from headrace_models.catalogue import ARCHITECTURES
-from headrace_models.catalogue.multimodal import WRAPPERS, ties_by_tensors
+from headrace_models.catalogue.multimodal import WRAPPERS, own_quantization, ties_by_tensors
 from headrace_models.loader import load_model
 from headrace_models.resolve import resolve
 
@@ -41,6 +41,9 @@ TEXT: dict[str, Any] = {
     "laurel_rank": 4, "activation_sparsity_pattern": None,
 }  # fmt: skip
 _SEQUENCE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 3, 3]}
+_PARTIAL = {
+    "rope_parameters": {**_SEQUENCE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+}
 _INTERLEAVED = {**_SEQUENCE, "mrope_interleaved": True}
 _FULL = {"layer_types": ["full_attention"] * 4, "use_sliding_window": False}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -51,7 +54,14 @@ OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
     "qwen2_vl_text": {"rope_parameters": _SEQUENCE}, "qwen2_5_vl_text": {"rope_parameters": _SEQUENCE},
     "qwen3_vl_text": {"rope_parameters": _INTERLEAVED}, "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA, "cohere2": _MIXED, "glm4v_text": _PARTIAL | {"head_dim": 16},
+    "glm4v_moe_text": _PARTIAL | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "glm_ocr_text": {"rope_parameters": {**_SEQUENCE, "partial_rotary_factor": 1.0}, "head_dim": 16},
+    "qwen3_vl_moe_text": {"rope_parameters": _INTERLEAVED},
+    "qwen2_5_omni_text": {"rope_parameters": _SEQUENCE},
+    "qwen3_omni_moe_text": {"rope_parameters": _INTERLEAVED},
+    "hunyuan_vl_text": {"rope_parameters": _SEQUENCE},
+    "lfm3": {}, "gemma4_unified_text": _MIXED,
 }  # fmt: skip
 """Values of a language model's config, by its ``model_type``."""
 VISION: dict[str, Any] = {
@@ -60,15 +70,22 @@ VISION: dict[str, Any] = {
     "out_hidden_size": 64, "num_channels": 3, "num_position_embeddings": 16, "vision_output_dim": 64,
     "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0], "spatial_merge_size": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32,
+    "num_layers": 1, "hidden_dim": 32, "output_dim": 64, "global_attn_indexes": [],
 }  # fmt: skip
 OF_FLAT_CONFIGS = {"qwen2_vl", "qwen2_5_vl"}
-WITHOUT_A_LIBRARY = {"Gemma3nForConditionalGeneration"}
-"""Their towers need timm: see :func:`test_gemma_3n`."""
+BY_HAND = {
+    "Gemma3nForConditionalGeneration", "InternVLChatModel", "KimiVLForConditionalGeneration",
+    "Qwen2_5OmniModel", "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration",
+}  # fmt: skip
+"""transformers has no class for them, or one that needs a library or several models: checkpoints of the
+language model's own class are put under the whole's names (:func:`test_gemma_3n`,
+:func:`test_names_and_configs_of_remote_code`, :func:`test_thinkers`)."""
 CASES = [
     (name, kind)
     for name, wrapper in WRAPPERS.items()
     for kind in wrapper.texts
-    if kind not in OF_FLAT_CONFIGS and name not in WITHOUT_A_LIBRARY
+    if kind not in OF_FLAT_CONFIGS and name not in BY_HAND
 ]
 
 
@@ -86,9 +103,11 @@ def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
     parts: dict[str, Any] = {
         "text_config": text_class(**{**small(text_class, TEXT), **OWN.get(kind, {}), **settings})
     }
-    vision = getattr(config_class(), "vision_config", None)
-    if vision is not None:
-        parts["vision_config"] = type(vision)(**small(type(vision), VISION))
+    whole = config_class()
+    for part in ("vision_config", "audio_config", "encoder_config"):
+        tower = getattr(whole, part, None)
+        if tower is not None:
+            parts[part] = type(tower)(**small(type(tower), VISION))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class._from_config(
@@ -100,9 +119,14 @@ def make(name: str, kind: str, folder: Path, **settings: Any) -> Any:
 
 
 def wanted(model: Any) -> Tensor:
+    """Log-probabilities. Cohere's language model multiplies its logits by ``logit_scale``, by its published
+    definition and its own class; transformers' classes around it leave that out."""
     with torch.no_grad():
         logits: Tensor = model(input_ids=torch.tensor([PROMPT])).logits[0]
-    return logits.log_softmax(-1)
+    text = model.config.get_text_config()
+    scales = type(model).__name__ in ("AyaVisionForConditionalGeneration",
+                                      "Cohere2VisionForConditionalGeneration")  # fmt: skip
+    return (logits * (text.logit_scale if scales else 1)).log_softmax(-1)
 
 
 def resolved(folder: Path) -> ModelInfo:
@@ -181,6 +205,90 @@ def test_gemma_3n(tmp_path: Path) -> None:
     check_equal(tmp_path, model)
 
 
+def rewrap(folder: Path, prefix: str, extra: dict[str, Tensor], config: Any) -> None:
+    """Put a language model's checkpoint under other names.
+
+    Args:
+        config: its own config -> the whole's.
+    """
+    own = load_file(folder / "model.safetensors")
+    tensors = {prefix + name: tensor for name, tensor in own.items()}
+    save_file({**tensors, **extra}, folder / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config(said)))
+
+
+def language_model(kind: str, folder: Path, **settings: Any) -> Any:
+    """Save a checkpoint of a language model by itself; returns transformers' model."""
+    config_class: Any = CONFIG_MAPPING[kind]
+    config = config_class(**{**small(config_class, TEXT), **OWN.get(kind, {}), **settings})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
+DEEPSEEK: dict[str, Any] = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "key", "module", "settings"),
+    [
+        ("InternVLChatModel", "qwen2", "llm_config", "mlp1.0", {}),
+        ("InternVLChatModel", "qwen3", "llm_config", "vision_model", {}),
+        ("KimiVLForConditionalGeneration", "deepseek_v3", "text_config", "vision_tower", DEEPSEEK),
+    ],
+)
+def test_names_and_configs_of_remote_code(
+    name: str, kind: str, key: str, module: str, settings: Any, tmp_path: Path
+) -> None:
+    model = language_model(kind, tmp_path, **settings)
+    extra = {f"{module}.weight": torch.zeros(3)}
+    rewrap(tmp_path, "language_model.", extra,
+           lambda own: {"architectures": [name], "model_type": "remote", key: own})  # fmt: skip
+    check_equal(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen2_5OmniModel", "qwen2_5_omni_text"),
+        ("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni_text"),
+        ("Qwen3OmniMoeForConditionalGeneration", "qwen3_omni_moe_text"),
+    ],
+)
+def test_thinkers(name: str, kind: str, tmp_path: Path) -> None:
+    """The published checkpoints: the thinker under a name of its own, beside what speaks."""
+    thinker = name.replace("Model", "ForConditionalGeneration")
+    thinker = thinker.replace("ForConditionalGeneration", "ThinkerForConditionalGeneration")
+    model = make(thinker, kind, tmp_path)
+    extra = {"talker.model.embed_tokens.weight": torch.zeros(3), "token2wav.x": torch.zeros(2)}
+    rewrap(tmp_path, "thinker.", extra,
+           lambda own: {"architectures": [name], "model_type": "omni", "thinker_config": own})  # fmt: skip
+    check_equal(tmp_path, model)
+
+
+def test_experts_with_their_dimensions_exchanged(tmp_path: Path) -> None:
+    """As the published Qwen3-VL mixtures have them; the config is silent on what the class fixes."""
+    model = make("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tmp_path)
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    assert any(".mlp.experts." in name for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["text_config"].pop("norm_topk_prob", None)
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    check_equal(tmp_path, model)
+
+
 def test_one_line_says_what_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make("LlavaForConditionalGeneration", "llama", tmp_path)
     with caplog.at_level(logging.INFO):
@@ -222,6 +330,28 @@ def test_whether_the_head_is_the_embedding_the_files_say() -> None:
     assert ties_by_tensors(name, {}, [body, head])["tie_word_embeddings"] is False
     assert ties_by_tensors(name, config, []) == config
     assert ties_by_tensors("MistralForCausalLM", config, [body]) == config
+
+
+@pytest.mark.parametrize(
+    ("entry", "own"),
+    [
+        ("model.language_model.layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+        ("language_model.model.layers.1", "model.layers.1"),
+        ("language_model.lm_head", "lm_head"), ("thinker.model.layers.1", "model.layers.1"),
+        ("re:model.language_model.layers.*mlp", "re:model.layers.*mlp"),
+        (r"re:^model\.language_model\.layers\.2\..*", r"re:^model\.layers\.2\..*"),
+        (r"re:language_model\.model\.layers.*", r"re:model\.layers.*"),
+        ("-:model.language_model.layers.1.*", "-:model.layers.1.*"),
+        ("re:.*lm_head", "re:.*lm_head"), ("visual", "visual"),
+        ("model.visual.blocks.0", "model.visual.blocks.0"),
+        ("Linear", "Linear"), ("lm_head", "lm_head"),
+    ],
+)  # fmt: skip
+def test_names_in_lists_of_layers(entry: str, own: str) -> None:
+    name = "Qwen3VLForConditionalGeneration"
+    said = {"quant_method": "awq", "ignore": [entry], "dynamic": {entry: {}}, "bits": 4}
+    assert own_quantization(name, said) == {**said, "ignore": [own], "dynamic": {own: {}}}
+    assert own_quantization("Qwen3ForCausalLM", said) == said
 
 
 def test_language_models_are_rows_of_the_catalogue() -> None:

@@ -17,7 +17,6 @@ from headrace_core.testing.pooling import fake_pooling_model
 from headrace_server import ServerSettings, create_app
 
 pytestmark = pytest.mark.spec("API-APP")
-HIDDEN_BY_PURPOSE = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"}
 CHAT = [{"role": "user", "content": "Hi"}]
 
 ASKED: list[tuple[str, str, Any]] = [
@@ -36,6 +35,11 @@ ASKED: list[tuple[str, str, Any]] = [
     ("POST", "/v1/chat/completions", {"messages": CHAT, "stream": True}),
     ("POST", "/v1/chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 2}),
     ("POST", "/v1/chat/completions", {"messages": "x"}),
+    ("POST", "/v1/chat/completions/batch", {"messages": [CHAT, CHAT], "logprobs": True}),
+    ("POST", "/v1/chat/completions/batch", {"messages": CHAT}),
+    ("POST", "/v1/chat/completions/render", {"messages": CHAT, "logit_bias": {"5": 1}}),
+    ("POST", "/v1/chat/completions/render", {"messages": "x"}),
+    ("POST", "/v1/completions/render", {"prompt": ["a", "b"]}),
     ("POST", "/tokenize", {"prompt": "a", "return_token_strs": True}),
     ("POST", "/tokenize", {"messages": CHAT}), ("POST", "/tokenize", {}),
     ("POST", "/detokenize", {"tokens": [97]}), ("POST", "/detokenize", {"tokens": [-1]}),
@@ -58,7 +62,9 @@ POOLED: list[tuple[str, Any]] = [
     ("/score", {"text_1": "a", "text_2": ["a", "b"]}), ("/v1/score", {"text_1": "a"}),
     ("/rerank", {"query": "a", "documents": ["a", {"text": "b"}]}), ("/v1/rerank", {}),
     ("/v2/rerank", {"query": "a", "documents": ["a"], "return_documents": False}),
-    ("/invocations", {"input": "a"}),
+    ("/invocations", {"input": "a"}), ("/invocations", {"texts": ["a"]}),
+    ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "base64"]}), ("/v2/embed", {}),
+    ("/v2/embed", {"texts": ["a"], "model": "other"}),
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 
 class EncodedPair(NamedTuple):
@@ -56,14 +56,17 @@ class Tokenizer(Protocol):
         *,
         add_special_tokens: bool = True,
         max_length: int | None = None,
+        truncation_side: Literal["left", "right"] = "left",
     ) -> EncodedPair:
         """One text, or two, with the special tokens that the checkpoint puts around and between.
 
         Args:
             max_length: most tokens, special ones included and always kept: the texts lose tokens at
-                their beginnings, of two the longer one first (transformers' ``longest_first`` with
-                ``truncation_side = "left"``). Where not even the special tokens fit, the last
-                ``max_length`` tokens are left.
+                their beginnings, of two the longer one first (transformers' ``longest_first``). Where not
+                even the special tokens fit, the last ``max_length`` tokens are left.
+            truncation_side: ``right``: the texts lose tokens at their ends, and the first
+                ``max_length`` tokens are left. The engine leaves the argument out where it means
+                ``left``.
         """
         ...
 

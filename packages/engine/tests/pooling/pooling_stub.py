@@ -64,11 +64,14 @@ class Tokens:
         *,
         add_special_tokens: bool = True,
         max_length: int | None = None,
+        truncation_side: str = "left",
     ) -> EncodedPair:
         texts = [[ord(c) for c in text] for text in (first, second) if text is not None]
         special = (1 + len(texts)) * add_special_tokens
         if max_length is not None and len(texts) == 1:
-            texts = [texts[0][max(0, len(texts[0]) - max_length + special) :]]
+            room, (text,) = max(0, max_length - special), texts
+            right = truncation_side == "right"
+            texts = [text[:room] if right else text[max(0, len(text) - room) :]]
         ids, types = [CLS] * add_special_tokens, [0] * add_special_tokens
         for index, text in enumerate(texts):
             ids += text + [SEP] * add_special_tokens

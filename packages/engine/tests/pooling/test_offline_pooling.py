@@ -228,6 +228,27 @@ def test_truncation_keeps_the_end_and_what_stands_around_the_text() -> None:
             llm.encode([[]], PoolingParams(), task="embed")
 
 
+@pytest.mark.spec("POOL-PARAMS")
+def test_truncation_can_keep_the_beginning() -> None:
+    """The text's own beginning, the prompt before it included, and what stands around it."""
+    said = {"prompts": {"query": "q: "}, "include_prompt": False, "pooling_type": "MEAN"}
+    with engine(made := make(max_model_len=10, info=said)) as llm:
+        keep = PoolingParams(truncate_prompt_tokens=5, truncation_side="right")
+        text, tokens = llm.encode(["abcdefghijkl", list(range(30, 50))], keep, task="embed")
+        assert text.prompt_token_ids == [1, *map(ord, "abc"), 2]
+        assert tokens.prompt_token_ids == [30, 31, 32, 33, 34]
+        named = PoolingParams(
+            truncate_prompt_tokens=-1, truncation_side="right", prompt_name="query"
+        )
+        (output,) = llm.encode(["abcdefghijkl"], named, task="embed")
+        assert output.prompt_token_ids == ids("q: abcde")
+        torch.testing.assert_close(
+            tensor(output), made.model.dense(ids("q: abcde"), num_left_out=4)
+        )
+    with pytest.raises(RequestError, match="truncation_side = 'both': must be 'left' or 'right'"):
+        PoolingParams(truncation_side="both")  # type: ignore[arg-type]
+
+
 @pytest.mark.spec("POOL-ST")
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
 def test_named_prompts_come_before_texts(task: str) -> None:

@@ -19,7 +19,13 @@ from headrace_core.pooling import PoolingTraits
 from headrace_models.architectures import without_head
 from headrace_models.catalogue import ARCHITECTURES
 from headrace_models.catalogue.key_names import by_first_names
-from headrace_models.catalogue.multimodal import text_architecture, ties_by_tensors
+from headrace_models.catalogue.multimodal import (
+    fixed_settings,
+    nested_settings,
+    own_quantization,
+    text_architecture,
+    ties_by_tensors,
+)
 from headrace_models.formats.contents import (
     stated_config,
     stated_generation_config,
@@ -208,14 +214,17 @@ def _run(
 def _own_facts(architecture: str, whole: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's settings as its class reads them."""
     text = by_first_names(text_architecture(architecture, whole), text_part(whole))
+    text |= fixed_settings(architecture)
+    if "quantization_config" in text:
+        text["quantization_config"] = own_quantization(architecture, text["quantization_config"])
     announce_both(text)
     return text
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's settings: ``text_config`` over what the whole says, if nested."""
-    inner = config.get("text_config")
-    if not isinstance(inner, Mapping):
+    """The language model's settings: its own part over what the whole says, if nested."""
+    inner = nested_settings(config)
+    if inner is None:
         return dict(config)
     outer = {key: value for key, value in config.items() if not isinstance(value, Mapping)}
     quantization = config.get("quantization_config")

@@ -27,6 +27,7 @@ _SUFFIXES = {
     "ForConditionalGeneration": Run("generate", "none"),
     "ChatModel": Run("generate", "none"),
     "LMHeadModel": Run("generate", "none"),
+    "OmniModel": Run("generate", "none"),  # a thinker, which writes, and a talker
     "ForTextEncoding": Run("pooling", "embed"),
     "EmbeddingModel": Run("pooling", "embed"),
     "ForRewardModeling": Run("pooling", "embed"),

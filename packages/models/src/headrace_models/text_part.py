@@ -24,11 +24,27 @@ def text_of(own: type[Any], wrapper: Wrapper) -> type[Any]:
         self: Any, tensors: Iterable[tuple[str, Tensor, Path]]
     ) -> Iterable[tuple[str, Tensor, Path]]:
         named = _renamed(wrapper, tensors)
+        if wrapper.transposes_experts:
+            named = _with_rows_first(named, self.settings.integer("hidden_size"))
         inner = getattr(super(made, self), "translate", None)
         return named if inner is None else inner(named)
 
     made = type(own.__name__, (own,), {"translate": translate, "__module__": own.__module__})
     return made
+
+
+def _with_rows_first(
+    tensors: Iterable[tuple[str, Tensor, Path]], hidden_size: int
+) -> Iterator[tuple[str, Tensor, Path]]:
+    """All experts' matrices as [experts, rows, columns], which published checkpoints have the other way
+    round and transformers 5 writes so. A square one stays, as it does there."""
+    for name, tensor, file in tensors:
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            rows, columns = tensor.shape[-2:]
+            into = name.endswith(".gate_up_proj")
+            if rows != columns and (rows if into else columns) == hidden_size:
+                tensor = tensor.transpose(-1, -2).contiguous()
+        yield name, tensor, file
 
 
 def _renamed(

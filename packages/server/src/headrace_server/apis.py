@@ -25,12 +25,14 @@ _POOL = ("token_embed", "token_classify", "embed", "classify", "plugin")
 INFERENCE_ROUTES: Mapping[str, Api] = {
     "/v1/completions": Api("Completions", _GENERATE),
     "/v1/chat/completions": Api("Chat Completions", _GENERATE),
+    "/v1/chat/completions/batch": Api("Chat Completions", _GENERATE),
     "/v1/responses": Api("Responses", _GENERATE),
     "/v1/messages": Api("Messages", _GENERATE),
     "/inference/v1/generate": Api("Generate", _GENERATE),
     "/v1/audio/transcriptions": Api("Transcriptions", ("transcription",)),
     "/v1/audio/translations": Api("Translations", ("transcription",)),
     "/v1/embeddings": Api("Embeddings", ("embed",)),
+    "/v2/embed": Api("Embed", ("embed",)),
     "/classify": Api("Classification", ("classify",)),
     "/score": Api("Score", _SCORE),
     "/v1/score": Api("Score", _SCORE),
@@ -64,6 +66,12 @@ def unserved(path: str, model: ServedModel) -> UnsupportedFeature:
 
 
 _CONDITIONS = dict.fromkeys(
-    ("/v1/chat/completions", "/v1/responses", "/v1/messages"), "a chat template (--chat-template)"
+    (
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+    ),
+    "a chat template (--chat-template)",
 )
 """What a route needs beside a task."""

@@ -39,8 +39,10 @@ from headrace_server.middleware import (
 from headrace_server.orca import LoadReports
 from headrace_server.parsers import load_parsers
 from headrace_server.paths import CONTROL_PATHS, MODEL_PATHS, OPEN_PATHS
+from headrace_server.pooling.cohere_errors import CohereErrors
 from headrace_server.request_log import OutputLog, ResponseLog
 from headrace_server.routes import control, invocations
+from headrace_server.routes.docs import docs_router
 from headrace_server.routes.root import root_router
 from headrace_server.routes.system import system_router
 from headrace_server.settings import ServerSettings, read_chat_template
@@ -105,14 +107,17 @@ def add_root(app: FastAPI, state: Serving, names: Callable[[], Sequence[str]]) -
 def new_app(settings: ServerSettings) -> FastAPI:
     """An application without routes."""
     docs = not settings.disable_fastapi_docs
-    return FastAPI(
+    app = FastAPI(
         title="headrace",
         version=installed_version(),
         openapi_url="/openapi.json" if docs else None,
-        docs_url="/docs" if docs else None,
-        redoc_url="/redoc" if docs else None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
     )
+    if docs:
+        app.include_router(docs_router())
+    return app
 
 
 def gates_of(settings: ServerSettings) -> Gates:
@@ -373,6 +378,7 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
             allow_credentials=settings.allow_credentials,
         )
     app.add_middleware(AnthropicErrors)
+    app.add_middleware(CohereErrors)
     if settings.log_responses:
         app.add_middleware(ResponseLog, limit=settings.max_log_len)
     direct = not settings.middleware and not settings.log_responses

@@ -49,12 +49,18 @@ Parser = AnswerParser | HarmonyParser
 class Chat:
     """Checks a request when made; then either :meth:`whole` or :meth:`events`, once.
 
+    Args:
+        position: among the conversations of one call.
+
     Raises:
         RequestError: naming the field.
     """
 
-    def __init__(self, body: ChatRequest, request: Request, state: ServerState) -> None:
+    def __init__(
+        self, body: ChatRequest, request: Request, state: ServerState, *, position: int = 0
+    ) -> None:
         self.body, self.state = body, state
+        self._position = position
         model = state.engine.model
         convert.check_model(body.model, model)
         body.check_fields(state)
@@ -86,7 +92,8 @@ class Chat:
         self._as_ids = convert.tokens_as_ids(body, state.settings)
         self._parsers: list[AnswerParser] | list[HarmonyParser] = []
         """Of the choices, by index; made from the first output."""
-        self._tally = Tally(state.metrics, self._params)
+        self.tally = Tally(state.metrics, self._params)
+        """Tokens of the prompt and of all choices."""
         self._plain: list[EventTemplate] = []
         """Of a stream whose events are nothing but text, by index."""
         self._running = False
@@ -110,7 +117,7 @@ class Chat:
         outputs = self._generate()
         try:
             async for output in outputs:
-                self._tally.count(output)
+                self.tally.count(output)
                 last = output
         finally:
             await close(outputs)
@@ -150,7 +157,7 @@ class Chat:
 
     def _encode(self, output: RequestOutput) -> bytes:
         """The events of one output; b"" if it says nothing."""
-        self._tally.count(output)
+        self.tally.count(output)
         events = []
         for part in output.outputs:
             if self._plain and part.finish_reason is None:
@@ -164,11 +171,11 @@ class Chat:
 
     def _encode_text(self, text: str, num_tokens: int) -> bytes:
         """The event of the only choice's text; b"" if there is none yet."""
-        self._tally.add(num_tokens)
+        self.tally.add(num_tokens)
         return self._plain[0](text) if text else b""
 
     def _generate(self) -> AsyncIterator[RequestOutput]:
-        name = convert.engine_id(self.id, 0)
+        name = convert.engine_id(self.id, self._position)
         log_request(self.state.settings, name, self._params, self._prompt)
         special = special_tokens(self._prompt)
         if self._beams is not None:
@@ -308,10 +315,10 @@ class Chat:
         return choice if speaks else None
 
     async def _count_reasoning(self) -> None:
-        self._tally.num_reasoning_tokens = await reasoning_tokens(self.state, self._parsers)
+        self.tally.num_reasoning_tokens = await reasoning_tokens(self.state, self._parsers)
 
     def _usage(self) -> Usage:
-        return usage([self._tally], details=self.state.settings.enable_prompt_tokens_details)
+        return usage([self.tally], details=self.state.settings.enable_prompt_tokens_details)
 
     def _wrap(self, choices: list[ChatChunkChoice], counted: bool) -> ChatChunk:
         counts: dict[str, Any] | UnsetType = self._usage().model_dump() if counted else UNSET

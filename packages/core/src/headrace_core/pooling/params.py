@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace_core.errors import RequestError
 from headrace_core.foreign import own_value, own_values
@@ -51,7 +51,7 @@ class PoolingParams:
     """
 
     truncate_prompt_tokens: int | None = None
-    """Keep the last so many tokens; -1 = as many as the model takes; None = refuse longer prompts."""
+    """Keep so many tokens; -1 = as many as the model takes; None = refuse longer prompts."""
     dimensions: int | None = None
     normalize: bool | None = None
     softmax: bool | None = None
@@ -74,6 +74,9 @@ class PoolingParams:
     """First tokens that an embedding of type CLS or MEAN is not made of, though they are read; at least
     one token is kept. None: those of the prompt, where the checkpoint says so
     (:attr:`PoolingInfo.include_prompt`), else none."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Side at which a prompt loses the tokens that ``truncate_prompt_tokens`` does not keep: its beginning
+    (``left``) or its end. Special tokens around a text stay."""
 
     def __post_init__(self) -> None:
         self._make_own()
@@ -92,6 +95,8 @@ class PoolingParams:
                 param="truncate_prompt_tokens",
                 value=value,
             )
+        if self.truncation_side not in ("left", "right"):
+            _fail("truncation_side", self.truncation_side, "'left' or 'right'")
 
     def _make_own(self) -> None:
         """Numbers of other libraries become Python's (:mod:`headrace_core.foreign`)."""

@@ -323,7 +323,8 @@ class FakeEngine:
     def _cut(self, text: str, ids: list[int], params: PoolingParams) -> tuple[str, list[int]]:
         most, wanted = self._model.max_model_len, params.truncate_prompt_tokens
         if wanted is not None:
-            ids = ids[-(most if wanted == -1 else wanted) :]
+            keep = most if wanted == -1 else wanted
+            ids = ids[:keep] if params.truncation_side == "right" else ids[-keep:]
         if not ids:
             raise RequestError("prompt: must not be empty", param="prompt")
         if len(ids) > most:

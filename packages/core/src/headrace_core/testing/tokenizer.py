@@ -138,6 +138,17 @@ class TokenizerConformance:
                     kept = bare[0][max(0, len(bare[0]) + extra - length) :]
                     assert _holds(ids, kept)
 
+    def test_prompts_are_shortened_at_the_ends_of_texts(self, tokenizer: Tokenizer) -> None:
+        text = self.texts[0] * 3
+        whole = tokenizer.encode_pair(text)
+        bare = tokenizer.encode(text, add_special_tokens=False)
+        extra = len(whole.token_ids) - len(bare)
+        for length in range(1, len(whole.token_ids) + 2):
+            ids, types = tokenizer.encode_pair(text, max_length=length, truncation_side="right")
+            assert len(ids) == len(types) == min(length, len(whole.token_ids))
+            if length > extra:
+                assert _holds(ids, bare[: length - extra])
+
     def test_threads_do_not_disturb_each_other(self, tokenizer: Tokenizer) -> None:
         texts = list(self.texts) * 8
         expected = [tokenizer.encode(text) for text in texts]

@@ -159,18 +159,21 @@ class PoolingIntake:
         check_priority(priority, model)
         keep = _tokens_kept(params, model.max_model_len)
         prompt, introduction = _introduced(prompt, params, info)
-        fit = Fit(keep, _longest(task, info, model), cut=keep is not None)
+        fit = Fit(
+            keep, _longest(task, info, model), cut=keep is not None, side=params.truncation_side
+        )
         tokens = self._tokens(prompt, add_special_tokens, fit)
         ids, types = tokens.ids, tokens.token_type_ids
         if keep is not None and len(ids) > keep:
             if tokens.media:
                 raise cuts_media(params.truncate_prompt_tokens)
-            ids, types = ids[-keep:], types[-keep:] if types is not None else None
+            kept = slice(keep) if params.truncation_side == "right" else slice(-keep, None)
+            ids, types = ids[kept], types[kept] if types is not None else None
         if not ids:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         if introduction and params.num_left_out is None and _leaves_out(task, info):
             begins = self._num_tokens(introduction, add_special_tokens)
-            if keep is not None:  # what is cut off is the prompt's beginning
+            if keep is not None and params.truncation_side == "left":
                 begins -= len(self._tokens(prompt, add_special_tokens, Fit(cut=True)).ids) - len(
                     ids
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import ConfigError, RequestError, UnsupportedFeature
@@ -49,6 +49,15 @@ class Fit(NamedTuple):
     cut: bool = False
     """The prompt will be cut, or is not for the model: text beyond ``room`` is tokenized, up to
     :data:`~headrace_engine.intake.text_limits.MOST_CHARACTERS`."""
+    side: Literal["left", "right"] = "left"
+    """Where it loses tokens (:attr:`headrace_core.pooling.PoolingParams.truncation_side`)."""
+
+    @property
+    def shortening(self) -> dict[str, Any]:
+        """Arguments of :meth:`headrace_core.text.Tokenizer.encode_pair`. ``truncation_side`` is among
+        them only where it is not the default: tokenizers of plug-ins may not have it."""
+        side = {} if self.side == "left" else {"truncation_side": self.side}
+        return {"max_length": self.max_length, **side}
 
 
 AS_IT_IS = Fit()
@@ -182,7 +191,7 @@ class PromptReader:
         texts = [self._spelled(text) for text in (first, second)]
         self._check_size(*texts, fit=fit)
         with trimmed_after(first, second):
-            ids, types = tokenizer.encode_pair(*texts, max_length=fit.max_length)
+            ids, types = tokenizer.encode_pair(*texts, **fit.shortening)
         return PromptTokens(ids, None, None, token_type_ids=types)
 
     def render(self, chat: ChatPrompt) -> str:
@@ -304,7 +313,7 @@ class PromptReader:
             if fit.max_length is None:
                 return tokenizer.encode(text, add_special_tokens=add_special_tokens)
             return tokenizer.encode_pair(
-                text, add_special_tokens=add_special_tokens, max_length=fit.max_length
+                text, add_special_tokens=add_special_tokens, **fit.shortening
             ).token_ids
 
     def _guarded(self, guard: str) -> Tokenizer:

@@ -12,7 +12,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import tokenizers
 
@@ -117,6 +117,7 @@ class HFTokenizer:
         *,
         add_special_tokens: bool = True,
         max_length: int | None = None,
+        truncation_side: Literal["left", "right"] = "left",
     ) -> EncodedPair:
         texts = [first] if second is None else [first, second]
         if max_length is None:
@@ -130,10 +131,11 @@ class HFTokenizer:
         kept = _shares([len(part.ids) for part in parts], max(0, max_length - special))
         for part, count in zip(parts, kept):
             if count < len(part.ids):
-                part.truncate(count, direction="left")
+                part.truncate(count, direction=truncation_side)
         behind = parts[1] if len(parts) > 1 else None
         whole = self._backend.post_process(parts[0], behind, add_special_tokens=add_special_tokens)
-        return EncodedPair(whole.ids[-max_length:], whole.type_ids[-max_length:])
+        kept_part = slice(max_length) if truncation_side == "right" else slice(-max_length, None)
+        return EncodedPair(whole.ids[kept_part], whole.type_ids[kept_part])
 
     def decode(
         self,

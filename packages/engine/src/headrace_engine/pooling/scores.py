@@ -134,6 +134,12 @@ class ScorePlanner:
         if info.scoring == "late_interaction":
             if self._marked is None:
                 need_tokenizer(None, "text_1")
+            if params.truncation_side != "left":
+                raise UnsupportedFeature(
+                    f"truncation_side = {params.truncation_side!r}: must be left out: this model's "
+                    "texts are cut where their marks demand it",
+                    param="truncation_side",
+                )
             keep = params.truncate_prompt_tokens
             keep = None if keep == -1 else keep
             texts = _Distinct(

@@ -4,7 +4,7 @@ for media. Their language model is served; the towers are not read."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -20,27 +20,78 @@ class Wrapper:
     """Name of the models, as people know them."""
     passed_over: tuple[str, ...] = ("vision_tower", "multi_modal_projector")
     """Modules beside the language model, as names of tensors begin, perhaps after ``model.``."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the language model that the class fixes, whatever ``config.json`` says of them."""
+    transposes_experts: bool = False
+    """All experts' matrices may be in one tensor with its last two dimensions exchanged."""
 
     def own_name(self, tensor: str) -> str | None:
         """A tensor's name in the language model's own class; None if it belongs to another module."""
+        plain = tensor.removeprefix("thinker.").removeprefix("model.") + "."
+        if any(plain.startswith(f"{module}.") for module in self.passed_over):
+            return None
         for prefix, own in _PREFIXES.items():
             if tensor.startswith(prefix):
                 return own + tensor.removeprefix(prefix)
-        module = tensor.removeprefix("model.").partition(".")[0]
-        return None if module in self.passed_over else tensor
+        return tensor
 
 
 _PREFIXES: Mapping[str, str] = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
+    "language_model.": "",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
+    "thinker.model.": "model.",
+    "thinker.lm_head.": "lm_head.",
 }
-"""Before transformers 4.52, and since."""
+"""Before transformers 4.52, and since; in the Idefics line; in Qwen's omni models."""
+_HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "thinker.lm_head.")
+"""How the names of a language model's head begin."""
+_NESTED = ("text_config", "llm_config")
+"""Where a config has the language model's settings: as transformers writes it, and as remote code does."""
+_IDEFICS = ("vision_model", "connector")
+_THINKER = ("audio_tower", "visual", "talker", "token2wav", "code2wav")
+_ROUTED = {"norm_topk_prob": True}
+"""Their routers always divide the chosen experts' weights by their sum."""
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 WRAPPERS: Mapping[str, Wrapper] = {
     row.name: row
     for row in (
+        Wrapper(
+            "AudioFlamingo3ForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM"},
+            "Audio Flamingo 3",
+            ("audio_tower", "multi_modal_projector"),
+        ),
+        Wrapper(
+            "AyaVisionForConditionalGeneration",
+            {"cohere2": "Cohere2ForCausalLM", "cohere": "CohereForCausalLM"},
+            "Aya Vision",
+        ),
+        Wrapper(
+            "Cohere2VisionForConditionalGeneration",
+            {"cohere2": "Cohere2ForCausalLM"},
+            "Command A Vision",
+        ),
+        Wrapper(
+            "DeepseekVLForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "DeepSeek-VL",
+            ("vision_model", "aligner"),
+        ),
+        Wrapper(
+            "DeepseekVLHybridForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "DeepSeek-VL, with two towers",
+            (
+                "vision_model",
+                "aligner",
+                "high_res_vision_alpha",
+                "high_res_vision_model",
+                "high_res_vision_neck",
+                "high_res_vision_proj",
+            ),
+        ),
         Wrapper("Gemma3ForConditionalGeneration", {"gemma3_text": "Gemma3ForCausalLM"}, "Gemma 3"),
         Wrapper(
             "Gemma3nForConditionalGeneration",
@@ -55,11 +106,98 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
         ),
         Wrapper(
+            "Gemma4UnifiedForConditionalGeneration",
+            {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+            "Gemma 4, unified",
+            ("vision_tower", "audio_tower", "embed_vision", "embed_audio"),
+        ),
+        Wrapper(
+            "Glm46VForConditionalGeneration",
+            {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"},
+            "GLM-4.6V",
+            ("visual",),
+        ),
+        Wrapper(
+            "Glm4vForConditionalGeneration",
+            {"glm4v_text": "Glm4ForCausalLM"},
+            "GLM-4.1V",
+            ("visual",),
+            {"attention_bias": True},
+        ),
+        Wrapper(
+            "Glm4vMoeForConditionalGeneration",
+            {"glm4v_moe_text": "Glm4MoeForCausalLM"},
+            "GLM-4.5V",
+            ("visual",),
+        ),
+        Wrapper(
+            "GlmOcrForConditionalGeneration",
+            {"glm_ocr_text": "Glm4ForCausalLM"},
+            "GLM-OCR",
+            ("visual", "language_model.layers.16"),
+            {"attention_bias": False},
+        ),
+        Wrapper(
+            "GotOcr2ForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM"},
+            "GOT-OCR 2",
+        ),
+        Wrapper(
+            "GraniteSpeechForConditionalGeneration",
+            {"granite": "GraniteForCausalLM"},
+            "Granite Speech",
+            ("encoder", "projector"),
+        ),
+        Wrapper(
+            "HunYuanVLForConditionalGeneration",
+            {"hunyuan_vl_text": "HunYuanDenseV1ForCausalLM"},
+            "HunyuanOCR",
+            ("vit",),
+        ),
+        Wrapper(
+            "HyperCLOVAXVisionV2ForConditionalGeneration",
+            {"hyperclovax": "HyperCLOVAXForCausalLM"},
+            "HyperCLOVA X Seed Vision",
+            ("vision_model", "vision_projector", "vision_projection"),
+        ),
+        Wrapper(
+            "Idefics2ForConditionalGeneration",
+            {"mistral": "MistralForCausalLM"},
+            "Idefics2",
+            _IDEFICS,
+        ),
+        Wrapper(
+            "Idefics3ForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "Idefics3", _IDEFICS
+        ),
+        Wrapper(
+            "InternVLChatModel",
+            {
+                "qwen2": "Qwen2ForCausalLM",
+                "qwen3": "Qwen3ForCausalLM",
+                "llama": "LlamaForCausalLM",
+                "internlm2": "InternLM2ForCausalLM",
+            },
+            "InternVL 2 to 3.5",
+            ("vision_model", "mlp1"),
+        ),
+        Wrapper(
             "InternVLForConditionalGeneration",
             {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"},
             "InternVL, by transformers",
         ),
+        Wrapper(
+            "KimiVLForConditionalGeneration",
+            {"deepseek_v3": "DeepseekV3ForCausalLM"},
+            "Kimi-VL",
+        ),
         Wrapper("Lfm2VlForConditionalGeneration", {"lfm2": "Lfm2ForCausalLM"}, "LFM2-VL"),
+        Wrapper("Lfm3VlForConditionalGeneration", {"lfm3": "Lfm3ForCausalLM"}, "LFM3-VL"),
+        Wrapper(
+            "LightOnOcrForConditionalGeneration",
+            {"qwen3": "Qwen3ForCausalLM"},
+            "LightOnOCR",
+            ("vision_encoder", "vision_projection"),
+        ),
         Wrapper(
             "Llama4ForConditionalGeneration",
             {"llama4_text": "Llama4ForCausalLM"},
@@ -74,9 +212,33 @@ WRAPPERS: Mapping[str, Wrapper] = {
             ("vision_tower", "multi_modal_projector", "image_newline"),
         ),
         Wrapper(
+            "LlavaNextVideoForConditionalGeneration",
+            _LLAVA,
+            "LLaVA-NeXT-Video",
+            ("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"),
+        ),
+        Wrapper(
+            "LlavaOnevisionForConditionalGeneration",
+            _LLAVA,
+            "LLaVA-OneVision",
+            ("vision_tower", "multi_modal_projector", "image_newline"),
+        ),
+        Wrapper(
+            "MiniCPMV4_6ForConditionalGeneration",
+            {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+            "MiniCPM-V 4.6",
+            ("vision_tower", "merger"),
+        ),
+        Wrapper(
             "Mistral3ForConditionalGeneration",
             {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
             "Mistral Small 3.1 and 3.2, Ministral 3",
+        ),
+        Wrapper(
+            "Ovis2ForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
+            "Ovis2",
+            ("vision_tower", "visual_embeddings_table"),
         ),
         Wrapper(
             "Qwen2VLForConditionalGeneration",
@@ -90,11 +252,34 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "Qwen2.5-VL",
             ("visual",),
         ),
+        *(
+            Wrapper(name, {"qwen2_5_omni_text": "Qwen2ForCausalLM"}, known, _THINKER)
+            for name, known in (
+                ("Qwen2_5OmniModel", "Qwen2.5-Omni"),
+                ("Qwen2_5OmniForConditionalGeneration", "Qwen2.5-Omni"),
+                ("Qwen2_5OmniThinkerForConditionalGeneration", "Qwen2.5-Omni, the thinker"),
+            )
+        ),
+        *(
+            Wrapper(name, {"qwen3_omni_moe_text": "Qwen3MoeForCausalLM"}, known, _THINKER, _ROUTED)
+            for name, known in (
+                ("Qwen3OmniMoeForConditionalGeneration", "Qwen3-Omni"),
+                ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3-Omni, the thinker"),
+            )
+        ),
         Wrapper(
             "Qwen3VLForConditionalGeneration",
             {"qwen3_vl_text": "Qwen3ForCausalLM"},
             "Qwen3-VL",
             ("visual",),
+        ),
+        Wrapper(
+            "Qwen3VLMoeForConditionalGeneration",
+            {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
+            "Qwen3-VL, mixtures",
+            ("visual",),
+            _ROUTED,
+            transposes_experts=True,
         ),
         Wrapper(
             "Qwen3_5ForConditionalGeneration",
@@ -107,6 +292,28 @@ WRAPPERS: Mapping[str, Wrapper] = {
             {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
             "Qwen3.5, mixtures",
             ("visual", "mtp"),
+        ),
+        Wrapper(
+            "SmolVLMForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "SmolVLM", _IDEFICS
+        ),
+        Wrapper(
+            "VideoLlama3ForConditionalGeneration",
+            {"qwen2": "Qwen2ForCausalLM"},
+            "VideoLLaMA 3",
+            ("vision_model", "projector"),
+        ),
+        Wrapper(
+            "VideoLlavaForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Video-LLaVA",
+            ("image_tower", "video_tower", "multi_modal_projector"),
+        ),
+        Wrapper("VipLlavaForConditionalGeneration", {"llama": "LlamaForCausalLM"}, "ViP-LLaVA"),
+        Wrapper(
+            "VoxtralForConditionalGeneration",
+            {"llama": "LlamaForCausalLM"},
+            "Voxtral, by transformers",
+            ("audio_tower", "multi_modal_projector"),
         ),
     )
 }
@@ -122,9 +329,59 @@ def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:
     wrapper = WRAPPERS.get(architecture)
     if wrapper is None:
         return architecture
-    inner = whole.get("text_config")
-    stated = inner.get("model_type") if isinstance(inner, Mapping) else whole.get("model_type")
+    inner = nested_settings(whole)
+    stated = whole.get("model_type") if inner is None else inner.get("model_type")
     return wrapper.texts.get(str(stated), architecture)
+
+
+def nested_settings(whole: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The language model's part of a config; None: it is the whole.
+
+    Args:
+        whole: ``config.json``.
+    """
+    thinker = whole.get("thinker_config")
+    around = thinker if isinstance(thinker, Mapping) else whole
+    return next((around[key] for key in _NESTED if isinstance(around.get(key), Mapping)), None)
+
+
+def own_quantization(architecture: str, said: Any) -> Any:
+    """A ``quantization_config`` whose lists of modules and patterns name a wrapper's language model as its
+    own class does; other architectures' come back as they are.
+
+    Args:
+        said: the whole, or a value in it.
+    """
+    wrapper = WRAPPERS.get(architecture)
+    if wrapper is None:
+        return said
+    if isinstance(said, Mapping):
+        return {
+            own_quantization(architecture, key): own_quantization(architecture, value)
+            for key, value in said.items()
+        }
+    if isinstance(said, list):
+        return [own_quantization(architecture, value) for value in said]
+    return _own_entry(said) if isinstance(said, str) else said
+
+
+def _own_entry(entry: str) -> str:
+    """A module's name, or a pattern of names, with the language model's prefix replaced."""
+    for prefix, own in _PREFIXES.items():
+        for spelled, replaced in (
+            (prefix, own),
+            (prefix.replace(".", r"\."), own.replace(".", r"\.")),
+        ):
+            at = entry.find(spelled)
+            if at >= 0 and (at == 0 or not (entry[at - 1].isalnum() or entry[at - 1] in "_.")):
+                return entry[:at] + replaced + entry[at + len(spelled) :]
+    return entry
+
+
+def fixed_settings(architecture: str) -> Mapping[str, Any]:
+    """Settings of a wrapper's language model that its class fixes (:attr:`Wrapper.fixed`)."""
+    wrapper = WRAPPERS.get(architecture)
+    return {} if wrapper is None else wrapper.fixed
 
 
 def ties_by_tensors(
@@ -140,5 +397,5 @@ def ties_by_tensors(
     names = [name for name in stored if name]
     if architecture not in WRAPPERS or not names:
         return dict(config)
-    has_head = any(name.startswith(("lm_head.", "language_model.lm_head.")) for name in names)
+    has_head = any(name.startswith(_HEADS) for name in names)
     return {**config, "tie_word_embeddings": not has_head}

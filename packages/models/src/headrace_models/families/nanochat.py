@@ -36,7 +36,9 @@ class NanoChatForCausalLM(LlamaForCausalLM):
         super().prepare(context, prefix)
         assert self.rotary is not None
         cosines, sines = self.rotary.chunk(2, dim=-1)
-        self.rotary = torch.cat((cosines, -sines), dim=-1)
+        # Norms behind the rotation undo the factor that an extension of the context (YaRN) puts on it.
+        length = torch.hypot(cosines, sines)
+        self.rotary = torch.cat((cosines / length, -sines / length), dim=-1)
         self.embed_norm = self.make_norm(context, f"{prefix}model.embed_norm")
 
     def embed_tokens(self, batch: ForwardBatch) -> Tensor:
@@ -46,7 +48,8 @@ class NanoChatForCausalLM(LlamaForCausalLM):
         return RMSNorm(context, name, self.hidden_size(), self.norm_eps(), weight=False)
 
     def make_attention(self, context: BuildContext, index: int, name: str) -> SelfAttention:
-        """Its head norms come behind the rotation, which without weights makes no difference."""
+        """Its head norms come behind the rotation: without weights that makes no difference, once the
+        rotation keeps lengths."""
         bias = self.settings.flag("attention_bias", False)
         size, eps = self.head_dim(), self.norm_eps()
         return self.attention(

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_core.errors import PromptTooLong
+from headrace_server.error_bodies import ErrorRewriter, message_of
 from headrace_server.errors import Answer, report
 from headrace_server.paths import route_path
 from headrace_server.stream import named_event
@@ -26,7 +27,6 @@ TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_MAX_BODY = 64 * 1024
 
 
 def error_body(status: int, message: str) -> dict[str, Any]:
@@ -60,10 +60,7 @@ def is_ours(path: str) -> bool:
 
 
 class AnthropicErrors:
-    """ASGI middleware: rewrites the error bodies of everything further in, on this protocol's paths.
-
-    So the key gate, the limits and the drain gate need not know whose client asks.
-    """
+    """ASGI middleware: rewrites the error bodies of everything further in, on this protocol's paths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -72,45 +69,8 @@ class AnthropicErrors:
         if scope["type"] != "http" or not is_ours(route_path(scope)):
             await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, _Rewriter(send))
-
-
-class _Rewriter:
-    """A ``send`` that holds an error answer until it is whole."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._start: Message | None = None
-        self._body = b""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            self._start = message
-        elif self._start is None:
-            await self._send(message)
-        elif message["type"] == "http.response.body":
-            self._body = (self._body + message.get("body", b""))[:_MAX_BODY]
-            if not message.get("more_body", False):
-                await self._finish(self._start)
-
-    async def _finish(self, start: Message) -> None:
-        status = start["status"]
-        body = msgspec.json.encode(error_body(status, _message(self._body)))
-        own = (b"content-length", b"content-type")
-        headers = [(k, v) for k, v in start["headers"] if k.lower() not in own]
-        headers += [(own[0], str(len(body)).encode()), (own[1], b"application/json")]
-        await self._send({**start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body})
-
-
-def _message(body: bytes) -> str:
-    """The sentence in an error body of any of our forms."""
-    try:
-        told: Any = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return "the request failed"
-    if isinstance(told, dict):
-        told = told.get("error", told.get("detail"))
-    if isinstance(told, dict):
-        told = told.get("message")
-    return told if isinstance(told, str) else "the request failed"
+        await self._app(
+            scope,
+            receive,
+            ErrorRewriter(send, lambda status, told: error_body(status, message_of(told))),
+        )

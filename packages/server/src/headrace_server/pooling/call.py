@@ -19,6 +19,7 @@ from headrace_server import convert
 from headrace_server.offload import encoded
 from headrace_server.parts import answer_of, json_parts
 from headrace_server.pooling.answer_size import check_answer_size
+from headrace_server.protocol.cohere import CohereEmbedRequest
 from headrace_server.protocol.pooling import PoolingBody
 from headrace_server.protocol.usage import PromptTokensDetails, Usage
 from headrace_server.request_log import log_request
@@ -77,7 +78,11 @@ class PoolingCall:
     spelling: Mapping[str, str] = {}
 
     def __init__(
-        self, body: PoolingBody, request: Request, state: ServerState, prefix: str
+        self,
+        body: PoolingBody | CohereEmbedRequest,
+        request: Request,
+        state: ServerState,
+        prefix: str,
     ) -> None:
         self.state = state
         self.model: ServedModel = state.engine.model
@@ -88,7 +93,9 @@ class PoolingCall:
         self.id = convert.answer_id(prefix, body.request_id, request)
         self.created = int(time.time())
         asked: dict[str, Any] = {name: getattr(body, name, None) for name in _PARAMS}
-        self.params = PoolingParams(**asked)
+        self.params = PoolingParams(
+            **asked, truncation_side=getattr(body, "truncation_side", "left")
+        )
         self._priority = body.priority
         self._with_ids = bool(body.return_token_ids)
 

@@ -64,6 +64,20 @@ def as_base64(data: bytes, dtype: str, endianness: str) -> Iterator[bytes]:
     yield b'"'
 
 
+def as_bits(values: PackedArray, *, signed: bool) -> Iterator[bytes]:
+    """A vector's signs as a JSON list of bytes: a bit for each number, 1 if it is above 0, the first one
+    the highest. What numpy's ``packbits`` makes of ``vector > 0``.
+
+    Args:
+        values: one vector; its size is a multiple of 8.
+        signed: less 128, so that a byte is in -128..127.
+    """
+    numbers = memoryview(values.data).cast("f")
+    bits = int("".join(["1" if number > 0 else "0" for number in numbers]), 2)
+    packed = bits.to_bytes(len(numbers) // 8, "big")
+    return json_parts([byte - 128 for byte in packed] if signed else list(packed))
+
+
 def resolved(endianness: str) -> str:
     """``little`` or ``big``."""
     return sys.byteorder if endianness == "native" else endianness

@@ -61,7 +61,10 @@ class PoolingBody(RequestBody):
         None, description="A served name; null: the first."
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="Keep the last so many tokens; -1: as many as the model takes."
+        None, description="Keep so many tokens; -1: as many as the model takes."
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "left", description="Where the tokens are lost that truncate_prompt_tokens does not keep."
     )
     return_token_ids: bool | None = Field(
         None, description="Add prompt_token_ids to each item: the tokens as the model saw them."

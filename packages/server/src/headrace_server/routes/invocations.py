@@ -16,6 +16,7 @@ SHAPES = (
     ("/v1/chat/completions", ("messages",)),
     ("/v1/completions", ("prompt",)),
     ("/v1/embeddings", ("input",)),
+    ("/v2/embed", ("texts",)),
     ("/classify", ("input",)),
     ("/pooling", ("input",)),
     ("/v1/embeddings", ("messages",)),

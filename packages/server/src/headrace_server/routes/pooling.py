@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, ``/classify``, ``/score``, ``/rerank`` and ``/pooling``."""
+"""``/v1/embeddings``, ``/v2/embed``, ``/classify``, ``/score``, ``/rerank`` and ``/pooling``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from headrace_core.engine import EngineClient
 from headrace_server.apis import INFERENCE_ROUTES, can_score
 from headrace_server.pooling.call import answer_pooled
 from headrace_server.pooling.classify import Classification
+from headrace_server.pooling.cohere import CohereEmbedding
 from headrace_server.pooling.embeddings import Vectors, pooling_task
 from headrace_server.pooling.plugin import PluginCall
 from headrace_server.pooling.scores import Rerank, Score
+from headrace_server.protocol.cohere import (
+    CohereEmbedRequest,
+    CohereEmbedResponse,
+    CohereErrorResponse,
+)
 from headrace_server.protocol.pooling import (
     ClassifyRequest,
     ClassifyResponse,
@@ -29,7 +35,7 @@ from headrace_server.protocol.pooling import (
     ScoreRequest,
     ScoreResponse,
 )
-from headrace_server.routing import json_router
+from headrace_server.routing import ERROR_RESPONSES, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 
@@ -50,8 +56,13 @@ _BINARY: dict[int | str, dict[str, Any]] = {
 }
 
 
+COHERE_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {**told, "model": CohereErrorResponse} for status, told in ERROR_RESPONSES.items()
+}
+
+
 class EmbeddingsRouter:
-    """Vectors, as OpenAI's clients ask for them."""
+    """Vectors, as OpenAI's and Cohere's clients ask for them."""
 
     name = "embeddings"
     tasks: Sequence[str] = INFERENCE_ROUTES["/v1/embeddings"].tasks
@@ -62,6 +73,10 @@ class EmbeddingsRouter:
         @router.post("/v1/embeddings", response_model=EmbeddingResponse, responses=_BINARY)
         async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
             return await answer_pooled(Vectors(body, request, state_of(request)), request)
+
+        @router.post("/v2/embed", response_model=CohereEmbedResponse, responses=COHERE_ERRORS)
+        async def embed(body: CohereEmbedRequest, request: Request) -> Response:
+            return await answer_pooled(CohereEmbedding(body, request, state_of(request)), request)
 
         return router
 

@@ -1,0 +1,140 @@
+"""Chats and completions as requests of ``/inference/v1/generate``: template, tokens and parameters, and
+nothing is generated.
+
+For deployments that turn text into tokens on other machines than those that run the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from starlette.responses import Response
+
+from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.request import Prompt, brings_media
+from headrace_core.sampling import SamplingParams
+from headrace_server import convert
+from headrace_server.answers import AnswerPlan
+from headrace_server.conversation import chat_of, special_tokens, spelled
+from headrace_server.offload import encoded
+from headrace_server.protocol.chat import ChatRequest
+from headrace_server.protocol.completions import CompletionRequest
+from headrace_server.protocol.sampling import SamplingBody
+from headrace_server.protocol.tokens import TokenSampling
+from headrace_server.routing import JsonAnswer
+from headrace_server.side_by_side import in_order
+from headrace_server.state import ServerState
+from headrace_server.structured import constraint_of
+
+_AT_ONCE = 64
+"""Prompts that are tokenized side by side."""
+_SLICE = 4096
+"""Tokens that are encoded in one call."""
+_TOKENS = 16
+"""Of an answer, for one unit of cost."""
+_ELSEWHERE = "which /inference/v1/generate does not take"
+
+
+class Rendering:
+    """Checks a request when made; then :meth:`respond`, once.
+
+    Raises:
+        RequestError: naming the field; also for what tokens alone cannot say.
+    """
+
+    spelling: Mapping[str, str] = {"prompt_token_ids": "prompt"}
+
+    def __init__(
+        self, body: ChatRequest | CompletionRequest, request: Request, state: ServerState
+    ) -> None:
+        self.state, self._body = state, body
+        model = state.engine.model
+        convert.check_model(body.model, model)
+        body.check_fields(state)
+        convert.refuse_rank(request)
+        self.id = convert.answer_id("", body.request_id, request)
+        self._is_chat = isinstance(body, ChatRequest)
+        self._prompts: Sequence[Prompt]
+        if isinstance(body, ChatRequest):
+            params = AnswerPlan(body, state).params
+            prompt = spelled(chat_of(body, state), state)
+            self._prompts, self._special = [prompt], special_tokens(prompt)
+            if brings_media(prompt):
+                raise UnsupportedFeature(f"messages: hold media, {_ELSEWHERE}", param="messages")
+        else:
+            constraint = constraint_of(body.response_format, body.structured_outputs)
+            params = convert.completion_params(body, model, constraint)
+            _refuse(body, "prompt_embeds", "echo")
+            self._prompts = convert.completion_prompts(body, model)
+            self._special = body.add_special_tokens
+        _refuse(body, "use_beam_search")
+        if params.stop_strings:
+            raise UnsupportedFeature(
+                f"stop: is sought in text, {_ELSEWHERE}; send stop_token_ids", param="stop"
+            )
+        self._params = wire_params(params)
+
+    async def respond(self) -> Response:
+        """The answer: one request of a chat, a list of them of a completion.
+
+        Raises:
+            RequestError: a prompt cannot be written or tokenized.
+        """
+        engine = self.state.engine
+
+        async def tokens(_: int, prompt: Prompt) -> list[int]:
+            found = await engine.tokenize(prompt, add_special_tokens=self._special)
+            return list(found.token_ids)
+
+        ids = await in_order(tokens, self._prompts, _AT_ONCE)
+        cost = sum(map(len, ids)) // _TOKENS
+        return JsonAnswer(await self.state.off_loop(cost, self._encode, ids))
+
+    def _encode(self, ids: Sequence[list[int]]) -> bytes:
+        if self._is_chat:
+            return msgspec.json.encode(self._request(self.id, ids[0]))
+        made = [self._request(f"{self.id}-{i}", one) for i, one in enumerate(ids)]
+        return msgspec.json.encode(made)
+
+    def _request(self, name: str, ids: list[int]) -> dict[str, Any]:
+        body = self._body
+        options = body.stream_options
+        return {
+            "request_id": name,
+            "token_ids": encoded(ids, _SLICE),
+            "sampling_params": self._params,
+            "model": self.state.engine.model.name,
+            "stream": body.stream,
+            "stream_options": None if options is None else options.model_dump(),
+            "cache_salt": body.cache_salt,
+            "priority": body.priority,
+        }
+
+
+def wire_params(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as ``/inference/v1/generate`` takes them: those that are not the defaults of
+    :class:`~headrace_core.sampling.SamplingParams`, and ``max_tokens``."""
+    return dict(_wire_params(params, TokenSampling.model_fields))
+
+
+def _wire_params(params: SamplingParams, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    defaults = SamplingParams()
+    for name in names:
+        value = getattr(params, name)
+        if name == "logit_bias" and value:
+            yield name, {str(token): bias for token, bias in value.items()}
+        elif name == "structured_outputs" and value is not None:
+            given = dataclasses.asdict(value)
+            yield name, {key: held for key, held in given.items() if held not in (None, False)}
+        elif name == "max_tokens" or value != getattr(defaults, name):
+            yield name, value
+
+
+def _refuse(body: SamplingBody, *names: str) -> None:
+    for name in names:
+        if getattr(body, name):
+            raise RequestError(f"{name}: asks for something {_ELSEWHERE}", param=name)
