@@ -132,8 +132,11 @@ class TokenLogprob(BaseModel):
     """One token."""
 
     token: str
+    """By itself; a part of a character is U+FFFD."""
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """What the token adds to the text, also a part of a character; null: the server has no
+    tokenizer."""
 
 
 class ContentLogprob(TokenLogprob):
@@ -200,13 +203,13 @@ class ChunkDelta(Struct):
 class ChunkToken(Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChunkContentLogprob(Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[ChunkToken]
 
 
