@@ -174,7 +174,9 @@ def _size_at(whole: bytes, at: int, piece: bytes, special: Collection[bytes]) ->
         spaces += 1
     if whole.startswith(piece, at + spaces):
         return spaces + len(piece)
-    return 0 if piece in special else len(piece)
+    if piece in special:
+        return 0
+    return len(piece) + (0 if piece[:1].isspace() else spaces)
 
 
 def chat_logprobs(

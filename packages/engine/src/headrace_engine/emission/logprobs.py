@@ -74,8 +74,9 @@ class HeldTokens:
         self._pieces: list[bytes] = []
         """Of the tokens that were not handed out."""
         self._ends: list[int] = []
-        """Characters of the uncut text up to the end of each; one that is inside a character counts
-        that, too."""
+        """Characters of the uncut text up to the end of each."""
+        self._inside: list[bool] = []
+        """Whether each ends inside a further character."""
         self._begin = 0
         """Where the first of them begins."""
         self._num_characters = 0
@@ -90,7 +91,8 @@ class HeldTokens:
         """
         self._num_characters += len(text)
         self._pieces.append(piece)
-        self._ends.append(self._num_characters + inside)
+        self._ends.append(self._num_characters)
+        self._inside.append(inside)
 
     def show(self, text: str) -> None:
         """This text is certain to be output."""
@@ -98,14 +100,17 @@ class HeldTokens:
 
     @property
     def num_certain(self) -> int:
-        """Tokens, of those not handed out, whose text is output whole."""
-        return bisect.bisect_right(self._ends, self._num_shown)
+        """Tokens, of those not handed out, whose text is output whole and ends with a character."""
+        count = bisect.bisect_right(self._ends, self._num_shown)
+        while count and self._inside[count - 1]:
+            count -= 1
+        return count
 
     def hand_out(self, count: int) -> None:
         """The first so many tokens have been handed out."""
         if count:
             self._begin = self._ends[count - 1]
-            del self._pieces[:count], self._ends[:count]
+            del self._pieces[:count], self._ends[:count], self._inside[:count]
 
     def cut(self, into: Logprobs) -> None:
         """No more text comes: take from the last tokens' entries the bytes that the text lacks.
