@@ -7,7 +7,7 @@ output, so nothing queues up: what a slow reader costs is the output itself, onc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace_core.output import (
     CompletionOutput,
@@ -33,6 +33,11 @@ from headrace_engine.emission.logprobs import (
 from headrace_engine.emission.stop import StopFinder
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput
+
+TOKEN_BYTES = 64
+"""Memory of an output's token, about: its id and its text."""
+ENTRY_BYTES = 256
+"""Memory of a log-probability, about: the entry, its number, its text and its place in a mapping."""
 
 
 class CompletionState:
@@ -64,9 +69,17 @@ class CompletionState:
         """Tokens whose text is in ``_new_text``, or was."""
         self._logprobs = new_logprobs(params.flat_logprobs) if params.wants_logprobs else None
         self._held = HeldTokens() if self._seeks_stops and self._logprobs is not None else None
+        self._num_entries = 0
+        """Log-probabilities that came since the last output."""
         self._cumulative_logprob = 0.0
         self._sent_tokens = 0
         self._sent_finish = False
+
+    @property
+    def num_untaken_bytes(self) -> int:
+        """About what takes memory that was not handed out."""
+        num_tokens = len(self.token_ids) - self._sent_tokens
+        return num_tokens * TOKEN_BYTES + self._num_entries * ENTRY_BYTES
 
     @property
     def ended(self) -> bool:
@@ -147,6 +160,7 @@ class CompletionState:
     ) -> CompletionOutput:
         self._new_text.clear()
         self._sent_tokens = num_sent
+        self._num_entries = 0
         self._sent_finish = self.finish_reason is not None
         return CompletionOutput(
             self.index,
@@ -189,6 +203,7 @@ class CompletionState:
         if logprobs is not None and self._logprobs is not None:
             append_position(self._logprobs, logprobs, self._text_of, piece, others)
             self._cumulative_logprob += logprobs.logprobs[0]
+            self._num_entries += len(logprobs.token_ids)
 
     def _cut_logprobs(self) -> None:
         if self._held is not None and self._logprobs is not None:
@@ -269,6 +284,8 @@ class RequestState:
         self._num_cached_tokens = 0
         self._num_preemptions: dict[str, int] = {}
         self._taken_finished = False
+        self.on_taken: Callable[[], None] | None = None
+        """Called once, when the next output has been taken."""
         self.num_waiting = len(self._list)
         """Completions that run, and of which the core has said nothing yet."""
 
@@ -338,10 +355,19 @@ class RequestState:
         """Whether the last output was taken."""
         return self._taken_finished
 
+    @property
+    def num_untaken_bytes(self) -> int:
+        """About what the tokens take in memory that nobody has taken, of a request whose outputs are
+        what is new; of others, which keep all to the end, 0."""
+        if self._kind is not RequestOutputKind.DELTA:
+            return 0
+        return sum(c.num_untaken_bytes for c in self._list)
+
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as the output kind asks; None if that is too little."""
         if not self.ready:
             return None
+        self._tell_taken()
         self._taken_finished = self.finished
         if self._kind is RequestOutputKind.DELTA:
             if self._only is not None:
@@ -361,7 +387,13 @@ class RequestState:
             or not only.ready(self._interval)
         ):
             return None
+        self._tell_taken()
         return only.text_delta()
+
+    def _tell_taken(self) -> None:
+        if self.on_taken is not None:
+            on_taken, self.on_taken = self.on_taken, None
+            on_taken()
 
     def _take_prompt_logprobs(self) -> Logprobs | None:
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
