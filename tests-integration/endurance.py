@@ -6,7 +6,8 @@
 equal     32 requests at once of the demo model for half an hour; each equals its solo run bit for bit
 burst     1,280 requests within a second; each gets 200 or 429
 soak      100,000 mixed requests on the simulated device; memory over time, blocks at the end
-readers   100 streams read at 10 bytes a second; what each costs, and what others notice
+readers   100 streams read at 10 bytes a second, of text and then with log-probabilities; what each
+          costs, and what others notice
 crowd     1,000 half-open connections; what others notice
 ========= ============================================================================================
 
@@ -445,7 +446,7 @@ async def run_readers(
             await asyncio.sleep(1)
 
     reading = asyncio.create_task(trickle())
-    # What they ask for is work like any other's; from then on they are nothing but slow.
+    # What they ask for is work like any other's until they are behind; then they are nothing but slow.
     await asyncio.to_thread(wait_for, lambda: server.metric("num_requests_running") == 0)
     among, more = await _others(server.url, 5)
     await reading
@@ -509,8 +510,13 @@ def _run(name: str, scale: float) -> tuple[str, bool]:
             return soaked.describe(), fine and server.stop() == 0
     with serving(*SIM, "--max-num-seqs", "256") as server:
         if name == "readers":
-            crowd = asyncio.run(run_readers(server, int(100 * scale), 30 * scale))
-            return crowd.describe(), not crowd.wrong and crowd.bytes_each <= 64 * 1024
+            number, seconds = int(100 * scale), 30 * scale
+            crowds = [
+                asyncio.run(run_readers(server, number, seconds, logprobs=logprobs))
+                for logprobs in (False, True)
+            ]
+            fine = all(not crowd.wrong and crowd.bytes_each <= 64 * 1024 for crowd in crowds)
+            return "\n".join(crowd.describe() for crowd in crowds), fine
         crowd = asyncio.run(run_half_open(server, int(1000 * scale)))
         return crowd.describe(), not crowd.wrong
 

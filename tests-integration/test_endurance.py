@@ -68,10 +68,11 @@ def test_a_soak_of_mixed_requests():
 
 @pytest.mark.req("F4")
 @pytest.mark.req("REL-06")
-def test_slow_readers_cost_little():
+@pytest.mark.parametrize("logprobs", [False, True], ids=["text", "logprobs"])
+def test_slow_readers_cost_little(logprobs):
     with serving(*SIM, "--max-num-seqs", "256") as server:
         asyncio.run(run_readers(server, 100, 3.0))  # what is made once is there before
-        found = asyncio.run(run_readers(server, 100, 30.0 if FULL else 6.0))
+        found = asyncio.run(run_readers(server, 100, 30.0 if FULL else 6.0, logprobs=logprobs))
         print(found.describe())
     assert found.wrong == []
     assert found.bytes_each <= 64 * 1024
