@@ -38,6 +38,13 @@ from soak import Stream, quantile, run_stream, watch_livez
 
 QUIET = ("--disable-uvicorn-access-log",)
 SIM = ("--device", "sim", "--sim-step-ms", "1", "--sim-token-us", "0", *QUIET)
+READ = (
+    "--device", "sim", "--sim-step-ms", "10", "--sim-token-us", "0", "--max-num-seqs", "256", *QUIET
+)  # fmt: skip
+"""For slow readers: tokens come no faster than they can be written for all of them at once, so that
+what is measured is what waits for a reader, not what waits for the event loop."""
+FEWEST_TOKENS = 50
+"""Tokens of a stream that fit into the buffers between the engine and its reader, at least."""
 MIB = 2**20
 
 
@@ -432,8 +439,14 @@ async def run_readers(
 ) -> Crowd:
     """Streams that are long, of which 10 bytes a second are read."""
     plain, wrong = await _others(server.url, 5)
-    before = resident(server.process.pid)
+    before, produced = resident(server.process.pid), server.metric("generation_tokens_total")
     readers = [_slow_reader(server.url, seed, logprobs) for seed in range(number)]
+
+    def are_behind() -> bool:
+        """None of them runs or waits to: all have been given as much as is kept for them."""
+        enough = server.metric("generation_tokens_total") >= produced + number * FEWEST_TOKENS
+        return enough and blocks_are_free(server)
+
     until = time.monotonic() + seconds
 
     async def trickle() -> None:
@@ -447,7 +460,7 @@ async def run_readers(
 
     reading = asyncio.create_task(trickle())
     # What they ask for is work like any other's until they are behind; then they are nothing but slow.
-    await asyncio.to_thread(wait_for, lambda: server.metric("num_requests_running") == 0)
+    await asyncio.to_thread(wait_for, are_behind)
     among, more = await _others(server.url, 5)
     await reading
     grown = resident(server.process.pid) - before
@@ -508,8 +521,9 @@ def _run(name: str, scale: float) -> tuple[str, bool]:
             _, slope = soaked.growth()
             fine = not soaked.wrong and slope < 1.0 and soaked.slowing() < 1.10
             return soaked.describe(), fine and server.stop() == 0
-    with serving(*SIM, "--max-num-seqs", "256") as server:
+    with serving(*(READ if name == "readers" else (*SIM, "--max-num-seqs", "256"))) as server:
         if name == "readers":
+            asyncio.run(run_readers(server, int(100 * scale), 3.0))  # what is made once
             number, seconds = int(100 * scale), 30 * scale
             crowds = [
                 asyncio.run(run_readers(server, number, seconds, logprobs=logprobs))

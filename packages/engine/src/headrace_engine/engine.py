@@ -54,9 +54,9 @@ logger = logging.getLogger(__name__)
 SLOW_STEP = 4.0
 """A step may take this many times what the largest one took at start, before the engine counts as
 stuck: contexts are longer and machines busier than then."""
-UNREAD_BYTES = 16 * 1024
-"""About what an output may hold that its reader has not taken, before its request is suspended. With the
-32 KiB that wait in a socket it stays below the 64 KiB that a slow reader may cost."""
+UNREAD_BYTES = 8 * 1024
+"""About what an output may hold that its reader has not taken, before its request is suspended. With what
+waits in a socket it stays below the 64 KiB that a slow reader may cost."""
 PAUSE_POLL = 0.02
 """Seconds between looks whether the last request has ended."""
 

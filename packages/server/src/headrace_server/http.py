@@ -26,9 +26,10 @@ from headrace_server.framing import StrictConnection
 DIRECT = "headrace.direct_write"
 """Key in the scope's ``extensions``; the value is a :data:`DirectWrite`."""
 
-WRITE_BUFFER = 32 * 1024
-"""Bytes of answers that wait for one reader; beyond it nothing more is taken from the engine. With what
-else a stream holds it stays below the 64 KiB that a slow reader may cost."""
+WRITE_BUFFER = 16 * 1024
+"""Bytes of answers that wait for one reader in the server; beyond it nothing more is taken from the
+engine, which then suspends the request. All of it together stays below the 64 KiB that a slow reader may
+cost."""
 
 UNSENT_BYTES = 16 * 1024
 """Bytes that wait for one reader in the system, beyond what its own window lets be sent. Without this the

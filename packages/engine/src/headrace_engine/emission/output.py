@@ -2,7 +2,8 @@
 
 The state takes every step's result at once and hands out a :class:`RequestOutput` only when asked
 (:meth:`RequestState.take`). A consumer that asks rarely gets everything since the last time in one
-output, so nothing queues up: what a slow reader costs is the output itself, once.
+output, so nothing queues up; and the engine suspends a request of which much was not taken
+(:attr:`RequestState.num_untaken_bytes`).
 """
 
 from __future__ import annotations
