@@ -34,7 +34,7 @@ def test_bytes_that_are_no_character_count_as_it_is_shown() -> None:
 
 @given(st.lists(st.one_of(st.binary(max_size=5), st.text(max_size=2).map(str.encode)), max_size=12))
 def test_offsets_rise_within_the_text(pieces: list[bytes]) -> None:
-    """Of any bytes; cutting the text there gives back the tokens, up to the characters they share."""
+    """Any bytes do: each offset is the end of what was there before, or of its last character."""
     text = b"".join(pieces).decode("utf-8", "replace")
     found = offsets(pieces)
     assert found == sorted(found)

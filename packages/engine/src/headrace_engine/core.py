@@ -182,12 +182,12 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is any request that has not ended."""
+        """True while any request has not ended."""
         return self.scheduler.has_unfinished or bool(self._compiling)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do before a command comes: suspended requests are none."""
+        """True if there is nothing to do before a command comes; suspended requests may be there."""
         return self.scheduler.is_idle and not self._compiling
 
     def add(self, request: CoreRequest, *, again: bool = False) -> None:

@@ -462,7 +462,7 @@ class Engine:
             self._loop.call_soon(self._suspend, behind)
 
     def _is_behind(self, state: Followed) -> TypeGuard[RequestState]:
-        """Whether the reader of a request that goes on has not taken what came for long."""
+        """True if much of a request that goes on was not taken, and it is not suspended yet."""
         return (
             isinstance(state, RequestState)
             and state.on_taken is None

@@ -78,7 +78,7 @@ def test_parts_of_characters(kind: str, flat: bool, folders: Load) -> None:
 
 @pytest.mark.parametrize("kind", EXACT)
 def test_rivals_have_their_own(kind: str, folders: Load) -> None:
-    """Of tokens that were not chosen: what each would have added there."""
+    """Each has what it would have added there."""
     tokenizer = folders(kind)
     assert isinstance(tokenizer, BytePieces)
     ids = tokenizer.encode("x 😀", add_special_tokens=False)

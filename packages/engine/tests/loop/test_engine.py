@@ -197,7 +197,7 @@ async def test_slow_reader_gets_merged_outputs() -> None:
 @pytest.mark.req("REL-06")
 @pytest.mark.parametrize("n", [1, 3])
 async def test_a_reader_that_is_behind_suspends_its_request(engine: Engine, n: int) -> None:
-    """What it has not taken is bounded, and it holds nothing that others could use."""
+    """Little is kept of what it has not taken, and it holds nothing that others could use."""
     params = SamplingParams(
         max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=1, n=n, seed=1
     )

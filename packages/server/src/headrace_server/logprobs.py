@@ -111,7 +111,7 @@ class TextPlace:
         self._num_characters = num_characters
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._inside = False
-        """Whether the bytes so far end inside a character."""
+        """True if the bytes so far end inside a character."""
 
     def add(self, piece: bytes) -> int:
         """Go on behind a token.
@@ -140,7 +140,7 @@ class TextPlace:
 
 
 def pieces_in(text: str, pieces: Sequence[bytes], special: Collection[bytes] = ()) -> list[bytes]:
-    """What each token of a prompt stands for in the prompt's text.
+    """The part of a prompt's text that each of its tokens stands for.
 
     A prompt of tokens is shown as they decode. One of text may lack special tokens that were put
     around it, and the space with which some vocabularies begin; its tokens may lack the spaces between

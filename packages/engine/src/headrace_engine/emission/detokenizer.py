@@ -65,7 +65,7 @@ class Detokenizer(Protocol):
 
     @property
     def inside(self) -> bool:
-        """Whether the tokens so far end inside a character."""
+        """True if the tokens so far end inside a character."""
         ...
 
     def finish(self) -> str:
@@ -257,7 +257,7 @@ def own_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
 
 
 def is_byte(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Whether a token, spelled ``<0xAB>``, stands for a byte (a sentencepiece vocabulary with byte
+    """True if a token, spelled ``<0xAB>``, stands for a byte (a sentencepiece vocabulary with byte
     fallback): one that is only spelled so decodes to its spelling."""
     spelled = tokenizer.token_string(token_id)
     return _BYTE.fullmatch(spelled) is not None and tokenizer.decode([token_id]) != spelled

@@ -50,7 +50,7 @@ def append_position(
 def prompt_logprobs(
     positions: list[TokenLogprobs], flat: bool, text: TokenText, own: TokenBytes
 ) -> Logprobs:
-    """Of a whole prompt: nothing for its first token, then one entry per position."""
+    """A whole prompt's: nothing for its first token, then one entry per position."""
     found = new_logprobs(flat)
     found.append(None)
     for position in positions:
@@ -72,11 +72,11 @@ class HeldTokens:
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        """Of the tokens that were not handed out."""
+        """One for each token that was not handed out."""
         self._ends: list[int] = []
         """Characters of the uncut text up to the end of each."""
         self._inside: list[bool] = []
-        """Whether each ends inside a further character."""
+        """For each: True if it ends inside a further character."""
         self._begin = 0
         """Where the first of them begins."""
         self._num_characters = 0

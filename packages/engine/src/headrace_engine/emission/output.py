@@ -78,7 +78,7 @@ class CompletionState:
 
     @property
     def num_untaken_bytes(self) -> int:
-        """About what takes memory that was not handed out."""
+        """Memory that takes what was not handed out, about."""
         num_tokens = len(self.token_ids) - self._sent_tokens
         return num_tokens * TOKEN_BYTES + self._num_entries * ENTRY_BYTES
 
@@ -358,8 +358,8 @@ class RequestState:
 
     @property
     def num_untaken_bytes(self) -> int:
-        """About what the tokens take in memory that nobody has taken, of a request whose outputs are
-        what is new; of others, which keep all to the end, 0."""
+        """Memory of the tokens that nobody has taken, about, if outputs hold what is new; 0 for others,
+        which keep everything to the end."""
         if self._kind is not RequestOutputKind.DELTA:
             return 0
         return sum(c.num_untaken_bytes for c in self._list)

@@ -154,12 +154,12 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is any request that has not ended, suspended ones included."""
+        """True while any request has not ended, suspended ones included."""
         return bool(self._roster.requests)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs or waits: there are no requests, or all of them are suspended."""
+        """True if nothing runs or waits: there are no requests, or all of them are suspended."""
         return len(self._roster.requests) == self._roster.num_suspended
 
     @property

@@ -135,8 +135,8 @@ class TokenLogprob(BaseModel):
     """By itself; a part of a character is U+FFFD."""
     logprob: float
     bytes: list[int] | None
-    """What the token adds to the text, also a part of a character; null: the server has no
-    tokenizer."""
+    """Bytes that the token adds to the text, possibly a part of a character; null: the server has
+    no tokenizer."""
 
 
 class ContentLogprob(TokenLogprob):
