@@ -9,6 +9,7 @@ import pytest
 from endurance import (
     MIB,
     QUIET,
+    READ,
     SIM,
     blocks_are_free,
     resident,
@@ -68,10 +69,12 @@ def test_a_soak_of_mixed_requests():
 
 @pytest.mark.req("F4")
 @pytest.mark.req("REL-06")
-def test_slow_readers_cost_little():
-    with serving(*SIM, "--max-num-seqs", "256") as server:
-        asyncio.run(run_readers(server, 100, 3.0))  # what is made once is there before
-        found = asyncio.run(run_readers(server, 100, 30.0 if FULL else 6.0))
+@pytest.mark.parametrize("logprobs", [False, True], ids=["text", "logprobs"])
+def test_slow_readers_cost_little(logprobs):
+    number, seconds = (100, 30.0) if FULL else (40, 4.0)
+    with serving(*READ) as server:
+        asyncio.run(run_readers(server, number, 2.0))  # what is made once is there before
+        found = asyncio.run(run_readers(server, number, seconds, logprobs=logprobs))
         print(found.describe())
     assert found.wrong == []
     assert found.bytes_each <= 64 * 1024

@@ -173,7 +173,8 @@ class EngineClient(Protocol):
         The iterator may be an :class:`OutputStream`, which costs less for each output.
 
         Outputs follow ``params.output_kind``; if the consumer is slower than the engine, waiting
-        outputs are merged, so that a slow reader costs bounded memory.
+        outputs are merged, and a request whose outputs are what is new waits until they are taken, so
+        that a slow reader costs bounded memory.
 
         Raises (on first iteration): RequestError, QueueFull, EngineDead; later: GenerateError,
         EngineDead.

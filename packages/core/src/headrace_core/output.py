@@ -20,6 +20,13 @@ class Logprob:
     rank: int | None = None
     """1 = likeliest of the vocabulary."""
     decoded_token: str | None = None
+    """The token by itself, for showing: a part of a character is U+FFFD."""
+    token_bytes: bytes | None = None
+    """UTF-8 bytes that the token adds to the text, possibly a part of a character; b"" for one that
+    the text leaves out (skipped special tokens, what a stop string cuts off). Of a token that was not
+    chosen: what it would have added there. Of a prompt's token: its own. None: not known.
+
+    Those of an output's chosen tokens, joined, decode to its text (``errors="replace"``)."""
 
 
 PositionLogprobs = dict[int, Logprob]
@@ -28,7 +35,7 @@ PositionLogprobs = dict[int, Logprob]
 
 @dataclass
 class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
-    """Log-probabilities of many positions in six flat lists.
+    """Log-probabilities of many positions in seven flat lists.
 
     The number of Python objects does not grow with the length or with how many are asked for.
     Reads like a list of :data:`PositionLogprobs` (None for a position without any); appending is
@@ -41,6 +48,7 @@ class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
     logprobs: list[float] = field(default_factory=list)
     ranks: list[int | None] = field(default_factory=list)
     decoded_tokens: list[str | None] = field(default_factory=list)
+    token_bytes: list[bytes | None] = field(default_factory=list)
 
     def append(self, value: PositionLogprobs | None) -> None:
         entries = value or {}
@@ -49,6 +57,7 @@ class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
             [e.logprob for e in entries.values()],
             [e.rank for e in entries.values()],
             [e.decoded_token for e in entries.values()],
+            [e.token_bytes for e in entries.values()],
         )
 
     def append_fast(
@@ -57,13 +66,19 @@ class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
         logprobs: Sequence[float],
         ranks: Sequence[int | None],
         decoded_tokens: Sequence[str | None],
+        token_bytes: Sequence[bytes | None] | None = None,
     ) -> None:
-        """Append one position without building its mapping."""
+        """Append one position without building its mapping.
+
+        Args:
+            token_bytes: None: not known.
+        """
         self.start_indices.append(len(self.token_ids))
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
         self.ranks.extend(ranks)
         self.decoded_tokens.extend(decoded_tokens)
+        self.token_bytes.extend([None] * len(token_ids) if token_bytes is None else token_bytes)
         self.end_indices.append(len(self.token_ids))
 
     def extend(self, values: Iterable[PositionLogprobs | None]) -> None:
@@ -87,7 +102,9 @@ class FlatLogprobs(MutableSequence["PositionLogprobs | None"]):
         if start == end:
             return None
         return {
-            self.token_ids[i]: Logprob(self.logprobs[i], self.ranks[i], self.decoded_tokens[i])
+            self.token_ids[i]: Logprob(
+                self.logprobs[i], self.ranks[i], self.decoded_tokens[i], self.token_bytes[i]
+            )
             for i in range(start, end)
         }
 

@@ -44,11 +44,15 @@ class StepScheduler(Protocol):
     def add(self, request: CoreRequest) -> None: ...
     def abort(self, request_ids: Sequence[str]) -> list[CoreOutput]: ...
     def schedule(self) -> ScheduledStep | None: ...
+    def suspend(self, request_ids: Sequence[str]) -> None: ...
+    def resume(self, request_ids: Sequence[str]) -> None: ...
     def take_refused(self) -> list[CoreOutput]: ...
     def update(self, step: ScheduledStep, result: StepResult) -> list[CoreOutput]: ...
     def fail(self, step: ScheduledStep, message: str) -> list[CoreOutput]: ...
     @property
     def has_unfinished(self) -> bool: ...
+    @property
+    def is_idle(self) -> bool: ...
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
     def stats(self, *, drain: bool = False) -> EngineStats: ...
 
@@ -178,8 +182,13 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """True while any request has not ended."""
         return self.scheduler.has_unfinished or bool(self._compiling)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there is nothing to do before a command comes; suspended requests may be there."""
+        return self.scheduler.is_idle and not self._compiling
 
     def add(self, request: CoreRequest, *, again: bool = False) -> None:
         """Queue a request; one whose grammar still compiles is kept back meanwhile.
@@ -222,6 +231,14 @@ class EngineCore:
         self._compiling = [pair for pair in self._compiling if pair[0].request_id not in gone]
         ended = [CoreOutput(request_id, finish_reason="abort") for request_id in kept_back]
         return [*ended, *self.scheduler.abort(request_ids)]
+
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        """Compute nothing of these requests until :meth:`resume`; unknown ids are ignored."""
+        self.scheduler.suspend(request_ids)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        """Go on with suspended requests; other ids are ignored."""
+        self.scheduler.resume(request_ids)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step's work, None if there is nothing to run now."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
@@ -53,6 +54,9 @@ logger = logging.getLogger(__name__)
 SLOW_STEP = 4.0
 """A step may take this many times what the largest one took at start, before the engine counts as
 stuck: contexts are longer and machines busier than then."""
+UNREAD_BYTES = 8 * 1024
+"""About what an output may hold that its reader has not taken, before its request is suspended. With what
+waits in a socket it stays below the 64 KiB that a slow reader may cost."""
 PAUSE_POLL = 0.02
 """Seconds between looks whether the last request has ended."""
 
@@ -351,6 +355,7 @@ class Engine:
         """See :meth:`headrace_core.engine.EngineClient.pause_generation`."""
         self._check_open()
         self._gate.close()
+        self._resume_all()
         if not wait_for_inflight_requests:
             await self.abort([state.request.request_id for state in self._processor.states])
         # Not until the last stream is closed: a consumer may take as long as it likes to read.
@@ -445,10 +450,48 @@ class Engine:
     def _publish(self, processed: Processed) -> None:
         if processed.abort_core_ids:
             self._client.abort(processed.abort_core_ids)
+        behind = []
         for state in processed.changed:
             news = self._streams.get(state.request.request_id)
             if news is not None:
                 news.tell()
+                if self._is_behind(state):
+                    behind.append(state)
+        if behind and self._loop is not None:
+            # Readers that were woken just now come first.
+            self._loop.call_soon(self._suspend, behind)
+
+    def _is_behind(self, state: Followed) -> TypeGuard[RequestState]:
+        """True if much of a request that goes on was not taken, and it is not suspended yet."""
+        return (
+            isinstance(state, RequestState)
+            and state.on_taken is None
+            and state.ready  # else nobody could take anything (--stream-interval)
+            and state.num_untaken_bytes > UNREAD_BYTES
+            and not state.finished
+            and not self._gate.paused  # whoever pauses generation waits for what runs
+        )
+
+    def _suspend(self, states: Sequence[RequestState]) -> None:
+        """Stop computing what nobody reads, until it is read."""
+        if self._closing or self.dead_error is not None:
+            return
+        for state in states:
+            if self._is_behind(state):
+                core_ids = state.unfinished_core_ids
+                state.on_taken = functools.partial(self._resume, core_ids)
+                self._client.suspend(core_ids)
+
+    def _resume(self, core_ids: Sequence[str]) -> None:
+        if self.dead_error is None:
+            self._client.resume(core_ids)
+
+    def _resume_all(self) -> None:
+        """Go on whether anybody reads or not."""
+        for state in self._processor.states:
+            if isinstance(state, RequestState) and state.on_taken is not None:
+                on_taken, state.on_taken = state.on_taken, None
+                on_taken()
 
     def _wake_all(self) -> None:
         self._gate.give_up()

@@ -125,6 +125,14 @@ class EngineLoop:
         """End requests with reason ``abort``; unknown ids are ignored."""
         self._commands.put(_Command(lambda: self._emit(self._core.abort(request_ids))))
 
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        """Compute nothing of these requests until :meth:`resume`; unknown ids are ignored."""
+        self._commands.put(_Command(lambda: self._core.suspend(request_ids)))
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        """Go on with suspended requests; other ids are ignored."""
+        self._commands.put(_Command(lambda: self._core.resume(request_ids)))
+
     def stats(self, drain: bool = False) -> Future[EngineStats]:
         """Statistics as of the next pause between steps."""
         return self._call(lambda: self._core.stats(drain))
@@ -291,7 +299,7 @@ class EngineLoop:
                 command.reply.set_exception(error)
 
     def _wait_for_commands(self) -> None:
-        blocked = self._core.has_unfinished
+        blocked = not self._core.is_idle
         self._idle = not blocked
         try:
             self._handle_commands(BLOCKED_WAIT if blocked else IDLE_WAIT)

@@ -111,6 +111,26 @@ async def test_same_outputs_as_in_process_and_nothing_left() -> None:
     await running.shutdown()
 
 
+@pytest.mark.req("REL-06")
+async def test_a_reader_that_is_behind_suspends_its_request() -> None:
+    running = engine(client())
+    params = SamplingParams(
+        max_tokens=200, ignore_eos=True, output_kind=RequestOutputKind.DELTA, logprobs=1
+    )
+    stream = running.generate("slow", params, "slow")
+    outputs = [await anext(stream)]
+    async with asyncio.timeout(60):
+        while (stats := await running.stats()).num_free_blocks < stats.num_blocks:
+            await asyncio.sleep(0.005)
+    state = running._processor.get("slow")
+    assert state is not None
+    assert not state.finished
+    outputs += [output async for output in stream]
+    tokens = [t for o in outputs for t in o.outputs[0].token_ids]
+    assert tokens == expected_tokens("slow", params)
+    await running.shutdown()
+
+
 @pytest.mark.req("SEC-02")
 async def test_sockets_are_private() -> None:
     made = client()

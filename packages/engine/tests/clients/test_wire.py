@@ -50,6 +50,8 @@ OUTPUTS = CoreOutputs(
 COMMANDS = [
     wire.Add([REQUEST]),
     wire.Abort(["r#1.0"]),
+    wire.Suspend(["r#1.0"]),
+    wire.Resume(["r#1.0", "r#1.1"]),
     wire.GetStats(1, True),
     wire.ResetPrefixCache(2, False),
     wire.Stop(),

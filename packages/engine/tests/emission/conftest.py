@@ -5,7 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
-for folder in (TESTS / "loop", TESTS / "intake"):
+for folder in (TESTS / "loop", TESTS / "intake", TESTS / "emission"):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+from trained_tokenizers import Load, loader  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """Tokenizers by kind."""
+    return loader(tmp_path_factory)

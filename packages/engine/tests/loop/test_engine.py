@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import random
 import threading
@@ -27,7 +28,7 @@ from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
-from headrace_engine.engine import Engine, plain_settings
+from headrace_engine.engine import UNREAD_BYTES, Engine, plain_settings
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.threads import IntakeThreads
 
@@ -189,8 +190,86 @@ async def test_slow_reader_gets_merged_outputs() -> None:
     expected = expected_tokens("slow", params)
     assert [t for o in outputs for t in o.outputs[0].token_ids] == expected
     assert sum(len(o.outputs[0].logprobs or ()) for o in outputs) == 200
-    assert len(outputs) <= 3, "outputs queued up instead of being merged"
+    assert len(outputs) <= 14, "outputs queued up instead of being merged"
     await engine.shutdown()
+
+
+@pytest.mark.req("REL-06")
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_reader_that_is_behind_suspends_its_request(engine: Engine, n: int) -> None:
+    """Little is kept of what it has not taken, and it holds nothing that others could use."""
+    params = SamplingParams(
+        max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=1, n=n, seed=1
+    )
+    stream = engine.generate("slow", params, "slow")
+    outputs = [await anext(stream)]
+    for _ in range(3):
+        await until_free(engine)  # no block, no seat, no place in the queue
+        state = engine._processor.get("slow")
+        assert state is not None
+        assert not state.finished
+        assert UNREAD_BYTES < state.num_untaken_bytes < 4 * UNREAD_BYTES
+        quick = SamplingParams(max_tokens=60, ignore_eos=True, output_kind=DELTA)
+        found = await collect(engine, "quick", quick, "quick")
+        assert [t for o in found for t in o.outputs[0].token_ids] == expected_tokens("quick", quick)
+        await engine.check_health()
+        outputs.append(await anext(stream))
+    outputs += [output async for output in stream]
+    tokens: dict[int, list[int]] = {index: [] for index in range(n)}
+    for part in (part for output in outputs for part in output.outputs):
+        tokens[part.index] += part.token_ids
+        assert len(part.logprobs or ()) == len(part.token_ids)
+    assert [len(found) for found in tokens.values()] == [400] * n
+    assert tokens[0] == expected_tokens("slow", params)
+    await until_free(engine)
+
+
+@pytest.mark.req("REL-06")
+async def test_one_that_goes_away_while_it_is_behind_leaves_nothing(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=1)
+    stream = engine.generate("gone", params, "gone")
+    await anext(stream)
+    await until_free(engine)
+    await stream.aclose()
+    await until_free(engine)
+    assert not engine._processor.states
+    assert await engine.reset_prefix_cache()
+
+
+async def test_readers_that_keep_up_are_never_suspended(engine: Engine) -> None:
+    """Nor are requests whose output is whole in the end, or comes in large pieces."""
+    suspended: list[Any] = []
+    engine.client.suspend = suspended.append  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=300, ignore_eos=True, output_kind=DELTA, logprobs=3)
+    whole = dataclasses.replace(params, output_kind=FINAL)
+    await asyncio.gather(
+        *(collect(engine, f"p{i}", params, f"r{i}") for i in range(8)),
+        *(pour_all(engine, f"poured {i}", params) for i in range(4)),
+        *(collect(engine, f"w{i}", whole, f"w{i}") for i in range(4)),
+    )
+    assert suspended == []
+
+
+async def test_a_large_interval_is_not_waited_for() -> None:
+    """Nobody could take what is not ready: the request goes on until it is."""
+    engine = make_engine(stream_interval=150)
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=3)
+    outputs = await collect(engine, "p", params, "r")
+    assert sum(len(o.outputs[0].token_ids) for o in outputs) == 400
+    await engine.shutdown()
+
+
+async def test_a_pause_that_waits_does_not_wait_for_readers(engine: Engine) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=DELTA, logprobs=1)
+    stream = engine.generate("slow", params, "slow")
+    first = await anext(stream)
+    await until_free(engine)
+    async with asyncio.timeout(PATIENCE):
+        await engine.pause_generation(wait_for_inflight_requests=True)
+    outputs = [first, *[output async for output in stream]]
+    tokens = [t for o in outputs for t in o.outputs[0].token_ids]
+    assert tokens == expected_tokens("slow", params)
+    await engine.resume_generation()
 
 
 async def pour_all(engine: Engine, prompt: str, params: SamplingParams) -> list[RequestOutput]:

@@ -132,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight: deque[ScheduledStep] = deque()
         self.live: dict[str, CoreRequest] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.suspended: set[str] = set()
         self.num_added = 0
         self.tables: dict[str, tuple[list[int], ...]] = {}
 
@@ -192,7 +193,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self) -> None:
         step = self.scheduler.schedule()
         if step is None:
-            assert self.in_flight or not self.live, "work waits, nothing runs, nothing is in flight"
+            idle = self.live.keys() <= self.suspended
+            assert self.in_flight or idle, "work waits, nothing runs, nothing is in flight"
             return
         assert step.num_tokens <= self.budget
         assert len(step.num_scheduled_tokens) <= self.max_num_seqs
@@ -246,6 +248,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def preempt_all(self) -> None:
         self.scheduler.preempt_all()
         assert self.scheduler.num_running == 0
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.sets(st.integers(0, 50), min_size=1, max_size=4))
+    def suspend(self, which: set[int]) -> None:
+        request_ids = {sorted(self.live)[number % len(self.live)] for number in which}
+        self.scheduler.suspend([*sorted(request_ids), "unknown"])
+        self.suspended |= request_ids
+
+    @precondition(lambda self: self.suspended)
+    @rule(which=st.sets(st.integers(0, 50), min_size=1, max_size=4))
+    def resume(self, which: set[int]) -> None:
+        request_ids = {sorted(self.suspended)[n % len(self.suspended)] for n in which}
+        self.scheduler.resume([*sorted(request_ids), "unknown"])
+        self.suspended -= request_ids
 
     @precondition(lambda self: self.live)
     @rule(reset_running=st.booleans())
@@ -326,7 +342,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         assert set(scheduler._roster.requests) == set(self.live)
-        assert scheduler.num_running + scheduler.num_waiting == len(self.live)
+        self.suspended &= self.live.keys()
+        assert scheduler.is_idle == (self.live.keys() == self.suspended)
+        found = scheduler.num_running + scheduler.num_waiting + len(self.suspended)
+        assert found == len(self.live)
         assert set(self.kv._entries) == {state.request_id for state in scheduler._roster.running}
         assert all(state.status is RequestStatus.RUNNING for state in scheduler._roster.running)
         keys = [state.sort_key for state in scheduler._roster.running]
@@ -338,6 +357,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
             return
+        self.scheduler.resume(sorted(self.suspended))
+        self.suspended.clear()
         for _ in range(MOST_STEPS):
             if not self.live and not self.in_flight:
                 break

@@ -241,7 +241,9 @@ class Completion:
         if echo is not None:
             shown.text = echo.text
             if form is not None and echo.logprobs is not None:
-                blocks.append(form.build(output.prompt_token_ids, echo.logprobs, echo.first_token))
+                special = {text.encode() for text in self.state.engine.model.special_tokens}
+                ids, first = output.prompt_token_ids, echo.first_token
+                blocks.append(form.build_prompt(ids, echo.logprobs, first, echo.text, special))
         if not self._prompt_only:
             shown.text += part.text
             shown.token_ids = part.token_ids

@@ -10,7 +10,9 @@ happens (head, end, errors, a client that does not read) goes the usual way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import socket
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -24,9 +26,14 @@ from headrace_server.framing import StrictConnection
 DIRECT = "headrace.direct_write"
 """Key in the scope's ``extensions``; the value is a :data:`DirectWrite`."""
 
-WRITE_BUFFER = 32 * 1024
-"""Bytes of answers that wait for one reader; beyond it nothing more is taken from the engine. With what
-else a stream holds it stays below the 64 KiB that a slow reader may cost."""
+WRITE_BUFFER = 16 * 1024
+"""Bytes of answers that wait for one reader in the server; beyond it nothing more is taken from the
+engine, which then suspends the request. All of it together stays below the 64 KiB that a slow reader may
+cost."""
+
+UNSENT_BYTES = 16 * 1024
+"""Bytes that wait for one reader in the system, beyond what its own window lets be sent. Without this the
+system takes megabytes of an answer that nobody reads."""
 
 DirectWrite = Callable[[bytes], bool]
 """Writes a piece of the body and returns True; False: not now, send it through ASGI."""
@@ -139,6 +146,7 @@ class Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        _limit_unsent(transport.get_extra_info("socket"))
         self._peer = self.client[0] if self.client else None
         if not self.limits.enter(self._peer):
             transport.abort()
@@ -197,3 +205,12 @@ class Protocol(H11Protocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+
+def _limit_unsent(sock: socket.socket | None) -> None:
+    """Have the system say sooner that a reader is behind, where it can (Linux, macOS)."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if sock is None or option is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)

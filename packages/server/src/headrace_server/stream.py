@@ -4,8 +4,9 @@ A stream is an async iterator of encoded events, or of :class:`Pour` for a stret
 task of its own. :class:`EventStream` sends them, straight to the
 socket where the server allows it (:mod:`headrace_server.http`), else as one ASGI message
 each, and ends with exactly one ``data: [DONE]``; an error on the way becomes an event before it.
-Memory is bounded: nothing is fetched from the engine while the socket's buffer (32 KiB) is full,
-and the engine merges what piles up there. Closing the iterator aborts the request.
+Memory is bounded: nothing is fetched from the engine while the socket's buffer (16 KiB) is full; the
+engine merges what piles up there, and suspends the request before that is much. Closing the
+iterator aborts the request.
 """
 
 from __future__ import annotations

@@ -733,7 +733,14 @@ def _position(token: int, count: int) -> PositionLogprobs:
     """The chosen token has -0.5 and rank 1; its neighbours follow, each 1.0 less likely."""
     near = [(token + i) % BOS for i in range(max(1, count))]
     near[0] = token
-    return {t: Logprob(-0.5 - i, i + 1, _token_text(t)) for i, t in enumerate(near)}
+    return {
+        t: Logprob(-0.5 - i, i + 1, _token_text(t), _token_bytes(t)) for i, t in enumerate(near)
+    }
+
+
+def _token_bytes(token_id: int) -> bytes:
+    """Texts have no special tokens."""
+    return chr(token_id).encode("utf-8", "replace") if 0 <= token_id < BOS else b""
 
 
 def _prompt_logprobs(prompt_ids: list[int], params: SamplingParams) -> Logprobs:

@@ -57,6 +57,15 @@ class CoreClient(ABC):
         """End requests; unknown ids are ignored, and so is a dead core."""
 
     @abstractmethod
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        """Compute nothing of requests until :meth:`resume`; unknown ids are ignored, and so is a dead
+        core. Outputs of steps in flight still come."""
+
+    @abstractmethod
+    def resume(self, request_ids: Sequence[str]) -> None:
+        """Go on with suspended requests; other ids are ignored, and so is a dead core."""
+
+    @abstractmethod
     def stats(self, drain: bool = False) -> Future[EngineStats]:
         """Counters and gauges; see :class:`~headrace_core.engine.EngineStats`."""
 

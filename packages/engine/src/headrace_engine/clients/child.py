@@ -45,7 +45,9 @@ from headrace_engine.clients.wire import (
     Report,
     ResetPrefixCache,
     ResetReply,
+    Resume,
     StatsReply,
+    Suspend,
     as_data,
     phases_of,
 )
@@ -148,6 +150,10 @@ class Commands:
             loop.add(front_ends.entering(name, command.requests))
         elif isinstance(command, Abort):
             loop.abort(front_ends.core_ids(name, command.request_ids))
+        elif isinstance(command, Suspend):
+            loop.suspend(front_ends.core_ids(name, command.request_ids))
+        elif isinstance(command, Resume):
+            loop.resume(front_ends.core_ids(name, command.request_ids))
         elif isinstance(command, GetStats):
             self._answer(loop.stats(command.drain), command.call_id, name)
         elif isinstance(command, ResetPrefixCache):

@@ -53,6 +53,12 @@ class InprocClient(CoreClient):
     def abort(self, request_ids: Sequence[str]) -> None:
         self._running().abort(request_ids)
 
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        self._running().suspend(request_ids)
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        self._running().resume(request_ids)
+
     def stats(self, drain: bool = False) -> Future[EngineStats]:
         return self._running().stats(drain)
 

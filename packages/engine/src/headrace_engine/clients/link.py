@@ -43,7 +43,9 @@ from headrace_engine.clients.wire import (
     Report,
     ResetPrefixCache,
     ResetReply,
+    Resume,
     StatsReply,
+    Suspend,
     as_exception,
     commands_address,
     reports_address,
@@ -90,6 +92,14 @@ class CoreLink(CoreClient):
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._failure is None and not self._stopping:
             self._send(Abort(list(request_ids)))
+
+    def suspend(self, request_ids: Sequence[str]) -> None:
+        if self._failure is None and not self._stopping:
+            self._send(Suspend(list(request_ids)))
+
+    def resume(self, request_ids: Sequence[str]) -> None:
+        if self._failure is None and not self._stopping:
+            self._send(Resume(list(request_ids)))
 
     def stats(self, drain: bool = False) -> Future[EngineStats]:
         return self._call(lambda call_id: GetStats(call_id, drain))

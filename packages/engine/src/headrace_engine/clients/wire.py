@@ -62,6 +62,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str]
 
 
+class Suspend(msgspec.Struct, frozen=True, tag="suspend"):
+    """Their readers are behind."""
+
+    request_ids: list[str]
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    request_ids: list[str]
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="stats"):
     call_id: int
     drain: bool
@@ -96,7 +106,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-Command = Add | Abort | GetStats | ResetPrefixCache | CallWorkers | Join | Leave | Stop
+Command = (
+    Add | Abort | Suspend | Resume | GetStats | ResetPrefixCache | CallWorkers | Join | Leave | Stop
+)
 
 
 class StartPhase(msgspec.Struct, frozen=True):

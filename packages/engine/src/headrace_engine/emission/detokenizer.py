@@ -13,6 +13,7 @@ Two ways, chosen by :func:`make_detokenizer`:
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ REPLACEMENT = "�"
 MAX_HELD_TOKENS = 16
 """Tokens that a window holds back for the sake of an incomplete character. No character is longer;
 what is still incomplete then is no character."""
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 @runtime_checkable
@@ -46,6 +48,24 @@ class Detokenizer(Protocol):
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take tokens; returns the text that is certain now."""
+        ...
+
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        """Take one token.
+
+        Returns:
+            The text that is certain now, and the token's own bytes. The bytes of all tokens, joined
+            and decoded with ``errors="replace"``, are the text.
+        """
+        ...
+
+    def would_add(self, token_id: int) -> bytes:
+        """The bytes that a token would add to the text if it came next."""
+        ...
+
+    @property
+    def inside(self) -> bool:
+        """True if the tokens so far end inside a character."""
         ...
 
     def finish(self) -> str:
@@ -72,8 +92,8 @@ class ByteDetokenizer:
         self._pieces = pieces
         self._skipped = pieces.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._inside = False
-        """The decoder holds the beginning of a character."""
+        self.inside = False
+        """See :attr:`Detokenizer.inside`."""
         self._at_start = not any(map(self._shows, prompt_token_ids))
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -82,26 +102,35 @@ class ByteDetokenizer:
         skipped, token_bytes = self._skipped, self._pieces.token_bytes
         return self._decode(b"".join([token_bytes(i) for i in token_ids if i not in skipped]))
 
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        piece = self.would_add(token_id)
+        if self._at_start:
+            self._at_start = not self._shows(token_id)
+        return self._decode(piece), piece
+
+    def would_add(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        if self._at_start:
+            return self._pieces.first_token_bytes(token_id)
+        return self._pieces.token_bytes(token_id)
+
     def _beginning(self, token_ids: Sequence[int]) -> bytes:
         found = bytearray()
         for token_id in token_ids:
-            if token_id in self._skipped:
-                continue
-            piece = self._pieces.token_bytes(token_id)
-            if self._at_start and piece:
-                piece = self._pieces.first_token_bytes(token_id)
-                self._at_start = False
-            found += piece
+            found += self.would_add(token_id)
+            if self._at_start:
+                self._at_start = not self._shows(token_id)
         return bytes(found)
 
     def _decode(self, found: bytes) -> str:
-        if not self._inside:
+        if not self.inside:
             try:
                 return found.decode()  # whole characters, as nearly always: the short way
             except UnicodeDecodeError:
                 pass
         text = self._decoder.decode(found)
-        self._inside = self._decoder.getstate()[0] != b""
+        self.inside = self._decoder.getstate()[0] != b""
         return text
 
     def finish(self) -> str:
@@ -131,9 +160,34 @@ class WindowDetokenizer:
         self._spaces = spaces_between_special_tokens
         self._ids = list(prompt_token_ids[-MAX_HELD_TOKENS:])
         self._start, self._done = 0, len(self._ids)
+        self._own_bytes = own_bytes(tokenizer)
+        self._held = b""
+        """Bytes of tokens that stand for bytes and whose text is not out."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(map(self._feed_one, token_ids))
+
+    def feed_one(self, token_id: int) -> tuple[str, bytes]:
+        text = self._feed_one(token_id)
+        if is_byte(self._tokenizer, token_id):
+            piece = self._own_bytes(token_id)
+            self._held = b"" if text else self._held + piece
+            return text, piece
+        # A word's bytes depend on what is before it (a space): what came out is what it added.
+        piece = text.removeprefix(self._held.decode("utf-8", "replace")).encode("utf-8", "replace")
+        if text:
+            self._held = b""
+        return text, piece
+
+    def would_add(self, token_id: int) -> bytes:
+        """By itself: its place in the text is not looked at, which would cost two decodings."""
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            return b""
+        return self._own_bytes(token_id)
+
+    @property
+    def inside(self) -> bool:
+        return bool(self._held)
 
     def finish(self) -> str:
         known, text = self._decode(self._start, self._done), self._decode(self._start, None)
@@ -186,3 +240,24 @@ def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
         token_bytes = tokenizer.token_bytes
         return lambda token_id: token_bytes(token_id).decode("utf-8", "replace")
     return lambda token_id: tokenizer.decode([token_id])
+
+
+def own_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """A function from a token to its own bytes, special tokens' texts included; of a token that
+    stands for a byte, that byte."""
+    if isinstance(tokenizer, BytePieces):
+        return tokenizer.token_bytes
+
+    def find(token_id: int) -> bytes:
+        if is_byte(tokenizer, token_id):
+            return bytes((int(tokenizer.token_string(token_id)[3:5], 16),))
+        return tokenizer.decode([token_id]).encode("utf-8", "replace")
+
+    return find
+
+
+def is_byte(tokenizer: Tokenizer, token_id: int) -> bool:
+    """True if a token, spelled ``<0xAB>``, stands for a byte (a sentencepiece vocabulary with byte
+    fallback): one that is only spelled so decodes to its spelling."""
+    spelled = tokenizer.token_string(token_id)
+    return _BYTE.fullmatch(spelled) is not None and tokenizer.decode([token_id]) != spelled

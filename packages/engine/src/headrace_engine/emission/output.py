@@ -2,12 +2,13 @@
 
 The state takes every step's result at once and hands out a :class:`RequestOutput` only when asked
 (:meth:`RequestState.take`). A consumer that asks rarely gets everything since the last time in one
-output, so nothing queues up: what a slow reader costs is the output itself, once.
+output, so nothing queues up; and the engine suspends a request of which much was not taken
+(:attr:`RequestState.num_untaken_bytes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace_core.output import (
     CompletionOutput,
@@ -18,17 +19,26 @@ from headrace_core.output import (
     StepTimes,
 )
 from headrace_core.sampling import RequestOutputKind, SamplingParams
+from headrace_core.step import TokenLogprobs
 from headrace_core.text import Tokenizer
 from headrace_engine.emission.detokenizer import Detokenizer, make_detokenizer
 from headrace_engine.emission.logprobs import (
+    HeldTokens,
+    TokenBytes,
     TokenText,
     append_position,
     new_logprobs,
     prompt_logprobs,
+    split,
 )
 from headrace_engine.emission.stop import StopFinder
 from headrace_engine.intake.prepared import PreparedRequest
 from headrace_engine.messages import CoreOutput
+
+TOKEN_BYTES = 64
+"""Memory of an output's token, about: its id and its text."""
+ENTRY_BYTES = 256
+"""Memory of a log-probability, about: the entry, its number, its text and its place in a mapping."""
 
 
 class CompletionState:
@@ -40,6 +50,7 @@ class CompletionState:
         params: SamplingParams,
         detokenizer: Detokenizer | None,
         text_of: TokenText,
+        bytes_of: TokenBytes,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
@@ -50,6 +61,7 @@ class CompletionState:
         self._params = params
         self._detokenizer = detokenizer
         self._text_of = text_of
+        self._bytes_of = bytes_of if detokenizer is None else detokenizer.would_add
         self._stops = StopFinder(params.stop_strings, params.include_stop_str_in_output)
         self._seeks_stops = detokenizer is not None and bool(params.stop_strings)
         self._text = ""
@@ -57,9 +69,18 @@ class CompletionState:
         self._num_decoded = 0
         """Tokens whose text is in ``_new_text``, or was."""
         self._logprobs = new_logprobs(params.flat_logprobs) if params.wants_logprobs else None
+        self._held = HeldTokens() if self._seeks_stops and self._logprobs is not None else None
+        self._num_entries = 0
+        """Log-probabilities that came since the last output."""
         self._cumulative_logprob = 0.0
         self._sent_tokens = 0
         self._sent_finish = False
+
+    @property
+    def num_untaken_bytes(self) -> int:
+        """Memory that takes what was not handed out, about."""
+        num_tokens = len(self.token_ids) - self._sent_tokens
+        return num_tokens * TOKEN_BYTES + self._num_entries * ENTRY_BYTES
 
     @property
     def ended(self) -> bool:
@@ -72,18 +93,14 @@ class CompletionState:
         Returns:
             True if a stop string ended the completion here, before the core did.
         """
-        if self._seeks_stops:
+        if self._seeks_stops or (self._logprobs is not None and output.logprobs):
             for position, token_id in enumerate(output.new_token_ids):
-                self._add_logprobs(output, position)
-                self._add_and_seek(token_id)
+                self._add(token_id, output.logprobs[position] if output.logprobs else None)
                 if self.finish_reason is not None:
                     return output.finish_reason is None
         else:
-            # Without stop strings nobody needs the text before it is handed out.
+            # Nobody needs the text before it is handed out.
             self.token_ids += output.new_token_ids
-            if output.logprobs:
-                for position in range(len(output.new_token_ids)):
-                    self._add_logprobs(output, position)
         if output.finish_reason is not None:
             self._finish(output.finish_reason, self._reason(output.stop_token_id))
         return False
@@ -97,22 +114,30 @@ class CompletionState:
         """Whether there is enough news to hand out: the first token, ``interval`` more, the end."""
         if self.finish_reason is not None:
             return not self._sent_finish
-        new = len(self.token_ids) - self._sent_tokens
+        new = self._num_certain - self._sent_tokens
         return new > 0 and (self._sent_tokens == 0 or new >= interval)
 
     def whole(self) -> CompletionOutput:
         """Everything so far."""
         self._decode()
         self._text += "".join(self._new_text)
-        return self._output(self._text, list(self.token_ids), _copy_logprobs(self._logprobs))
+        ids = list(self.token_ids)
+        return self._output(self._text, ids, _copy_logprobs(self._logprobs), len(ids))
 
     def delta(self) -> CompletionOutput:
         """What is new since the last call."""
-        logprobs = self._logprobs
+        logprobs, end = self._logprobs, self._num_certain
+        new = end - self._sent_tokens
         if logprobs is not None:
-            self._logprobs = new_logprobs(isinstance(logprobs, FlatLogprobs))
+            if len(logprobs) > new:
+                logprobs, self._logprobs = split(logprobs, new)
+            else:
+                self._logprobs = new_logprobs(isinstance(logprobs, FlatLogprobs))
+        if self._held is not None:
+            self._held.hand_out(new)
         self._decode()
-        return self._output("".join(self._new_text), self.token_ids[self._sent_tokens :], logprobs)
+        ids = self.token_ids[self._sent_tokens : end]
+        return self._output("".join(self._new_text), ids, logprobs, end)
 
     def text_delta(self) -> tuple[str, int]:
         """Text and number of tokens that are new since the last call: all that :meth:`delta` would
@@ -124,11 +149,19 @@ class CompletionState:
         self._sent_tokens += new
         return text, new
 
+    @property
+    def _num_certain(self) -> int:
+        """Tokens whose text no stop string can cut off any more; all, if nobody asks of each."""
+        if self._held is None or self.finish_reason is not None:
+            return len(self.token_ids)
+        return self._sent_tokens + self._held.num_certain
+
     def _output(
-        self, text: str, token_ids: list[int], logprobs: Logprobs | None
+        self, text: str, token_ids: list[int], logprobs: Logprobs | None, num_sent: int
     ) -> CompletionOutput:
         self._new_text.clear()
-        self._sent_tokens = len(self.token_ids)
+        self._sent_tokens = num_sent
+        self._num_entries = 0
         self._sent_finish = self.finish_reason is not None
         return CompletionOutput(
             self.index,
@@ -140,22 +173,42 @@ class CompletionState:
             self.stop_reason,
         )
 
-    def _add_logprobs(self, output: CoreOutput, position: int) -> None:
-        if output.logprobs and self._logprobs is not None:
-            logprobs = output.logprobs[position]
-            append_position(self._logprobs, logprobs, self._text_of)
-            self._cumulative_logprob += logprobs.logprobs[0]
-
-    def _add_and_seek(self, token_id: int) -> None:
+    def _add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Take a token; end the completion if it completes a stop string."""
-        assert self._detokenizer is not None
         self.token_ids.append(token_id)
         self._num_decoded += 1
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            self._add_logprobs(logprobs, self._bytes_of(token_id), self._bytes_of)
+            return
+        # The others first: what they would have added depends on what was there before this token.
+        others = {} if logprobs is None else {i: self._bytes_of(i) for i in logprobs.token_ids}
+        found, piece = detokenizer.feed_one(token_id)
+        self._add_logprobs(logprobs, piece, others.__getitem__)
+        if not self._seeks_stops:
+            self._new_text.append(found)
+            return
         may_stop = len(self.token_ids) >= self._params.min_tokens
-        text, stop = self._stops.feed(self._detokenizer.feed((token_id,)), may_stop=may_stop)
+        text, stop = self._stops.feed(found, may_stop=may_stop)
         self._new_text.append(text)
+        if self._held is not None:
+            self._held.add(piece, found, inside=detokenizer.inside)
+            self._held.show(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
+            self._cut_logprobs()
+
+    def _add_logprobs(
+        self, logprobs: TokenLogprobs | None, piece: bytes | None, others: TokenBytes
+    ) -> None:
+        if logprobs is not None and self._logprobs is not None:
+            append_position(self._logprobs, logprobs, self._text_of, piece, others)
+            self._cumulative_logprob += logprobs.logprobs[0]
+            self._num_entries += len(logprobs.token_ids)
+
+    def _cut_logprobs(self) -> None:
+        if self._held is not None and self._logprobs is not None:
+            self._held.cut(self._logprobs)
 
     def _decode(self) -> None:
         """Text of the tokens that came since the last time."""
@@ -173,8 +226,11 @@ class CompletionState:
         self._new_text.append(text)
         if stop is None:
             self._new_text.append(self._stops.finish())
-        else:
-            self.finish_reason, self.stop_reason = "stop", stop
+            return
+        self.finish_reason, self.stop_reason = "stop", stop
+        if self._held is not None:
+            self._held.show(text)
+        self._cut_logprobs()
 
     def _reason(self, stop_token_id: int | None) -> int | None:
         """The stop token if the caller named it; None for the model's own end tokens."""
@@ -190,6 +246,7 @@ class RequestState:
         tokenizer: None: outputs have no text.
         stream_interval: tokens per streamed output; the first and the last come at once.
         text_of: one token's text, for log-probabilities.
+        bytes_of: one token's own bytes, for those of prompts and of outputs without text.
     """
 
     def __init__(
@@ -198,18 +255,19 @@ class RequestState:
         tokenizer: Tokenizer | None,
         stream_interval: int = 1,
         text_of: TokenText | None = None,
+        bytes_of: TokenBytes | None = None,
     ) -> None:
-        text_of = text_of or _no_text
+        text_of, bytes_of = text_of or _nothing, bytes_of or _nothing
         self.request = request
         self.error: BaseException | None = None
         """Set if the request failed; what was generated before can still be taken."""
         params = request.params
-        self._text_of = text_of
+        self._text_of, self._bytes_of = text_of, bytes_of
         self._interval = stream_interval
         self._kind = params.output_kind
         self._completions = {
             core.request_id: CompletionState(
-                index, params, _detokenizer(tokenizer, request), text_of
+                index, params, _detokenizer(tokenizer, request), text_of, bytes_of
             )
             for index, core in enumerate(request.core_requests)
         }
@@ -227,6 +285,8 @@ class RequestState:
         self._num_cached_tokens = 0
         self._num_preemptions: dict[str, int] = {}
         self._taken_finished = False
+        self.on_taken: Callable[[], None] | None = None
+        """Called once, when the next output has been taken."""
         self.num_waiting = len(self._list)
         """Completions that run, and of which the core has said nothing yet."""
 
@@ -263,7 +323,9 @@ class RequestState:
             metrics.num_preemptions = sum(self._num_preemptions.values())
         if output.prompt_logprobs is not None:
             flat = self.request.params.flat_logprobs
-            self._prompt_logprobs = prompt_logprobs(output.prompt_logprobs, flat, self._text_of)
+            self._prompt_logprobs = prompt_logprobs(
+                output.prompt_logprobs, flat, self._text_of, self._bytes_of
+            )
         return completion.update(output)
 
     def add_step(self, times: StepTimes) -> None:
@@ -294,10 +356,19 @@ class RequestState:
         """Whether the last output was taken."""
         return self._taken_finished
 
+    @property
+    def num_untaken_bytes(self) -> int:
+        """Memory of the tokens that nobody has taken, about, if outputs hold what is new; 0 for others,
+        which keep everything to the end."""
+        if self._kind is not RequestOutputKind.DELTA:
+            return 0
+        return sum(c.num_untaken_bytes for c in self._list)
+
     def take(self) -> RequestOutput | None:
         """Everything since the last call, as the output kind asks; None if that is too little."""
         if not self.ready:
             return None
+        self._tell_taken()
         self._taken_finished = self.finished
         if self._kind is RequestOutputKind.DELTA:
             if self._only is not None:
@@ -317,7 +388,13 @@ class RequestState:
             or not only.ready(self._interval)
         ):
             return None
+        self._tell_taken()
         return only.text_delta()
+
+    def _tell_taken(self) -> None:
+        if self.on_taken is not None:
+            on_taken, self.on_taken = self.on_taken, None
+            on_taken()
 
     def _take_prompt_logprobs(self) -> Logprobs | None:
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -372,10 +449,11 @@ def _copy_logprobs(logprobs: Logprobs | None) -> Logprobs | None:
         list(logprobs.logprobs),
         list(logprobs.ranks),
         list(logprobs.decoded_tokens),
+        list(logprobs.token_bytes),
     )
 
 
-def _no_text(_: int) -> str | None:
+def _nothing(_: int) -> None:
     return None
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from headrace_core import failpoints
 from headrace_core.errors import GenerateError, RequestError
 from headrace_core.text import Tokenizer
-from headrace_engine.emission.detokenizer import token_texts
+from headrace_engine.emission.detokenizer import own_bytes, token_texts
 from headrace_engine.emission.output import RequestState
 from headrace_engine.emission.pooled import PooledState
 from headrace_engine.emission.rate import StartRate
@@ -51,6 +51,7 @@ class OutputProcessor:
     ) -> None:
         self._tokenizer = tokenizer
         self._text_of = token_texts(tokenizer) if tokenizer is not None else None
+        self._bytes_of = own_bytes(tokenizer) if tokenizer is not None else None
         self._stream_interval = stream_interval
         self._clock = clock
         self._by_id: dict[str, Followed] = {}
@@ -100,7 +101,9 @@ class OutputProcessor:
         if request.pooling is not None:
             state = PooledState(request)
         else:
-            state = RequestState(request, self._tokenizer, self._stream_interval, self._text_of)
+            state = RequestState(
+                request, self._tokenizer, self._stream_interval, self._text_of, self._bytes_of
+            )
         self._by_id[request.request_id] = state
         for core in request.core_requests:
             self._by_core_id[core.request_id] = state

@@ -192,7 +192,8 @@ class StepFiller:
         """Who is computed alone now."""
         if self.suspects:
             self.suspects = [state for state in self.suspects if not state.finished]
-        return self.suspects[0] if self.suspects else None
+        suspended = RequestStatus.SUSPENDED
+        return next((state for state in self.suspects if state.status is not suspended), None)
 
     def _schedule_suspect(self, state: RequestState, plan: StepPlan) -> None:
         """A step for one request alone: as much of it as fits."""

@@ -21,6 +21,8 @@ class RequestStatus(enum.Enum):
     """Holds blocks and takes part in steps."""
     PREEMPTED = "preempted"
     """Back in the queue, without blocks; computes everything again when resumed."""
+    SUSPENDED = "suspended"
+    """Neither in the queue nor in steps, without blocks, until it is resumed."""
     FINISHED = "finished"
 
 

@@ -1,4 +1,4 @@
-"""All requests of a scheduler, and where each of them is: waiting, running, or gone.
+"""All requests of a scheduler, and where each of them is: waiting, running, suspended, or gone.
 
 What a request holds changes hands here and nowhere else: its place in the queue, its blocks, its
 state in the worker.
@@ -51,6 +51,8 @@ class Roster:
             self.waiting = self.fair
         elif config.policy == "priority":
             self.waiting = PriorityQueue()
+        self.num_suspended = 0
+        """Requests that are in neither."""
         self.counters = SchedulerCounters()
         self.admissions = AdmissionRate()
         self.gone: list[str] = []
@@ -100,6 +102,24 @@ class Roster:
         self._forget_in_worker(state)
         self.waiting.push_back_first(state)
 
+    def suspend(self, state: RequestState) -> None:
+        """Take a running or waiting request out of steps and queue. What it holds is freed."""
+        if state.status is RequestStatus.RUNNING:
+            self.running.remove(state)
+            self._kv.free(state.request_id)
+            state.num_computed_tokens = 0
+            self._forget_in_worker(state)
+        else:
+            self.waiting.take(state)
+        state.status = RequestStatus.SUSPENDED
+        self.num_suspended += 1
+
+    def resume(self, state: RequestState) -> None:
+        """Put a suspended request back into the queue, in front of those that never ran."""
+        self.num_suspended -= 1
+        state.status = RequestStatus.PREEMPTED
+        self.waiting.push_back_first(state)
+
     def preempt_all(self) -> None:
         """Send every running request back to the queue; their tokens are kept."""
         while self.running:
@@ -107,7 +127,9 @@ class Roster:
 
     def end(self, state: RequestState, reason: str, *, error: str | None = None) -> CoreOutput:
         """Free what a request holds; the caller takes it out of the running list."""
-        if state.status is not RequestStatus.RUNNING:
+        if state.status is RequestStatus.SUSPENDED:
+            self.num_suspended -= 1
+        elif state.status is not RequestStatus.RUNNING:
             state.status = RequestStatus.FINISHED
             self.waiting.discard()
         state.status = RequestStatus.FINISHED

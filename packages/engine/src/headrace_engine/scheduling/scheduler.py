@@ -135,10 +135,32 @@ class Scheduler:
         self._roster.drop_finished()
         return outputs
 
+    def suspend(self, request_ids: Iterable[str]) -> None:
+        """Compute nothing of these requests until :meth:`resume`: their readers are behind.
+
+        They hold no blocks and no place in a step meanwhile, so that nobody waits for a slow reader;
+        what they had computed is found in the prefix cache again, if others have not needed its blocks.
+        Tokens in flight still come. Unknown ids, and those that are suspended, are ignored.
+        """
+        for state in map(self._roster.requests.get, request_ids):
+            if state is not None and state.status is not RequestStatus.SUSPENDED:
+                self._roster.suspend(state)
+
+    def resume(self, request_ids: Iterable[str]) -> None:
+        """Go on with suspended requests, before those that never ran; other ids are ignored."""
+        for state in map(self._roster.requests.get, request_ids):
+            if state is not None and state.status is RequestStatus.SUSPENDED:
+                self._roster.resume(state)
+
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is running or waiting."""
+        """True while any request has not ended, suspended ones included."""
         return bool(self._roster.requests)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing runs or waits: there are no requests, or all of them are suspended."""
+        return len(self._roster.requests) == self._roster.num_suspended
 
     @property
     def num_running(self) -> int:

@@ -183,8 +183,11 @@ class TokenLogprob(BaseModel):
     """One token."""
 
     token: str
+    """By itself; a part of a character is U+FFFD."""
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
+    """Bytes that the token adds to the text, possibly a part of a character; null: the server has
+    no tokenizer."""
 
 
 class ContentLogprob(TokenLogprob):
@@ -251,13 +254,13 @@ class ChunkDelta(Struct):
 class ChunkToken(Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChunkContentLogprob(Struct):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[ChunkToken]
 
 
