@@ -85,7 +85,8 @@ class CompletionState:
                 for position in range(len(output.new_token_ids)):
                     self._add_logprobs(output, position)
         if output.finish_reason is not None:
-            self._finish(output.finish_reason, self._reason(output.stop_token_id))
+            reason = self._reason(output.stop_token_id)
+            self._finish(output.finish_reason, reason if output.dead_end is None else output.dead_end)
         return False
 
     def end(self, finish_reason: str) -> None:
@@ -163,7 +164,7 @@ class CompletionState:
             self._new_text.append(self._detokenizer.feed(self.token_ids[self._num_decoded :]))
             self._num_decoded = len(self.token_ids)
 
-    def _finish(self, finish_reason: str, stop_reason: int | None) -> None:
+    def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is None:
             return

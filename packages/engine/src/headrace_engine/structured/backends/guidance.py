@@ -26,6 +26,7 @@ from headrace_core.grammar import (
 )
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
+from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, unsupported
 from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
 from headrace_engine.structured.wording import plain, position
@@ -58,6 +59,8 @@ MAX_STEP_FUEL = 50_000
 MAX_THREADS = 4
 """Threads that fill masks of several requests at once."""
 
+_NOTHING_FOLLOWS = "NoExtension"
+"""Name of the error of a grammar that no text satisfies, which is not the matcher's."""
 END = "<|end of the constraint|>"
 """Name of a token behind the vocabulary: where it is allowed, the output is complete."""
 
@@ -96,7 +99,9 @@ class GuidanceBackend(LibraryBackend):
             )
         return []
 
-    def compile(self, spec: GrammarSpec) -> GuidanceGrammar:
+    def compile(self, spec: GrammarSpec) -> GuidanceGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         matcher = self._matcher(self._text(spec))
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
@@ -105,10 +110,19 @@ class GuidanceBackend(LibraryBackend):
     def fill_bitmasks(
         self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
     ) -> None:
-        if len(rows) == 1:
-            rows[0][0].fill_bitmask(bitmask, rows[0][1])
-            return
-        matchers = [cast(GuidanceMatcher, matcher) for matcher, _ in rows]
+        several: list[tuple[GuidanceMatcher, int]] = []
+        for matcher, row in rows:
+            if isinstance(matcher, GuidanceMatcher) and len(rows) > 1:
+                several.append((matcher, row))
+            else:
+                matcher.fill_bitmask(bitmask, row)
+        if several:
+            self._fill_together(several, bitmask)
+
+    def _fill_together(
+        self, rows: Sequence[tuple[GuidanceMatcher, int]], bitmask: npt.NDArray[np.int32]
+    ) -> None:
+        matchers = [matcher for matcher, _ in rows]
         room = np.zeros((len(rows), -(-(self.vocabulary.size + 1) // 32)), np.int32)
         self._executor.unsafe_compute_mask_ptr(
             [(matcher.library_matcher, i) for i, matcher in enumerate(matchers)],
@@ -131,9 +145,6 @@ class GuidanceBackend(LibraryBackend):
             "json": self._json,
             "json_object": self._json,
             "regex": lambda spec: self._library.LLMatcher.grammar_from_regex(spec.source),
-            "choice": lambda spec: "start: " + " | ".join(
-                json.dumps(text, ensure_ascii=False) for text in json.loads(spec.source)
-            ),
             "grammar": lambda spec: as_lark(spec.source),
             "structural_tag": lambda spec: tag_grammar(
                 parse_json(spec.source, spec.kind),
@@ -278,6 +289,13 @@ class GuidanceMatcher:
     @property
     def terminated(self) -> bool:
         return self.complete and bool(self.library_matcher.is_stopped())
+
+    @property
+    def failure(self) -> str:
+        message = self.library_matcher.get_error() if self.library_matcher.is_error() else ""
+        if not message or _NOTHING_FOLLOWS in message:
+            return ""
+        return plain(message) or UNKNOWN
 
 
 @functools.cache

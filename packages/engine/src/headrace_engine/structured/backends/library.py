@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
 from headrace_core.errors import MissingDependency, RequestError
 from headrace_core.grammar import Grammar, GrammarBackend, Vocabulary, malformed
+from headrace_engine.structured.choices import ChoiceGrammar, TokenTexts
 from headrace_engine.structured.wording import plain
 
 G = TypeVar("G", bound=Grammar)
@@ -37,6 +39,14 @@ class LibraryBackend(GrammarBackend):
                 self.library, needed_for=f"grammar backend {self.name}", install=self.install
             ) from error
 
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(self.vocabulary)
+
+    def _choices(self, source: str) -> ChoiceGrammar:
+        """A constraint of kind ``choice``, which needs no library."""
+        return ChoiceGrammar(source, self._token_texts)
+
     def _text_tokens(self) -> Iterator[tuple[int, bytes]]:
         """(id, bytes) of the tokens that are text."""
         special = self.vocabulary.special_token_ids
@@ -46,10 +56,14 @@ class LibraryBackend(GrammarBackend):
         """A grammar that has a first token, or is complete without any.
 
         Raises:
-            RequestError: it has neither.
+            RequestError: it has neither, or the library gives up on it at once.
         """
         begin, first = grammar.matcher(), np.zeros((1, self.vocabulary.num_words), np.int32)
         begin.fill_bitmask(first, 0)
+        if begin.failure:
+            raise malformed(
+                kind, f"backend {self.name} gives up matching it at its beginning: {begin.failure}"
+            )
         if not (first.any() or begin.complete):
             raise malformed(kind, "no text that the tokenizer can write satisfies it")
         return grammar

@@ -15,14 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.errors import RequestError
-from headrace_core.grammar import (
-    GrammarSpec,
-    Refusal,
-    Vocabulary,
-    malformed,
-    refuse,
-)
+from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 
 if TYPE_CHECKING:
@@ -42,7 +37,6 @@ class EnforcerBackend(LibraryBackend):
         super().__init__(vocabulary)
         texts = ((token_id, _text(token)) for token_id, token in self._text_tokens())
         self.texts = {token_id: text for token_id, text in texts if text}
-        self._characters = {text for text in self.texts.values() if len(text) == 1}
         self._make_tokens = self._import(f"{self.library}.tokenenforcer").TokenEnforcerTokenizerData
         self.tokens = self._tokens(self.texts)
         # Its JSON strings would hold any character that a token has.
@@ -73,7 +67,9 @@ class EnforcerBackend(LibraryBackend):
             unsupported(schema, KEYWORDS, frozenset()) + entangled(schema) + list(_peculiar(schema))
         )
 
-    def compile(self, spec: GrammarSpec) -> EnforcerGrammar:
+    def compile(self, spec: GrammarSpec) -> EnforcerGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         try:
             tokens = self.json_tokens if spec.kind == "json" else self.tokens
             return EnforcerGrammar(self, tokens, self._parsers(spec))
@@ -90,12 +86,6 @@ class EnforcerBackend(LibraryBackend):
         if spec.kind == "json":
             schema = parse_json(spec.source, spec.kind)
             return lambda: library.JsonSchemaParser(schema)
-        if spec.kind == "choice":
-            texts = json.loads(spec.source)
-            unknown = set("".join(texts)) - self._characters
-            if unknown:
-                raise refuse(spec, [f"no token is the character {min(unknown)!r} alone"])
-            return lambda: library.UnionParser([library.StringParser(text) for text in texts])
         context = library.RegexParser(spec.source).context
         return lambda: library.RegexParser(context)
 
@@ -190,6 +180,10 @@ class EnforcerMatcher:
     @property
     def terminated(self) -> bool:
         return set(self._allowed()) == {self._size}
+
+    @property
+    def failure(self) -> str:
+        return ""
 
     def _allowed(self) -> Sequence[int]:
         found: Sequence[int] = self._enforcer.get_allowed_tokens(self._tokens).allowed_tokens
