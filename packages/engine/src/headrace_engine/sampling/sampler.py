@@ -271,7 +271,9 @@ def _unusable(
         if largest[r] == -np.inf and fields:
             dead_ends[r] = f"no next token is possible with {_listed(fields)}"
         elif largest[r] == -np.inf:
-            errors[r] = "no token is possible: the model, or a logits processor, excludes all of them"
+            errors[r] = (
+                "no token is possible: the model, or a logits processor, excludes all of them"
+            )
         else:
             errors[r] = f"the model's logits are not finite ({float(largest[r])})"
     return errors, dead_ends

@@ -132,7 +132,11 @@ class RowConstraint:
         if self.budget.exceeded:
             return TOO_SLOW
         gave_up = self._matcher.failure if self._matcher is not None else ""
-        return f"structured_outputs: matching the constraint was given up: {gave_up}" if gave_up else None
+        return (
+            f"structured_outputs: matching the constraint was given up: {gave_up}"
+            if gave_up
+            else None
+        )
 
     def take(self, words: Words) -> None:
         """The grammar's mask of the next token; tokens that end the output are added or removed."""

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -27,7 +27,15 @@ from headrace_core.grammar import (
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
-from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, unsupported
+from headrace_engine.structured.numbers import (
+    MAX_DIGITS,
+    MAX_DOUBLE_INT,
+    Held,
+    inexact_values,
+    narrow_bounds,
+    with_exact_bounds,
+)
+from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, subschemas, unsupported
 from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
 from headrace_engine.structured.wording import plain, position
 
@@ -49,11 +57,14 @@ FORMATS = frozenset(
         "uri", "uuid",
     }
 )  # fmt: skip
+HELD = Held(MAX_DOUBLE_INT, MAX_DIGITS)
 MAX_LEXER_STATES = 50_000
 """About 100 MB at most for one request's matcher."""
 MAX_STEP_ITEMS = 4_000
 """Items of its parser that one step may make. A step looks at them in pairs, so that the library's
 own 50,000 are seconds; an object of 480 optional properties needs 2,000."""
+MAX_OPTIONAL = 350
+"""Properties of an object that are not required; each takes some four items of a step."""
 MAX_STEP_FUEL = 50_000
 """Work of its lexer in one step, some 4 ms."""
 MAX_THREADS = 4
@@ -91,12 +102,9 @@ class GuidanceBackend(LibraryBackend):
     @classmethod
     def refuse(cls, spec: GrammarSpec) -> list[str]:
         if spec.kind == "json":
-            return unsupported(parse_json(spec.source, spec.kind), KEYWORDS, FORMATS)
+            return _schema_refusals(parse_json(spec.source, spec.kind))
         if spec.kind == "structural_tag":
-            return tag_refusals(
-                parse_json(spec.source, spec.kind),
-                lambda schema: unsupported(schema, KEYWORDS, FORMATS),
-            )
+            return tag_refusals(parse_json(spec.source, spec.kind), _schema_refusals)
         return []
 
     def compile(self, spec: GrammarSpec) -> GuidanceGrammar | ChoiceGrammar:
@@ -149,15 +157,18 @@ class GuidanceBackend(LibraryBackend):
             "structural_tag": lambda spec: tag_grammar(
                 parse_json(spec.source, spec.kind),
                 self.vocabulary,
-                lambda schema: json.dumps({**schema, "x-guidance": _json_options(spec)}
-                                          if isinstance(schema, dict) else schema),
+                lambda schema: json.dumps(
+                    {**with_exact_bounds(schema), "x-guidance": _json_options(spec)}
+                    if isinstance(schema, dict) else schema
+                ),
                 as_lark,
             ),
         }[spec.kind]  # fmt: skip
         return make(spec)
 
     def _json(self, spec: GrammarSpec) -> str:
-        source = spec.source or '{"type": "object"}'
+        schema = parse_json(spec.source, spec.kind) if spec.source else {"type": "object"}
+        source = json.dumps(with_exact_bounds(schema))
         grammar: str = self._library.LLMatcher.grammar_from_json_schema(
             source, overrides=cast(Any, _json_options(spec))
         )
@@ -168,7 +179,7 @@ class GuidanceBackend(LibraryBackend):
             where = position(message) if spec.kind == "grammar" else ""
             return not_compiled(spec.kind, message, where)
         reason = plain(message) or UNKNOWN
-        schema = parse_json(spec.source, spec.kind)
+        schema = with_exact_bounds(parse_json(spec.source, spec.kind))
 
         def error_of(part: Any) -> str:
             options = json.loads(json.dumps(_json_options(spec)))
@@ -180,6 +191,25 @@ class GuidanceBackend(LibraryBackend):
 
         keyword, pointer, reason = blame(schema, error_of, reason)
         return refuse(spec, [Refusal.of(keyword, pointer, reason)])
+
+
+def _schema_refusals(schema: Any) -> list[str]:
+    return [
+        *unsupported(schema, KEYWORDS, FORMATS),
+        *inexact_values(schema, HELD),
+        *narrow_bounds(schema),
+        *_many_optional(schema),
+    ]
+
+
+def _many_optional(schema: Any) -> Iterator[Refusal]:
+    """Objects that its parser gives up on: after each property it looks at all that may follow."""
+    for pointer, found in subschemas(schema):
+        named = found.get("properties", {}) if isinstance(found, Mapping) else {}
+        optional = len(named) and len(named.keys() - set(found.get("required", [])))
+        if optional > MAX_OPTIONAL:
+            reason = f"{optional} of them are not required: must be at most {MAX_OPTIONAL}"
+            yield Refusal.of("properties", pointer, reason)
 
 
 def _json_options(spec: GrammarSpec) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from headrace_engine.structured.choices import ChoiceGrammar, TokenTexts
 from headrace_engine.structured.wording import plain
 
 G = TypeVar("G", bound=Grammar)
+_TRIED_TOKENS = 4
+"""Tokens that are taken of a new grammar, as libraries may give up at the first ones."""
 UNKNOWN = "it cannot be compiled"
 """Said where a library's own words are not fit to be shown."""
 
@@ -58,14 +60,20 @@ class LibraryBackend(GrammarBackend):
         Raises:
             RequestError: it has neither, or the library gives up on it at once.
         """
-        begin, first = grammar.matcher(), np.zeros((1, self.vocabulary.num_words), np.int32)
-        begin.fill_bitmask(first, 0)
-        if begin.failure:
-            raise malformed(
-                kind, f"backend {self.name} gives up matching it at its beginning: {begin.failure}"
-            )
-        if not (first.any() or begin.complete):
-            raise malformed(kind, "no text that the tokenizer can write satisfies it")
+        matcher, words = grammar.matcher(), np.zeros((1, self.vocabulary.num_words), np.int32)
+        for done in range(_TRIED_TOKENS):
+            matcher.fill_bitmask(words, 0)
+            if matcher.failure:
+                raise malformed(
+                    kind, f"backend {self.name} gives up at its beginning: {matcher.failure}"
+                )
+            if not (done or words.any() or matcher.complete):
+                raise malformed(kind, "no text that the tokenizer can write satisfies it")
+            if not words.any():
+                break
+            word = int(np.flatnonzero(words[0])[0])
+            bits = int(words[0, word]) & 0xFFFFFFFF
+            matcher.advance([32 * word + (bits & -bits).bit_length() - 1])
         return grammar
 
 

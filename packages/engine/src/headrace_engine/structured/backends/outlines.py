@@ -20,6 +20,7 @@ import numpy.typing as npt
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.numbers import MAX_DIGITS, MAX_INT64, Held, inexact_values
 from headrace_engine.structured.schema import (
     entangled,
     is_recursive,
@@ -37,6 +38,7 @@ KEYWORDS = frozenset(
         "maxLength", "minItems", "minLength", "properties", "required", "type",
     }
 )  # fmt: skip
+HELD = Held(MAX_INT64, MAX_DIGITS)
 FORMATS: frozenset[str] = frozenset({"date", "uuid"})
 KEPT_MASKS = 256
 """States of one grammar whose masks are kept."""
@@ -65,7 +67,8 @@ class OutlinesBackend(LibraryBackend):
         if spec.kind != "json":
             return []
         schema = parse_json(spec.source, spec.kind)
-        return unsupported(schema, KEYWORDS, FORMATS) + entangled(schema) + _peculiar(schema)
+        reasons = unsupported(schema, KEYWORDS, FORMATS) + entangled(schema) + _peculiar(schema)
+        return reasons + list(inexact_values(schema, HELD))
 
     def compile(self, spec: GrammarSpec) -> OutlinesGrammar | ChoiceGrammar:
         if spec.kind == "choice":

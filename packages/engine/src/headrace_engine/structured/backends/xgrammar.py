@@ -15,6 +15,7 @@ import numpy.typing as npt
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
 from headrace_engine.structured.schema import MAX_WHITESPACE, entangled, parse_json, unsupported
 from headrace_engine.structured.structural_tag import inner_forms, parse_tag, schemas_of
 
@@ -28,6 +29,7 @@ KEYWORDS = frozenset(
     }
 )  # fmt: skip
 """Not ``minLength`` and ``maxLength``: its strings of a length hold control characters."""
+HELD = Held(MAX_INT64)
 FORMATS: frozenset[str] = frozenset()
 COMPILE_THREADS = 1
 END = b"<|end of the constraint|>"
@@ -120,6 +122,7 @@ def _goes_on(form: Mapping[str, Any]) -> bool:
 
 def _schema_refusals(schema: Any) -> list[str]:
     reasons = unsupported(schema, KEYWORDS, FORMATS) + entangled(schema)
+    reasons += inexact_values(schema, HELD)
     if isinstance(schema, bool):
         reasons.append(Refusal.of(str(schema).lower(), "", "only schemas that are objects"))
     return reasons
