@@ -86,7 +86,9 @@ class CompletionState:
                     self._add_logprobs(output, position)
         if output.finish_reason is not None:
             reason = self._reason(output.stop_token_id)
-            self._finish(output.finish_reason, reason if output.dead_end is None else output.dead_end)
+            self._finish(
+                output.finish_reason, reason if output.dead_end is None else output.dead_end
+            )
         return False
 
     def end(self, finish_reason: str) -> None:

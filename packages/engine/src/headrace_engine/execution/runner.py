@@ -108,7 +108,12 @@ class ModelRunner:
             scheduled = {i: count for i, count in scheduled.items() if i not in results}
         inputs = self.inputs.build(scheduled)
         for request_id, reason in inputs.errors.items():
-            results[request_id] = RequestStepResult(error=reason)
+            row = self.requests.row_of.get(request_id)
+            results[request_id] = (
+                RequestStepResult(dead_end=reason)
+                if row in self.requests.dead_ends
+                else RequestStepResult(error=reason)
+            )
         seconds = 0.0
         if inputs.batch is not None:
             if self.processors is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from headrace_engine.structured.wording import plain
 G = TypeVar("G", bound=Grammar)
 _TRIED_TOKENS = 4
 """Tokens that are taken of a new grammar, as libraries may give up at the first ones."""
+_STEP_SECONDS = 0.1
+"""Most processor time for the mask of one of these; usual ones take less than a thousandth of it."""
 UNKNOWN = "it cannot be compiled"
 """Said where a library's own words are not fit to be shown."""
 
@@ -58,14 +61,22 @@ class LibraryBackend(GrammarBackend):
         """A grammar that has a first token, or is complete without any.
 
         Raises:
-            RequestError: it has neither, or the library gives up on it at once.
+            RequestError: it has neither, or the library gives up on it at once or is too slow.
         """
         matcher, words = grammar.matcher(), np.zeros((1, self.vocabulary.num_words), np.int32)
         for done in range(_TRIED_TOKENS):
+            start = time.thread_time()
             matcher.fill_bitmask(words, 0)
             if matcher.failure:
                 raise malformed(
                     kind, f"backend {self.name} gives up at its beginning: {matcher.failure}"
+                )
+            seconds = time.thread_time() - start
+            if seconds > _STEP_SECONDS:
+                raise malformed(
+                    kind,
+                    f"backend {self.name} needs {seconds:.2g} s for one token of it, in which all other "
+                    f"requests wait: must be at most {_STEP_SECONDS} s; repeat less",
                 )
             if not (done or words.any() or matcher.complete):
                 raise malformed(kind, "no text that the tokenizer can write satisfies it")
