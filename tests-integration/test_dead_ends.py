@@ -144,25 +144,6 @@ def test_a_response_fails_with_its_reason(http):
     assert last["response"]["error"] == answer["error"]
 
 
-@pytest.mark.spec("API-ANTHROPIC")
-def test_a_message_is_refused_with_its_reason():
-    slow = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a{200}$"}},
-            "required": ["a"]}  # fmt: skip
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 400, "temperature": 0,
-            "tools": [{"name": "f", "input_schema": slow}],
-            "tool_choice": {"type": "tool", "name": "f"}}  # fmt: skip
-    with serving("--structured-outputs-config.matching_seconds", "0.000001") as server:
-        url = server.url + "/v1/messages"
-        whole = httpx.post(url, json=body, timeout=120)
-        streamed = httpx.post(url, json=body | {"stream": True}, timeout=120)
-    assert whole.status_code == 400
-    error = whole.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert "takes too long" in error["message"]
-    *_, last = events(streamed)
-    assert (last["type"], last["error"]) == ("error", error)
-
-
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(600)}}
 REFUSED = {
     "choice and min_tokens": (
