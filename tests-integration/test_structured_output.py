@@ -192,7 +192,7 @@ def test_what_leaves_nothing_ends_that_request_alone(llm, bias):
     form = "the constraint on the form (structured_outputs, response_format or tools)"
     ended = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in together[-2:]]
     assert ended == [
-        ("error", f"no next token is possible with {form} and {field}")
+        ("error", f"no token is possible with {form} and {field}")
         for field in ("allowed_token_ids", "min_tokens")
     ]
     assert [o.outputs[0].text for o in together[-2:]] == ["", "yes"]

@@ -8,7 +8,7 @@ import pytest
 
 from headrace_core.testing.engine import FakeEngine
 
-WHY = "no next token is possible with min_tokens and bad_words"
+WHY = "no token is possible with min_tokens and bad_words"
 HI = [{"role": "user", "content": "Hi"}]
 CHATS = ("/v1/chat/completions", {"messages": HI})
 TEXTS = ("/v1/completions", {"prompt": "Hi"})

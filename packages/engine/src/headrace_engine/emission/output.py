@@ -45,6 +45,8 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._dead_end: str | None = None
+        """Why the request's own parameters left no next token, if they did not."""
         self.started = False
         """Whether the core has said anything of it."""
         self._params = params
@@ -85,6 +87,7 @@ class CompletionState:
                 for position in range(len(output.new_token_ids)):
                     self._add_logprobs(output, position)
         if output.finish_reason is not None:
+            self._dead_end = output.dead_end
             reason = self._reason(output.stop_token_id)
             self._finish(
                 output.finish_reason, reason if output.dead_end is None else output.dead_end
@@ -141,6 +144,7 @@ class CompletionState:
             logprobs,
             self.finish_reason,
             self.stop_reason,
+            self._dead_end,
         )
 
     def _add_logprobs(self, output: CoreOutput, position: int) -> None:

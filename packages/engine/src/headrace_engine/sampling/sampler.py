@@ -269,7 +269,7 @@ def _unusable(
     for r in np.flatnonzero(~np.isfinite(largest)).tolist():
         fields = rules.get(r, [])
         if largest[r] == -np.inf and fields:
-            dead_ends[r] = f"no next token is possible with {_listed(fields)}"
+            dead_ends[r] = f"no token is possible with {_listed(fields)}"
         elif largest[r] == -np.inf:
             errors[r] = (
                 "no token is possible: the model, or a logits processor, excludes all of them"
