@@ -186,12 +186,36 @@ def test_what_leaves_nothing_ends_that_request_alone(llm, bias):
     token = llm.get_tokenizer().encode("z", add_special_tokens=False)[0]
     bad = [
         params(choice=["yes"], allowed_token_ids=[token]),
-        params(choice=["yes"], min_tokens=40),
+        params(regex="yes", min_tokens=40),
     ]
     together = generate(llm, [*prompts, "x", "x"], [*wanted, *bad])
-    assert [o.outputs[0].finish_reason for o in together[-2:]] == ["error", "error"]
+    form = "the constraint on the form (structured_outputs, response_format or tools)"
+    ended = [(o.outputs[0].finish_reason, o.outputs[0].stop_reason) for o in together[-2:]]
+    assert ended == [
+        ("error", f"no token is possible with {form} and {field}")
+        for field in ("allowed_token_ids", "min_tokens")
+    ]
+    assert [o.outputs[0].text for o in together[-2:]] == ["", "yes"]
     for one, other in zip(alone, together):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choice": ["yes"], "min_tokens": 40}, "min_tokens = 40: must be at most 3"),
+        ({"regex": "a{1000000}"}, r"structured_outputs\.regex: backend guidance"),
+        ({"allowed_token_ids": [70], "logit_bias": {70: float("-inf")}},
+         "allowed_token_ids: with logit_bias, none of its tokens is possible"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 2}, "allowed_token_ids: with min_tokens"),
+        ({"json": {"maximum": -1e30}}, "'maximum' at '#': -1e.30: must be at least -9000"),
+    ],
+)  # fmt: skip
+def test_fields_that_exclude_each_other_are_refused_by_name(llm, fields, message):
+    before = llm.engine.stats().num_steps
+    with pytest.raises(RequestError, match=message):
+        generate(llm, "x", params(**fields))
+    assert llm.engine.stats().num_steps == before
 
 
 def test_an_ambiguous_grammar_ends_alone_and_early(llm):
@@ -203,6 +227,7 @@ def test_an_ambiguous_grammar_ends_alone_and_early(llm):
     ]
     slow, free = (o.outputs[0] for o in generate(llm, ["x", "y"], wanted))
     assert slow.finish_reason == "error"
+    assert "matching the constraint takes too long" in slow.stop_reason
     assert len(slow.token_ids) < 200
     assert (free.finish_reason, len(free.token_ids)) == ("length", 240)
 

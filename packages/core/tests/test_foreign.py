@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from fractions import Fraction
 from typing import Any
@@ -130,6 +131,37 @@ def test_constraints() -> None:
     assert StructuredOutputsParams(choice=("a", "b")).choice == ["a", "b"]  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"structured_outputs\.choice"):
         StructuredOutputsParams(choice="ab")  # type: ignore[arg-type]
+
+
+def test_every_field_of_a_constraint() -> None:
+    schema = {
+        "properties": {np.str_("a"): {"enum": np.array([1, 2]), "minimum": np.float32(2)}},
+        "required": ("a",),
+        "maxProperties": torch.tensor(3),
+    }
+    plain = {
+        "properties": {"a": {"enum": [1, 2], "minimum": 2.0}},
+        "required": ["a"],
+        "maxProperties": 3,
+    }
+    params = StructuredOutputsParams(json=schema, disable_fallback=np.bool_(True))  # type: ignore[arg-type]
+    assert params.json == plain
+    assert json.dumps(params.json)
+    assert params.disable_fallback is True
+    assert StructuredOutputsParams(structural_tag={"format": schema}).structural_tag == {
+        "format": plain
+    }
+    assert StructuredOutputsParams(json_object=np.bool_(True)).json_object is True  # type: ignore[arg-type]
+    for name in ("regex", "grammar", "json"):
+        made = StructuredOutputsParams(**{name: np.str_("a"), "whitespace_pattern": np.str_(" ")})
+        assert type(getattr(made, name)) is type(made.whitespace_pattern) is str
+    assert StructuredOutputsParams(choice=[np.str_("a")]).choice == ["a"]
+    for wrong in ({"json_object": "yes"}, {"regex": "a", "disable_fallback": "no"}):
+        with pytest.raises(RequestError, match="must be True"):
+            StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
+    deep: dict[str, object] = {}
+    deep["items"] = deep
+    assert StructuredOutputsParams(json=deep).json is deep  # refused later, by its depth
 
 
 def test_values() -> None:

@@ -56,6 +56,26 @@ def own_mapping(values: Any) -> Any:
     return {own_value(key): own_value(value) for key, value in values.items()}
 
 
+def own_json(value: Any) -> Any:
+    """A copy of a JSON value with numbers, texts, arrays, sequences and mappings of other libraries in it as
+    Python's own. What JSON has not stays as it is.
+
+    Raises:
+        RecursionError: it is nested deeper than Python's stack, or holds itself.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {own_json(key): own_json(item) for key, item in value.items()}
+    if callable(getattr(value, "tolist", None)):
+        return _listed(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [own_json(item) for item in value]
+    return own_value(value)
+
+
 def own_ids(ids: Any) -> Any:
     """Token ids as a list, where they are an array, or a sequence of integers of another library."""
     if callable(getattr(ids, "tolist", None)):

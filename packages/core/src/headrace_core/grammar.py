@@ -210,6 +210,12 @@ class GrammarMatcher(Protocol):
         """The output is complete, and nothing but an end token may follow."""
         ...
 
+    @property
+    def failure(self) -> str:
+        """Why the library gave up matching, fit to be shown to a client; "": it has not. One that
+        gave up allows no token."""
+        ...
+
 
 class Grammar(Protocol):
     """A compiled constraint; immutable and shared between requests."""

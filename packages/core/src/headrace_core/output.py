@@ -181,9 +181,10 @@ class CompletionOutput:
     finish_reason: str | None = None
     """None while it runs; else one of :data:`FINISH_REASONS`."""
     stop_reason: int | str | None = None
-    """The stop string or token id that ended it; None for EOS and for other reasons."""
+    """The stop string or token id that ended it; None for EOS and for other reasons, except for
+    ``error``: text that says why the request's own parameters left no next token."""
     error: str | None = None
-    """Why it failed, in words; set where ``finish_reason`` is ``error``."""
+    """Why it failed, or was left no next token, in words; set where ``finish_reason`` is ``error``."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

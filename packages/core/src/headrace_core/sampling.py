@@ -6,6 +6,7 @@ when made and again when a request is taken in (:meth:`SamplingParams.validate`)
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import logging
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from headrace_core.errors import RequestError, UnsupportedFeature
-from headrace_core.foreign import own_mapping, own_value, own_values
+from headrace_core.foreign import own_json, own_mapping, own_value, own_values
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +45,18 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 """The kinds of constraint: fields of :class:`StructuredOutputsParams`."""
 
 
+_CONSTRAINT_FIELDS = (
+    *CONSTRAINTS, "whitespace_pattern", "disable_fallback", "disable_any_whitespace",
+    "disable_additional_properties",
+)  # fmt: skip
+
+
 @dataclass
 class StructuredOutputsParams:
     """A constraint on the output's form; exactly one of the six kinds.
+
+    Numbers, lists and arrays of other libraries (numpy, torch), in a schema too, become Python's own
+    (:mod:`headrace_core.foreign`).
 
     Raises:
         RequestError: none or several kinds are given, or one is empty.
@@ -75,6 +85,11 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         self.choice = own_values(self.choice)
+        for name in _CONSTRAINT_FIELDS:
+            value = getattr(self, name)
+            if type(value) not in (str, bool, type(None)):
+                with contextlib.suppress(RecursionError):  # it is refused later, by its depth
+                    setattr(self, name, own_json(value))
         given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
@@ -92,6 +107,10 @@ class StructuredOutputsParams:
             ("grammar", (str,), "a grammar in EBNF (root ::= ...) or Lark (start: ...)"),
             ("structural_tag", (str, dict), "a JSON object, or its text"),
             ("whitespace_pattern", (str,), "a regex"),
+            ("json_object", (bool,), "True, or None"),
+            ("disable_fallback", (bool,), "True or False"),
+            ("disable_any_whitespace", (bool,), "True or False"),
+            ("disable_additional_properties", (bool,), "True or False"),
         )
         for name, types, what in accepted:
             value = getattr(self, name)

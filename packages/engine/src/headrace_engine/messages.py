@@ -39,6 +39,9 @@ class CoreOutput:
     scheduled_ts: float = 0.0
     pooled: PackedArray | None = None
     """The result of a pooling request, with its only output."""
+    dead_end: str | None = None
+    """With finish reason ``error`` instead of :attr:`error`: why the request's own parameters leave it
+    no next token."""
 
 
 class TimedStep(NamedTuple):

@@ -140,8 +140,9 @@ class TestOneRequestFailsAlone:
         assert tokens == h.model.dense_greedy(PROMPTS["a"], 3)
         bad = result.requests["bad"]
         assert bad.token_ids == []
-        assert bad.error is not None
-        return str(bad.error)
+        reason = bad.error or bad.dead_end
+        assert reason is not None
+        return str(reason)
 
     def test_nan_logits(self, harness: Any) -> None:
         h = harness(poison=30)
@@ -191,7 +192,8 @@ class TestOneRequestFailsAlone:
         h = harness()
         params = SamplingParams(temperature=0.0, allowed_token_ids=[5])
         new = h.new("bad", [1, 2], params, bad_words=[[5]])
-        assert "no token is possible" in self.run_with_bad_one(h, {"bad": 2}, [new])
+        reason = self.run_with_bad_one(h, {"bad": 2}, [new])
+        assert reason == "no token is possible with allowed_token_ids and bad_words"
 
     def test_its_tokens_are_computed(self, harness: Any) -> None:
         """Others may have found them in the cache before anybody knew that it fails."""

@@ -89,11 +89,13 @@ def test_restrictions_are_honoured():
     assert found[1] != second
 
 
-def test_no_permitted_token_is_the_requests_own_error():
+def test_no_permitted_token_is_the_requests_dead_end():
     worker = _worker()
     new = _new(allowed_token_ids=[7], bad_words=[(7,)])
     step = ScheduledStep(0, {"r": 3}, [new])
-    assert worker.execute(step).requests["r"].error == "no token is permitted"
+    result = worker.execute(step).requests["r"]
+    assert result.error is None
+    assert "no token is possible with allowed_token_ids" in result.dead_end
     with pytest.raises(ValueError):
         simulated_token(0, 0, 0, VOCAB, lambda token: False)
 

@@ -1,9 +1,18 @@
 """The conformance suite on every backend whose library is installed."""
 
+import json
+import random
+
 import pytest
 
 from headrace_core.grammar import GrammarSpec
-from headrace_core.testing.grammar import GrammarConformance
+from headrace_core.testing.grammar import (
+    SCHEMA,
+    GrammarConformance,
+    allowed,
+    walk,
+    word_vocabulary,
+)
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.backends.lm_format_enforcer import EnforcerBackend
 from headrace_engine.structured.backends.outlines import OutlinesBackend
@@ -55,3 +64,57 @@ def test_the_others_say_what_they_have_not():
     assert refusal(EnforcerBackend, "structural_tag")
     assert refusal(XGrammarBackend, "json", whitespace_pattern="[ ]?")
     assert refusal(OutlinesBackend, "json", any_whitespace=False)
+
+
+@pytest.mark.spec("SO-CONFIG")
+@pytest.mark.parametrize("kind", ["regex", "json"])
+def test_tokens_of_the_enforcer_are_those_that_its_library_finds(kind):
+    library = pytest.importorskip("lmformatenforcer")
+    backend = EnforcerBackend(word_vocabulary())
+    source = {"regex": r"(a|é|ab+c)* [^\sx]{1,3}(true|12)?", "json": json.dumps(SCHEMA)}[kind]
+    grammar = backend.compile(GrammarSpec(backend.name, kind, source))
+    texts = {i: text for i, text in backend.texts.items() if kind == "regex" or min(text) >= " "}
+    size = backend.vocabulary.size
+    data = library.TokenEnforcerTokenizerData(
+        [(i, text, True) for i, text in texts.items()],
+        lambda ids: "".join(texts[i] for i in ids), size, False, size + 1,
+    )  # fmt: skip
+    for seed in range(6):
+        make = library.RegexParser if kind == "regex" else library.JsonSchemaParser
+        theirs = library.TokenEnforcer(data, make(source if kind == "regex" else SCHEMA))
+        matcher, taken, chosen = grammar.matcher(), [], random.Random(seed)
+        for _ in range(40):
+            found = theirs.get_allowed_tokens(taken).allowed_tokens
+            ours = allowed(matcher, backend.vocabulary)
+            assert sorted(set(found) - {size}) == ours, taken
+            assert matcher.complete == (size in found)
+            if not ours:
+                break
+            taken.append(chosen.choice(ours))
+            assert matcher.advance(taken[-1:])
+
+
+@pytest.mark.spec("SO-CONFIG")
+@pytest.mark.parametrize(
+    "backend", [GuidanceBackend, XGrammarBackend, OutlinesBackend, EnforcerBackend]
+)
+def test_thousands_of_choices(backend):
+    pytest.importorskip(backend.library)
+    texts = [f"text {i * 7919 % 100003}" for i in range(10_000)] + ["t", "te" * 100_000]
+    vocabulary = word_vocabulary()
+    grammar = backend(vocabulary).compile(GrammarSpec(backend.name, "choice", json.dumps(texts)))
+    known = {text.encode() for text in texts}
+    for seed in range(20):
+        text = walk(grammar, vocabulary, seed, structural=0)
+        assert text is None or text in known
+    matcher = grammar.matcher()
+    assert matcher.advance(list(b"t"))
+    assert matcher.complete
+    assert set(allowed(matcher, vocabulary)) == {ord("e")}
+    assert not matcher.terminated
+    assert matcher.advance(list(b"ext 7919"))
+    assert (matcher.complete, matcher.terminated) == (True, False)
+    matcher.roll_back(8)
+    assert matcher.advance(list(b"etetet"))
+    assert not matcher.complete
+    assert not matcher.advance(list(b"x"))

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Raw
 
 from headrace_core.engine import ServedModel
-from headrace_core.errors import PromptTooLong, UnsupportedFeature
+from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt, Prompt, TextPrompt
 from headrace_core.text import AnswerContext
@@ -66,6 +66,23 @@ class Counts:
     reasoning: int = 0
     """Of the output; counted by tokenizing the reasoning again, so nearly exact, and the same
     however the output was cut."""
+
+
+class DeadEnd(RequestError):
+    """The request's own parameters left the model no next token."""
+
+
+def check_end(piece: Piece) -> None:
+    """Raise if a turn did not come to an end of its own.
+
+    Raises:
+        DeadEnd: the request is to blame; says how.
+        GenerateError: the engine gave it up.
+    """
+    if piece.finish_reason == "error" and isinstance(piece.stop_reason, str):
+        raise DeadEnd(piece.stop_reason)
+    if piece.finish_reason in ("abort", "error"):
+        raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
 
 
 class HasThoughts(Protocol):

@@ -56,6 +56,8 @@ class CompletionState:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._dead_end: str | None = None
+        """Why the request's own parameters left no next token, if they did not."""
         self.started = False
         """Whether the core has said anything of it."""
         self._params = params
@@ -102,7 +104,11 @@ class CompletionState:
             # Nobody needs the text before it is handed out.
             self.token_ids += output.new_token_ids
         if output.finish_reason is not None:
-            self._finish(output.finish_reason, self._reason(output.stop_token_id))
+            self._dead_end = output.dead_end
+            reason = self._reason(output.stop_token_id)
+            self._finish(
+                output.finish_reason, reason if output.dead_end is None else output.dead_end
+            )
         return False
 
     def end(self, finish_reason: str) -> None:
@@ -171,6 +177,7 @@ class CompletionState:
             logprobs,
             self.finish_reason,
             self.stop_reason,
+            self._dead_end,
         )
 
     def _add(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
@@ -216,7 +223,7 @@ class CompletionState:
             self._new_text.append(self._detokenizer.feed(self.token_ids[self._num_decoded :]))
             self._num_decoded = len(self.token_ids)
 
-    def _finish(self, finish_reason: str, stop_reason: int | None) -> None:
+    def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is None:
             return

@@ -145,7 +145,8 @@ class OutputProcessor:
                     failpoints.hit("emission.update", output.request_id)
                 if state.update(output, timestamp):
                     aborts.append(output.request_id)
-                if output.finish_reason == "error" and state.error is None:
+                failed = output.finish_reason == "error" and output.dead_end is None
+                if failed and state.error is None:
                     aborts += self._fail(state, output.error or "")
             except Exception as error:
                 logger.exception("request %s ends", output.request_id)

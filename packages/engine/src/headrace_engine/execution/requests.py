@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace_core.errors import RequestError
 from headrace_core.step import NewRequest
 from headrace_engine.sampling.state import SamplingTable
 from headrace_engine.structured.matching import ConstraintMaker, RowConstraint
@@ -57,6 +58,8 @@ class RequestTable:
         self.failures: dict[int, str] = {}
         """Row -> why nothing more comes of the request; it stays so until it is gone. Its tokens are
         computed all the same: others may have found them in the cache by now."""
+        self.dead_ends: set[int] = set()
+        """Those of them that failed because of what the request asks for."""
         self.broken: set[int] = set()
         """Those of them of which not even tokens or blocks are here."""
         self.version = 0
@@ -98,6 +101,10 @@ class RequestTable:
             self._fill(row, new)
             self.broken.discard(row)
             self.sampling.set(row, new, self._constraint(new))
+        except RequestError as error:
+            logger.info("request %s cannot run: %s", new.request_id, error)
+            self.dead_ends.add(row)
+            self.fail(row, str(error))
         except Exception as error:
             # Whatever is wrong with one request must not fail the step.
             logger.warning("request %s cannot run", new.request_id, exc_info=True)
@@ -135,6 +142,7 @@ class RequestTable:
         for group, table in enumerate(self.block_tables):
             table[row, : self.num_blocks[group, row]] = 0
         self.failures.pop(row, None)
+        self.dead_ends.discard(row)
         self.broken.discard(row)
         self.version += 1
         self.sampling.clear(row)

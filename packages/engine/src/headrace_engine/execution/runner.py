@@ -108,7 +108,12 @@ class ModelRunner:
             scheduled = {i: count for i, count in scheduled.items() if i not in results}
         inputs = self.inputs.build(scheduled)
         for request_id, reason in inputs.errors.items():
-            results[request_id] = RequestStepResult(error=reason)
+            row = self.requests.row_of.get(request_id)
+            results[request_id] = (
+                RequestStepResult(dead_end=reason)
+                if row in self.requests.dead_ends
+                else RequestStepResult(error=reason)
+            )
         seconds = 0.0
         if inputs.batch is not None:
             if self.processors is not None:
@@ -252,9 +257,10 @@ class ModelRunner:
             batch = self.processors.bind(batch, ids)
         output = self.sampler(logits, batch)
         tokens = output.token_ids
-        if output.errors:
+        if output.errors or output.dead_ends:
             self._record_errors(output, rows, ids, results)
-            good = [r for r in range(len(ids)) if r not in output.errors]
+            bad = {*output.errors, *output.dead_ends}
+            good = [r for r in range(len(ids)) if r not in bad]
             ids, rows, tokens = [ids[r] for r in good], rows[good], tokens[good]
         self.requests.append_tokens(rows, tokens)
         if self.processors is not None:
@@ -264,11 +270,11 @@ class ModelRunner:
         else:
             for request_id, token in zip(ids, tokens.tolist()):
                 result = results.setdefault(request_id, RequestStepResult())
-                if result.error is None:
+                if result.error is None and result.dead_end is None:
                     result.token_ids = [token]
         for r, logprobs in output.logprobs.items():
             result = results[inputs.request_ids[inputs.sampled[r]]]
-            if result.error is None:
+            if result.error is None and result.dead_end is None:
                 result.logprobs = [logprobs]
 
     def _record_errors(
@@ -280,9 +286,12 @@ class ModelRunner:
     ) -> None:
         """Report the rows that failed, and keep them from running again."""
         for r, reason in output.errors.items():
+            results.setdefault(ids[r], RequestStepResult()).error = reason
+            self.requests.fail(int(rows[r]), reason)
+        for r, reason in output.dead_ends.items():
             constraint = self.requests.sampling.constraints.get(int(rows[r]))
             reason = (constraint and constraint.failure) or reason
-            results.setdefault(ids[r], RequestStepResult()).error = reason
+            results.setdefault(ids[r], RequestStepResult()).dead_end = reason
             self.requests.fail(int(rows[r]), reason)
 
     def _collect_prompt_logprobs(

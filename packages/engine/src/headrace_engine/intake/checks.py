@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from headrace_core.engine import ServedModel
 from headrace_core.errors import GenerateError, RequestError, UnsupportedFeature
@@ -70,6 +71,42 @@ class ParamsChecks:
                     check_ids("bad_words", ids, self._model.vocab_size)
                     found.append(ids)
         return found
+
+    def check_possible(
+        self,
+        params: SamplingParams,
+        bad_words: Sequence[Sequence[int]],
+        stop_token_ids: Collection[int],
+    ) -> None:
+        """Refuse fields that together leave no first token.
+
+        Args:
+            params: checked.
+            bad_words: the tokens of each.
+            stop_token_ids: those that end the output, the model's included.
+
+        Raises:
+            RequestError: naming the fields.
+        """
+        size = self._model.vocab_size
+        excluded = {
+            "bad_words": {word[0] for word in bad_words if len(word) == 1},
+            "logit_bias": {i for i, bias in (params.logit_bias or {}).items() if bias == -math.inf},
+            "min_tokens": {i for i in stop_token_ids if i < size} if params.min_tokens else set(),
+        }
+        allowed = params.allowed_token_ids
+        if allowed is None and sum(map(len, excluded.values())) < size:
+            return  # as nearly always: the vocabulary is large
+        left = set(range(size) if allowed is None else allowed)
+        to_blame = [name for name, ids in excluded.items() if not ids.isdisjoint(left)]
+        if left.difference(*excluded.values()):
+            return
+        field = "allowed_token_ids" if allowed is not None else to_blame[0]
+        of_what = "its tokens" if allowed is not None else f"the {size} tokens of the vocabulary"
+        raise RequestError(
+            f"{field}: with {' and '.join(to_blame)}, none of {of_what} is possible; at least one must be",
+            param=field,
+        )
 
     def _check_count(self, name: str, count: int | None) -> None:
         if count is None:

@@ -59,6 +59,7 @@ class Constraints:
             return None
         need_tokenizer(self._tokenizer, "structured_outputs")
         self._end_token_ids(params)
+        self._check_length(params)
         return self._admission.admit(wanted)
 
     def known(self, params: SamplingParams) -> Admitted | None:
@@ -68,6 +69,7 @@ class Constraints:
             return None
         need_tokenizer(self._tokenizer, "structured_outputs")
         self._end_token_ids(params)
+        self._check_length(params)
         return self._admission.known(wanted)
 
     def of(
@@ -106,6 +108,21 @@ class Constraints:
             tokenizer, model = need_tokenizer(self._tokenizer, "structured_outputs"), self._model
             self._vocabulary = vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
         return self._vocabulary
+
+    def _check_length(self, params: SamplingParams) -> None:
+        """Refuse more tokens than the texts of a choice have."""
+        wanted = params.structured_outputs
+        reasons_first = self._reasoning_parser is not None and not self._in_reasoning
+        if wanted is None or wanted.choice is None or not params.min_tokens or reasons_first:
+            return
+        most = max(len(text.encode(errors="replace")) for text in wanted.choice)
+        if params.min_tokens > most:
+            raise RequestError(
+                f"min_tokens = {params.min_tokens}: must be at most {most} with this "
+                "structured_outputs.choice, whose longest text has so many bytes",
+                param="min_tokens",
+                value=params.min_tokens,
+            )
 
     def _end_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Tokens that end an output with a constraint: not those that are text."""

@@ -177,6 +177,7 @@ class Intake:
         longest = max_tokens(len(ids), params, self.model, clamp=clamp_max_tokens, source=source)
         constraint = self._constraints.of(prompt, tokens, params, admitted)
         bad_words = self._checks.bad_words(params)
+        self._checks.check_possible(params, bad_words, stop_token_ids)
         thinking = thinking_budget(params, self._reasoning_parser, self.tokenizer, tokens)
         request.core_requests = [
             CoreRequest(

@@ -14,7 +14,7 @@ largest work between min_p and top_k instead, on rows that are not greedy.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ class SamplerOutput:
     """By row, for those that asked."""
     errors: Mapping[int, str] = field(default_factory=dict)
     """By row: why no token could be chosen."""
+    dead_ends: Mapping[int, str] = field(default_factory=dict)
+    """By row: what the request asked for that together leaves no token. Nothing has failed."""
 
 
 class _Choice(NamedTuple):
@@ -103,7 +105,7 @@ class Sampler:
         asked = batch.asked
         if not asked.size:
             choice = self._choose(logits, batch, keep_filtered=False)
-            return _output(choice, {})
+            return _output(choice, {}, batch)
         if self.logprobs_mode.startswith("raw"):
             values = _rows(logits, asked)
             if values is logits and _changes(logits, batch):
@@ -121,7 +123,7 @@ class Sampler:
             if ids:
                 further = describe_tokens(self._top_logprobs, values[i], ids, self.logprobs_mode)
                 entries[i] = joined(entries[i], further)
-        return _output(choice, dict(zip(asked.tolist(), entries)))
+        return _output(choice, dict(zip(asked.tolist(), entries)), batch)
 
     def _choose(self, logits: Tensor, batch: SamplingBatch, *, keep_filtered: bool) -> _Choice:
         if batch.processors is not None:
@@ -246,21 +248,36 @@ def _rows(values: Tensor, rows: Rows) -> Tensor:
     return values[torch.from_numpy(rows).to(values.device)]
 
 
-def _output(choice: _Choice, logprobs: Mapping[int, TokenLogprobs]) -> SamplerOutput:
+def _output(
+    choice: _Choice, logprobs: Mapping[int, TokenLogprobs], batch: SamplingBatch
+) -> SamplerOutput:
     token_ids, largest = choice
     if largest.device.type != "cpu":
         token_ids, largest = token_ids.cpu(), largest.cpu()
-    return SamplerOutput(token_ids.numpy(), logprobs, _unusable(largest.numpy()))
+    return SamplerOutput(token_ids.numpy(), logprobs, *_unusable(largest.numpy(), batch))
 
 
-def _unusable(largest: npt.NDArray[np.float32]) -> dict[int, str]:
-    """Rows from which nothing can be chosen."""
-    if math.isfinite(largest.sum()):
-        return {}  # one look at all: this runs in every step, and hardly ever is one not finite
+def _unusable(
+    largest: npt.NDArray[np.float32], batch: SamplingBatch
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Rows from which nothing can be chosen: errors, and dead ends."""
     errors: dict[int, str] = {}
+    dead_ends: dict[int, str] = {}
+    if math.isfinite(largest.sum()):
+        return errors, dead_ends  # one look at all: hardly ever is one not finite
+    rules = {r: one.fields(len(output)) for r, one, output in batch.rules}
     for r in np.flatnonzero(~np.isfinite(largest)).tolist():
-        if largest[r] == -np.inf:
-            errors[r] = "no token is possible: the request's constraints exclude all of them"
+        fields = rules.get(r, [])
+        if largest[r] == -np.inf and fields:
+            dead_ends[r] = f"no token is possible with {_listed(fields)}"
+        elif largest[r] == -np.inf:
+            errors[r] = (
+                "no token is possible: the model, or a logits processor, excludes all of them"
+            )
         else:
             errors[r] = f"the model's logits are not finite ({float(largest[r])})"
-    return errors
+    return errors, dead_ends
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -68,6 +68,23 @@ class TokenRules:
     """On the form of the output."""
     thinking: ThinkingLimit | None = None
 
+    def fields(self, num_output_tokens: int) -> list[str]:
+        """The request's fields that now make tokens impossible, as clients spell them.
+
+        Args:
+            num_output_tokens: length of the output so far.
+        """
+        excludes = {
+            "the constraint on the form (structured_outputs, response_format or tools)": (
+                self.constraint is not None
+            ),
+            "allowed_token_ids": self.allowed is not None,
+            "bad_words": bool(self.bad_words),
+            "min_tokens": num_output_tokens < self.min_tokens and bool(self.stop_ids.size),
+            "logit_bias": bool(np.isneginf(self.bias).any()),
+        }
+        return [name for name, holds in excludes.items() if holds]
+
     def observe(self, token_id: int) -> None:
         """The request's output has grown by a token."""
         if self.output_counts is not None:

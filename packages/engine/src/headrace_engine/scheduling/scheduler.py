@@ -313,6 +313,10 @@ class Scheduler:
             )
         if result.error is not None:
             return self._roster.end(state, "error", error=result.error)
+        if result.dead_end is not None:
+            output = self._roster.end(state, "error")
+            output.dead_end = result.dead_end
+            return output
         if state.request.pooling is not None:
             return self._take_pooled(state, samples, result)
         if len(result.token_ids) != samples:

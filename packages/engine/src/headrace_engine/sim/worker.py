@@ -199,7 +199,9 @@ class SimWorker:
         try:
             token = self._token(held, len(held.token_ids) - held.num_prompt)
         except ValueError:
-            held.error = result.error = "no token is permitted"
+            held.error = result.dead_end = (
+                "no token is possible with allowed_token_ids, bad_words and min_tokens"
+            )
             return
         held.token_ids.append(token)
         result.token_ids = [token]

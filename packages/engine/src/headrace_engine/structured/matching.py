@@ -129,7 +129,14 @@ class RowConstraint:
     @property
     def failure(self) -> str | None:
         """Reason other than the constraint itself why no token is possible; None: there is none."""
-        return TOO_SLOW if self.budget.exceeded else None
+        if self.budget.exceeded:
+            return TOO_SLOW
+        gave_up = self._matcher.failure if self._matcher is not None else ""
+        return (
+            f"structured_outputs: matching the constraint was given up: {gave_up}"
+            if gave_up
+            else None
+        )
 
     def take(self, words: Words) -> None:
         """The grammar's mask of the next token; tokens that end the output are added or removed."""

@@ -4,6 +4,7 @@ use. Source: JSON Schema drafts 4 to 2020-12."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -35,6 +36,19 @@ ASSERTIONS = (ONE | LISTS | MAPS - {"$defs", "definitions"} - {"contentSchema"})
     "multipleOf", "pattern", "required", "type", "uniqueItems",
 }  # fmt: skip
 """Keywords that say what an instance must be. All others are remarks, and are ignored."""
+COUNTS = frozenset(
+    {
+        "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems",
+        "minLength", "minProperties",
+    }
+)  # fmt: skip
+"""Keywords that count."""
+NUMBERS = frozenset({"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"})
+"""Keywords whose value is a number."""
+MAX_COUNT = 2**31 - 1
+"""Most characters, items or properties that a schema may demand: no output is so long."""
+MAX_NUMBER = sys.float_info.max
+_MOST = frozenset(keyword for keyword in COUNTS if keyword.startswith("max"))
 NUMBER_FORMATS = frozenset({"int32", "int64", "uint32", "uint64", "float", "double", "decimal"})
 """Formats that OpenAPI adds to numbers: remarks."""
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
@@ -100,6 +114,17 @@ def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
                 yield f"{at}/{index}", inner
         elif keyword in ONE and isinstance(value, (Mapping, bool)):
             yield at, value
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """All numbers in a JSON value. Does not recurse."""
+    pending = [value]
+    while pending:
+        found = pending.pop()
+        if isinstance(found, (dict, list)):
+            pending += _items(found)
+        elif isinstance(found, (int, float)) and not isinstance(found, bool):
+            yield found
 
 
 def escape(name: str) -> str:
@@ -213,6 +238,8 @@ def _accepted(keyword: str, value: Any) -> str:
         "format": (isinstance(value, str), "a format's name"),
         "$ref": (isinstance(value, str), "a reference such as '#/$defs/name'"),
     }  # fmt: skip
+    if keyword in ("const", "enum") and not all(map(_is_finite, numbers_in(value))):
+        return f"of numbers in -{MAX_NUMBER:g}..{MAX_NUMBER:g}"
     if keyword in checks:
         right, accepted = checks[keyword]
         return "" if right else accepted
@@ -220,12 +247,19 @@ def _accepted(keyword: str, value: Any) -> str:
         return "" if isinstance(value, Mapping) else "an object of schemas"
     if keyword in ("allOf", "anyOf", "oneOf", "prefixItems"):
         return "" if isinstance(value, list) and value else "a list of at least one schema"
-    if keyword.startswith(("min", "max")) and keyword in ASSERTIONS:
-        whole = keyword not in ("minimum", "maximum")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or (whole and (value < 0 or value != int(value))):
-            return "a whole number of at least 0" if whole else "a number"
-    return ""
+    if keyword in COUNTS:
+        if not _is_finite(value) or value < 0 or value != int(value):
+            return "a whole number of at least 0"
+        return f"at most {MAX_COUNT}" if keyword.startswith("min") and value > MAX_COUNT else ""
+    if keyword in NUMBERS and not _is_finite(value):
+        return f"a number in -{MAX_NUMBER:g}..{MAX_NUMBER:g}"
+    return "a number above 0" if keyword == "multipleOf" and value <= 0 else ""
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a double holds, nearly if not exactly."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -MAX_NUMBER <= value <= MAX_NUMBER
 
 
 def without_additional_properties(schema: Any) -> Any:
@@ -235,35 +269,41 @@ def without_additional_properties(schema: Any) -> Any:
         open_ = {"additionalProperties", "patternProperties"}.isdisjoint(found)
         return found | {"additionalProperties": False} if "properties" in found and open_ else found
 
-    return _rewritten(schema, close)
+    return rewritten(schema, close)
 
 
 def without_idle_keywords(schema: Any) -> Any:
     """The schema without keywords that demand nothing, and without ``format`` where it says how a
-    number is stored."""
+    number is stored. Counts such as 3.0 become integers; what would be too many for any output is no
+    limit."""
 
     def drop(found: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in found.items() if not (_demands_nothing(k, v) or _stores(k, v))}
+        found = {k: int(v) if k in COUNTS else v for k, v in found.items()}
+        return {
+            k: v
+            for k, v in found.items()
+            if not (_demands_nothing(k, v) or _stores(k, v) or (k in _MOST and v > MAX_COUNT))
+        }
 
-    return _rewritten(schema, drop)
+    return rewritten(schema, drop)
 
 
 def _stores(keyword: str, value: Any) -> bool:
     return keyword == "format" and isinstance(value, str) and value in NUMBER_FORMATS
 
 
-def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """A copy in which every schema has been changed, inner ones first."""
     if not isinstance(schema, dict):
         return schema
     copied = {}
     for keyword, value in schema.items():
         if keyword in MAPS and isinstance(value, dict):
-            value = {name: _rewritten(inner, change) for name, inner in value.items()}
+            value = {name: rewritten(inner, change) for name, inner in value.items()}
         elif keyword in LISTS and isinstance(value, list):
-            value = [_rewritten(inner, change) for inner in value]
+            value = [rewritten(inner, change) for inner in value]
         elif keyword in ONE:
-            value = _rewritten(value, change)
+            value = rewritten(value, change)
         copied[keyword] = value
     return change(copied)
 

@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import Request
 
 from headrace_core.engine import OutputStream
-from headrace_core.errors import GenerateError
 from headrace_core.output import RequestOutput
 from headrace_server import convert
 from headrace_server.anthropic.context import apply_edits
@@ -17,7 +16,7 @@ from headrace_server.anthropic.convert import chat_request
 from headrace_server.anthropic.events import PING, STOP_REASONS, encode_step, whole_block
 from headrace_server.anthropic.protocol import MessagesRequest
 from headrace_server.blocks import Blocks, Step
-from headrace_server.conversation import Piece, Turn
+from headrace_server.conversation import Piece, Turn, check_end
 from headrace_server.offload import cost_of
 from headrace_server.state import ServerState
 from headrace_server.stream import Pour, named_event
@@ -93,8 +92,7 @@ class MessageAnswer:
         if piece.finish_reason is not None:
             self._last = piece
             steps += self._blocks.finish()
-            if piece.finish_reason in ("abort", "error"):
-                raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
+            check_end(piece)
         return steps
 
     def _opening(self) -> bytes:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace_server.protocol.base import FreeObject, ShortText, Text
 from headrace_server.protocol.known import Known, RequestObject, known
 
-MAX_CHOICES = 4096
+MAX_CHOICES = 10_000
 MAX_REGEX = 8192
 MAX_GRAMMAR = 1024 * 1024
 """Characters of a schema's or grammar's source."""

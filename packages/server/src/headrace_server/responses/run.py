@@ -12,10 +12,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from headrace_core.engine import OutputStream
-from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.output import RequestOutput
 from headrace_server.blocks import Block, Blocks
-from headrace_server.conversation import Piece, Turn, count_tokens, turn_prompt
+from headrace_server.conversation import (
+    DeadEnd,
+    Piece,
+    Turn,
+    check_end,
+    count_tokens,
+    turn_prompt,
+)
 from headrace_server.errors import report
 from headrace_server.harmony.prompt import is_harmony
 from headrace_server.offload import cost_of
@@ -160,9 +167,13 @@ class ResponseRun:
     # The run
 
     async def whole(self) -> dict[str, Any]:
-        """Run to the end; the response object."""
-        async for _ in self.events():
-            pass
+        """Run to the end; the response object. Its status is ``failed`` where the request's own
+        parameters left no next token."""
+        try:
+            async for _ in self.events():
+                pass
+        except DeadEnd as error:
+            self.fail(error, self.id)
         return self.response()
 
     async def events(self) -> AsyncGenerator[bytes | Pour, None]:
@@ -237,8 +248,7 @@ class ResponseRun:
             self._items.ending = "completed" if self._is_whole(piece) else "incomplete"
             for step in self._blocks.finish():
                 self._items.take(step)
-            if piece.finish_reason in ("abort", "error"):
-                raise GenerateError(f"the engine ended the request: {piece.finish_reason}")
+            check_end(piece)
 
     def _is_whole(self, piece: Piece) -> bool:
         """True if the block that ends with the turn is complete. A call is if its arguments are,
@@ -246,7 +256,7 @@ class ResponseRun:
         block = self._blocks.open
         if block is not None and block.kind == "call":
             return not piece.call_is_open
-        return piece.finish_reason != "length"
+        return piece.finish_reason not in ("length", "error")
 
     async def _count(self, turn: Turn) -> None:
         self._usage.turns.append(await turn.counts())

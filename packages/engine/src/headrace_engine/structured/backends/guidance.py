@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,7 +26,16 @@ from headrace_core.grammar import (
 )
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
-from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, unsupported
+from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.numbers import (
+    MAX_DIGITS,
+    MAX_DOUBLE_INT,
+    Held,
+    inexact_values,
+    narrow_bounds,
+    with_exact_bounds,
+)
+from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, subschemas, unsupported
 from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
 from headrace_engine.structured.wording import plain, position
 
@@ -48,16 +57,21 @@ FORMATS = frozenset(
         "uri", "uuid",
     }
 )  # fmt: skip
+HELD = Held(MAX_DOUBLE_INT, MAX_DIGITS)
 MAX_LEXER_STATES = 50_000
 """About 100 MB at most for one request's matcher."""
 MAX_STEP_ITEMS = 4_000
 """Items of its parser that one step may make. A step looks at them in pairs, so that the library's
 own 50,000 are seconds; an object of 480 optional properties needs 2,000."""
+MAX_OPTIONAL = 350
+"""Properties of an object that are not required; each takes some four items of a step."""
 MAX_STEP_FUEL = 50_000
 """Work of its lexer in one step, some 4 ms."""
 MAX_THREADS = 4
 """Threads that fill masks of several requests at once."""
 
+_NOTHING_FOLLOWS = "NoExtension"
+"""Name of the error of a grammar that no text satisfies, which is not the matcher's."""
 END = "<|end of the constraint|>"
 """Name of a token behind the vocabulary: where it is allowed, the output is complete."""
 
@@ -88,15 +102,14 @@ class GuidanceBackend(LibraryBackend):
     @classmethod
     def refuse(cls, spec: GrammarSpec) -> list[str]:
         if spec.kind == "json":
-            return unsupported(parse_json(spec.source, spec.kind), KEYWORDS, FORMATS)
+            return _schema_refusals(parse_json(spec.source, spec.kind))
         if spec.kind == "structural_tag":
-            return tag_refusals(
-                parse_json(spec.source, spec.kind),
-                lambda schema: unsupported(schema, KEYWORDS, FORMATS),
-            )
+            return tag_refusals(parse_json(spec.source, spec.kind), _schema_refusals)
         return []
 
-    def compile(self, spec: GrammarSpec) -> GuidanceGrammar:
+    def compile(self, spec: GrammarSpec) -> GuidanceGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         matcher = self._matcher(self._text(spec))
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
@@ -105,10 +118,19 @@ class GuidanceBackend(LibraryBackend):
     def fill_bitmasks(
         self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
     ) -> None:
-        if len(rows) == 1:
-            rows[0][0].fill_bitmask(bitmask, rows[0][1])
-            return
-        matchers = [cast(GuidanceMatcher, matcher) for matcher, _ in rows]
+        several: list[tuple[GuidanceMatcher, int]] = []
+        for matcher, row in rows:
+            if isinstance(matcher, GuidanceMatcher) and len(rows) > 1:
+                several.append((matcher, row))
+            else:
+                matcher.fill_bitmask(bitmask, row)
+        if several:
+            self._fill_together(several, bitmask)
+
+    def _fill_together(
+        self, rows: Sequence[tuple[GuidanceMatcher, int]], bitmask: npt.NDArray[np.int32]
+    ) -> None:
+        matchers = [matcher for matcher, _ in rows]
         room = np.zeros((len(rows), -(-(self.vocabulary.size + 1) // 32)), np.int32)
         self._executor.unsafe_compute_mask_ptr(
             [(matcher.library_matcher, i) for i, matcher in enumerate(matchers)],
@@ -131,22 +153,22 @@ class GuidanceBackend(LibraryBackend):
             "json": self._json,
             "json_object": self._json,
             "regex": lambda spec: self._library.LLMatcher.grammar_from_regex(spec.source),
-            "choice": lambda spec: "start: " + " | ".join(
-                json.dumps(text, ensure_ascii=False) for text in json.loads(spec.source)
-            ),
             "grammar": lambda spec: as_lark(spec.source),
             "structural_tag": lambda spec: tag_grammar(
                 parse_json(spec.source, spec.kind),
                 self.vocabulary,
-                lambda schema: json.dumps({**schema, "x-guidance": _json_options(spec)}
-                                          if isinstance(schema, dict) else schema),
+                lambda schema: json.dumps(
+                    {**with_exact_bounds(schema), "x-guidance": _json_options(spec)}
+                    if isinstance(schema, dict) else schema
+                ),
                 as_lark,
             ),
         }[spec.kind]  # fmt: skip
         return make(spec)
 
     def _json(self, spec: GrammarSpec) -> str:
-        source = spec.source or '{"type": "object"}'
+        schema = parse_json(spec.source, spec.kind) if spec.source else {"type": "object"}
+        source = json.dumps(with_exact_bounds(schema))
         grammar: str = self._library.LLMatcher.grammar_from_json_schema(
             source, overrides=cast(Any, _json_options(spec))
         )
@@ -157,7 +179,7 @@ class GuidanceBackend(LibraryBackend):
             where = position(message) if spec.kind == "grammar" else ""
             return not_compiled(spec.kind, message, where)
         reason = plain(message) or UNKNOWN
-        schema = parse_json(spec.source, spec.kind)
+        schema = with_exact_bounds(parse_json(spec.source, spec.kind))
 
         def error_of(part: Any) -> str:
             options = json.loads(json.dumps(_json_options(spec)))
@@ -169,6 +191,25 @@ class GuidanceBackend(LibraryBackend):
 
         keyword, pointer, reason = blame(schema, error_of, reason)
         return refuse(spec, [Refusal.of(keyword, pointer, reason)])
+
+
+def _schema_refusals(schema: Any) -> list[str]:
+    return [
+        *unsupported(schema, KEYWORDS, FORMATS),
+        *inexact_values(schema, HELD),
+        *narrow_bounds(schema),
+        *_many_optional(schema),
+    ]
+
+
+def _many_optional(schema: Any) -> Iterator[Refusal]:
+    """Objects that its parser gives up on: after each property it looks at all that may follow."""
+    for pointer, found in subschemas(schema):
+        named = found.get("properties", {}) if isinstance(found, Mapping) else {}
+        optional = len(named) and len(named.keys() - set(found.get("required", [])))
+        if optional > MAX_OPTIONAL:
+            reason = f"{optional} of them are not required: must be at most {MAX_OPTIONAL}"
+            yield Refusal.of("properties", pointer, reason)
 
 
 def _json_options(spec: GrammarSpec) -> dict[str, Any]:
@@ -278,6 +319,13 @@ class GuidanceMatcher:
     @property
     def terminated(self) -> bool:
         return self.complete and bool(self.library_matcher.is_stopped())
+
+    @property
+    def failure(self) -> str:
+        message = self.library_matcher.get_error() if self.library_matcher.is_error() else ""
+        if not message or _NOTHING_FOLLOWS in message:
+            return ""
+        return plain(message) or UNKNOWN
 
 
 @functools.cache

@@ -1,33 +1,37 @@
 """lm-format-enforcer: regexes in Python's dialect, choices, and plain JSON objects.
 
-Source: https://github.com/noamgat/lm-format-enforcer. Written in Python: a mask takes milliseconds
-and more. Its JSON parser lets optional properties end with a comma and numbers lack digits, so only
-schemas without numbers go to it whose properties are all required.
+Source: https://github.com/noamgat/lm-format-enforcer. The library parses character by character, in
+Python; its own search for tokens takes up to seconds with large vocabularies, and is done here. Its JSON
+parser lets optional properties end with a comma and numbers lack digits, so only schemas without numbers go
+to it whose properties are all required.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace_core.errors import RequestError
-from headrace_core.grammar import (
-    GrammarSpec,
-    Refusal,
-    Vocabulary,
-    malformed,
-    refuse,
-)
+from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary, malformed
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.backends.token_automaton import TokenAutomaton, TokenCharacters
+from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
 
 if TYPE_CHECKING:
-    from lmformatenforcer import CharacterLevelParser
+    from lmformatenforcer import CharacterLevelParser, RegexParser
 
+logger = logging.getLogger(__name__)
+
+Words = npt.NDArray[np.int32]
+KEPT_MASKS = 256
+"""States of one regex whose masks are kept."""
 KEYWORDS = frozenset({"additionalProperties", "enum", "items", "properties", "required", "type"})
 
 
@@ -42,23 +46,25 @@ class EnforcerBackend(LibraryBackend):
         super().__init__(vocabulary)
         texts = ((token_id, _text(token)) for token_id, token in self._text_tokens())
         self.texts = {token_id: text for token_id, text in texts if text}
-        self._characters = {text for text in self.texts.values() if len(text) == 1}
-        self._make_tokens = self._import(f"{self.library}.tokenenforcer").TokenEnforcerTokenizerData
-        self.tokens = self._tokens(self.texts)
-        # Its JSON strings would hold any character that a token has.
-        self.json_tokens = self._tokens(
-            {i: text for i, text in self.texts.items() if min(text) >= " "}
-        )
-
-    def _tokens(self, texts: Mapping[int, str]) -> Any:
-        # Every token is given as the beginning of a word, so that its text is its own.
-        return self._make_tokens(
-            [(token_id, text, True) for token_id, text in texts.items()],
+        # Every token is given as the beginning of a word, so that its text is its own. JSON strings
+        # would hold any character that a token has.
+        self._tokens = self._import(f"{self.library}.tokenenforcer").TokenEnforcerTokenizerData(
+            [(i, text, True) for i, text in self.texts.items() if min(text) >= " "],
             lambda ids: "".join(self.texts[i] for i in ids),
-            self.vocabulary.size,
+            vocabulary.size,
             False,
-            self.vocabulary.size + 1,
+            vocabulary.size + 1,
         )
+        self.parser_config = self._library.CharacterLevelParserConfig(
+            alphabet=self._tokens.tokenizer_alphabet
+        )
+        self.interegular_fsm = self._import("interegular.fsm")
+        self._free_texts: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+
+    @cached_property
+    def characters(self) -> TokenCharacters:
+        """Of all tokens that are text; made with the first regex."""
+        return TokenCharacters(self.texts)
 
     @classmethod
     def refuse(cls, spec: GrammarSpec) -> list[str]:
@@ -73,10 +79,13 @@ class EnforcerBackend(LibraryBackend):
             unsupported(schema, KEYWORDS, frozenset()) + entangled(schema) + list(_peculiar(schema))
         )
 
-    def compile(self, spec: GrammarSpec) -> EnforcerGrammar:
+    def compile(self, spec: GrammarSpec) -> RegexGrammar | SchemaGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         try:
-            tokens = self.json_tokens if spec.kind == "json" else self.tokens
-            return EnforcerGrammar(self, tokens, self._parsers(spec))
+            if spec.kind == "regex":
+                return RegexGrammar(spec.source, self)
+            return SchemaGrammar(parse_json(spec.source, spec.kind), self)
         except RecursionError:
             raise malformed(spec.kind, "nested too deep") from None
         except (MemoryError, RequestError):
@@ -84,20 +93,44 @@ class EnforcerBackend(LibraryBackend):
         except Exception:  # of interegular: classes that share no base
             raise not_compiled(spec.kind) from None
 
-    def _parsers(self, spec: GrammarSpec) -> Callable[[], CharacterLevelParser]:
-        """Makes the parser of one request; the costly part is done here."""
-        library = self._library
-        if spec.kind == "json":
-            schema = parse_json(spec.source, spec.kind)
-            return lambda: library.JsonSchemaParser(schema)
-        if spec.kind == "choice":
-            texts = json.loads(spec.source)
-            unknown = set("".join(texts)) - self._characters
-            if unknown:
-                raise refuse(spec, [f"no token is the character {min(unknown)!r} alone"])
-            return lambda: library.UnionParser([library.StringParser(text) for text in texts])
-        context = library.RegexParser(spec.source).context
-        return lambda: library.RegexParser(context)
+    def regex_parser(self, pattern: str) -> RegexParser:
+        """The library's parser of a regex."""
+        made: RegexParser = self._library.RegexParser(pattern)
+        return made
+
+    def schema_parser(self, schema: Any) -> CharacterLevelParser:
+        """The library's parser of a schema."""
+        made: CharacterLevelParser = self._library.JsonSchemaParser(schema)
+        return made
+
+    def mask_of(self, parser: CharacterLevelParser) -> Words:
+        """The tokens that a parser takes, [ceil(V / 32)]."""
+        allowed = np.zeros(self.vocabulary.num_words * 32, np.uint8)
+        key = parser.shortcut_key()
+        free = isinstance(key, tuple) and key[0] == "json_freetext"
+        if free:
+            allowed[self._free_text(*key[1:])] = 1
+        pending = [(parser, self._tokens.tokenizer_tree.root, free)]
+        while pending:
+            parser, node, only_quotes = pending.pop()
+            allowed[node.tokens] = 1
+            characters = set(parser.get_allowed_characters()).intersection(node.children)
+            pending += [
+                (parser.add_character(character), node.children[character], False)
+                for character in (characters & {'"'} if only_quotes else characters)
+            ]
+        return np.packbits(allowed, bitorder="little").view(np.int32)
+
+    def _free_text(self, length: int, least: int, most: int) -> npt.NDArray[np.int64]:
+        """The tokens that go on within a JSON string of so many characters, or close it; the library has
+        them in lists, each of which becomes an array once."""
+        known = self._tokens.tokenizer_tree.json_freetext_tokens
+        wanted = max(0, least - length), min(known.max_token_len, most - length)
+        wanted = min(known.max_token_len, wanted[0]), wanted[1]
+        if wanted not in self._free_texts:
+            found = known.lookup_allowed_tokens(*wanted).allowed_tokens
+            self._free_texts[wanted] = np.asarray(found, np.int64)
+        return self._free_texts[wanted]
 
 
 def _text(token: bytes) -> str:
@@ -139,58 +172,139 @@ def _peculiar(schema: Any) -> list[str]:
     return reasons
 
 
-class EnforcerGrammar:
-    """A constraint whose parsers are made one for each request."""
+class RegexGrammar:
+    """A regex as an automaton, and the masks of the states that were met.
 
-    def __init__(
-        self, backend: EnforcerBackend, tokens: Any, parsers: Callable[[], CharacterLevelParser]
-    ) -> None:
-        self.backend = backend
-        self.tokens = tokens
-        self.parsers = parsers
-        self.matcher()
+    Args:
+        pattern: in Python's dialect.
+        backend: its library's interegular parses it.
+    """
 
-    def matcher(self) -> EnforcerMatcher:
-        return EnforcerMatcher(self)
+    def __init__(self, pattern: str, backend: EnforcerBackend) -> None:
+        context = backend.regex_parser(pattern).context
+        others = backend.interegular_fsm.anything_else
+        self.automaton = TokenAutomaton(context.pattern, others, backend.characters)
+        self.texts = backend.texts
+        self._num_words = backend.vocabulary.num_words
+        self.mask = lru_cache(KEPT_MASKS)(self._mask)
+        self.mask(self.automaton.start)
+
+    def matcher(self) -> RegexMatcher:
+        return RegexMatcher(self)
+
+    def _mask(self, state: int) -> Words:
+        allowed = np.zeros(self._num_words * 32, np.uint8)
+        allowed[self.automaton.allowed(state)] = 1
+        return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
-class EnforcerMatcher:
-    """One request's place: the tokens so far, and an enforcer of its own that remembers them."""
+class RegexMatcher:
+    """One request's place: the states that it has been in."""
 
-    def __init__(self, grammar: EnforcerGrammar) -> None:
-        from lmformatenforcer import TokenEnforcer
+    def __init__(self, grammar: RegexGrammar) -> None:
+        self._grammar = grammar
+        self._states = [grammar.automaton.start]
 
-        self._size = grammar.backend.vocabulary.size
-        self._texts = grammar.backend.texts
-        self._tokens: list[int] = []
-        self._enforcer = TokenEnforcer(grammar.tokens, grammar.parsers())
-
-    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
-        allowed = np.zeros(bitmask.shape[1] * 32, np.uint8)
-        ids = [i for i in self._allowed() if i < self._size]
-        allowed[np.asarray(ids, np.int64)] = 1
-        bitmask[row] = np.packbits(allowed, bitorder="little").view(np.int32)
+    def fill_bitmask(self, bitmask: Words, row: int) -> None:
+        bitmask[row] = self._grammar.mask(self._states[-1])
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        for done, token_id in enumerate(token_ids):
-            if token_id >= self._size or token_id not in self._allowed():
-                self.roll_back(done)
+        states = self._states[-1:]
+        for token_id in token_ids:
+            text = self._grammar.texts.get(token_id)
+            state = self._grammar.automaton.after(states[-1], text) if text else None
+            if state is None:
                 return False
-            self._tokens.append(token_id)
+            states.append(state)
+        self._states += states[1:]
         return True
 
     def roll_back(self, num_tokens: int) -> None:
         if num_tokens:
-            del self._tokens[-num_tokens:]
+            del self._states[-num_tokens:]
 
     @property
     def complete(self) -> bool:
-        return self._size in self._allowed()
+        return self._grammar.automaton.is_final(self._states[-1])
 
     @property
     def terminated(self) -> bool:
-        return set(self._allowed()) == {self._size}
+        return self.complete and not self._grammar.mask(self._states[-1]).any()
 
-    def _allowed(self) -> Sequence[int]:
-        found: Sequence[int] = self._enforcer.get_allowed_tokens(self._tokens).allowed_tokens
-        return found
+    @property
+    def failure(self) -> str:
+        return ""
+
+
+class SchemaGrammar:
+    """A JSON schema whose parsers are made one for each request."""
+
+    def __init__(self, schema: Any, backend: EnforcerBackend) -> None:
+        self.backend = backend
+        self.schema = schema
+        self.matcher().complete  # noqa: B018 - its tokens are looked for now, where nobody waits
+
+    def matcher(self) -> SchemaMatcher:
+        return SchemaMatcher(self)
+
+
+class SchemaMatcher:
+    """One request's place: the library's parser after each token."""
+
+    def __init__(self, grammar: SchemaGrammar) -> None:
+        backend = self._backend = grammar.backend
+        parser = backend.schema_parser(grammar.schema)
+        parser.config = backend.parser_config
+        self._parsers: list[CharacterLevelParser] = [parser]
+        self._words: dict[int, Words] = {}
+        """Number of parsers -> mask of the next token; the latest only."""
+        self._failed = False
+
+    def fill_bitmask(self, bitmask: Words, row: int) -> None:
+        bitmask[row] = self._mask()
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        for done, token_id in enumerate(token_ids):
+            words = self._mask()
+            inside = 0 <= token_id < 32 * len(words)
+            if not inside or not (int(words[token_id // 32]) >> (token_id % 32)) & 1:
+                self.roll_back(done)
+                return False
+            parser = self._parsers[-1]
+            try:
+                for character in self._backend.texts[token_id]:
+                    parser = parser.add_character(character)
+            except Exception:  # the parser's are of many kinds, and all of them its own failures
+                logger.exception("lm-format-enforcer's parser failed")
+                self._failed = True
+                return False
+            self._parsers.append(parser)
+        return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        if num_tokens:
+            del self._parsers[-num_tokens:]
+            self._words.clear()
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._parsers[-1].can_end())
+
+    @property
+    def terminated(self) -> bool:
+        return self.complete and not self._mask().any()
+
+    @property
+    def failure(self) -> str:
+        return "the library's parser failed" if self._failed else ""
+
+    def _mask(self) -> Words:
+        count = len(self._parsers)
+        if count not in self._words:
+            try:
+                self._words = {count: self._backend.mask_of(self._parsers[-1])}
+            except Exception:
+                logger.exception("lm-format-enforcer's parser failed")
+                self._failed = True
+                self._words = {count: np.zeros(self._backend.vocabulary.num_words, np.int32)}
+        return self._words[count]

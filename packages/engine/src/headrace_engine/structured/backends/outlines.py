@@ -10,9 +10,7 @@ Its schemas pass over keywords that they do not know;
 from __future__ import annotations
 
 import functools
-import itertools
 import json
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,8 @@ import numpy.typing as npt
 
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.numbers import MAX_DIGITS, MAX_INT64, Held, inexact_values
 from headrace_engine.structured.schema import (
     entangled,
     is_recursive,
@@ -38,6 +38,7 @@ KEYWORDS = frozenset(
         "maxLength", "minItems", "minLength", "properties", "required", "type",
     }
 )  # fmt: skip
+HELD = Held(MAX_INT64, MAX_DIGITS)
 FORMATS: frozenset[str] = frozenset({"date", "uuid"})
 KEPT_MASKS = 256
 """States of one grammar whose masks are kept."""
@@ -63,14 +64,15 @@ class OutlinesBackend(LibraryBackend):
             return [f"{spec.kind}: only json, json_object, regex and choice"]
         if not spec.any_whitespace:
             return ["disable_any_whitespace: it has no such option"]
-        if spec.kind == "choice":
-            return _beginnings(json.loads(spec.source))
         if spec.kind != "json":
             return []
         schema = parse_json(spec.source, spec.kind)
-        return unsupported(schema, KEYWORDS, FORMATS) + entangled(schema) + _peculiar(schema)
+        reasons = unsupported(schema, KEYWORDS, FORMATS) + entangled(schema) + _peculiar(schema)
+        return reasons + list(inexact_values(schema, HELD))
 
-    def compile(self, spec: GrammarSpec) -> OutlinesGrammar:
+    def compile(self, spec: GrammarSpec) -> OutlinesGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         try:
             index = self._library.Index(self._regex(spec), self._words)
         except ValueError as error:
@@ -80,28 +82,11 @@ class OutlinesBackend(LibraryBackend):
     def _regex(self, spec: GrammarSpec) -> str:
         if spec.kind == "regex":
             return spec.source
-        if spec.kind == "choice":
-            return "|".join(map(_literal, json.loads(spec.source)))
         text = spec.source or '{"type": "object"}'
         regex: str = self._library.json_schema.build_regex_from_schema(
             text, spec.whitespace_pattern
         )
         return regex
-
-
-def _beginnings(texts: Sequence[str]) -> list[str]:
-    """A choice that begins another one would hide it."""
-    ordered = sorted(texts)
-    return [
-        f"choice: {one!r:.80} begins {other!r:.80}, which could not be chosen"
-        for one, other in itertools.pairwise(ordered)
-        if other.startswith(one)
-    ]
-
-
-def _literal(text: str) -> str:
-    """A regex of one text; Rust's dialect knows no escaped letters or line ends."""
-    return "(" + re.sub(r"[][(){}.*+?^$|\\#&~-]", lambda match: "\\" + match.group(), text) + ")"
 
 
 def _peculiar(schema: Any) -> list[str]:
@@ -180,3 +165,7 @@ class OutlinesMatcher:
     @property
     def terminated(self) -> bool:
         return self.complete and not self._grammar.mask(self._states[-1]).any()
+
+    @property
+    def failure(self) -> str:
+        return ""

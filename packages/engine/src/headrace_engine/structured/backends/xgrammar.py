@@ -6,7 +6,6 @@ know; :data:`KEYWORDS` holds those that it was seen to enforce.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +14,8 @@ import numpy.typing as npt
 
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
+from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
 from headrace_engine.structured.schema import MAX_WHITESPACE, entangled, parse_json, unsupported
 from headrace_engine.structured.structural_tag import inner_forms, parse_tag, schemas_of
 
@@ -28,6 +29,7 @@ KEYWORDS = frozenset(
     }
 )  # fmt: skip
 """Not ``minLength`` and ``maxLength``: its strings of a length hold control characters."""
+HELD = Held(MAX_INT64)
 FORMATS: frozenset[str] = frozenset()
 COMPILE_THREADS = 1
 END = b"<|end of the constraint|>"
@@ -68,12 +70,13 @@ class XGrammarBackend(LibraryBackend):
             return ["grammar: only EBNF (root ::= ...), not Lark"]
         return []
 
-    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+    def compile(self, spec: GrammarSpec) -> XGrammarGrammar | ChoiceGrammar:
+        if spec.kind == "choice":
+            return self._choices(spec.source)
         make: Mapping[str, Callable[[], xgrammar.CompiledGrammar]] = {
             "json": lambda: self._schema(spec, spec.source),
             "json_object": lambda: self._schema(spec, '{"type": "object"}'),
             "regex": lambda: self._compiler.compile_regex(spec.source),
-            "choice": lambda: self._compiler.compile_grammar(_choices(json.loads(spec.source))),
             "grammar": lambda: self._compiler.compile_grammar(spec.source),
             "structural_tag": lambda: self._compiler.compile_structural_tag(
                 {"type": "structural_tag", "format": parse_tag(parse_json(spec.source, spec.kind))}
@@ -119,14 +122,10 @@ def _goes_on(form: Mapping[str, Any]) -> bool:
 
 def _schema_refusals(schema: Any) -> list[str]:
     reasons = unsupported(schema, KEYWORDS, FORMATS) + entangled(schema)
+    reasons += inexact_values(schema, HELD)
     if isinstance(schema, bool):
         reasons.append(Refusal.of(str(schema).lower(), "", "only schemas that are objects"))
     return reasons
-
-
-def _choices(texts: Sequence[str]) -> str:
-    """EBNF of alternatives."""
-    return "root ::= " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 class XGrammarGrammar:
@@ -183,3 +182,7 @@ class XGrammarMatcher:
     @property
     def terminated(self) -> bool:
         return self.complete and not self.any_token()
+
+    @property
+    def failure(self) -> str:
+        return ""
