@@ -269,7 +269,7 @@ class Chat:
         """One chunk per choice with the role, and the echo."""
         chunks = []
         echoed = self._echoed()
-        self._tally.count_prompt(output)
+        self.tally.count_prompt(output)
         for index in range(self.body.n):
             delta = ChunkDelta(role=self._role, content=echoed)
             chunk = self._wrap([ChatChunkChoice(index, delta)], self._running)

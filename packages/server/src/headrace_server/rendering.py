@@ -28,7 +28,7 @@ from headrace_server.protocol.tokens import TokenSampling
 from headrace_server.routing import JsonAnswer
 from headrace_server.side_by_side import in_order
 from headrace_server.state import ServerState
-from headrace_server.structured import constraint_of
+from headrace_server.structured import asked_of, spelling_of
 
 _AT_ONCE = 64
 """Prompts that are tokenized side by side."""
@@ -66,8 +66,9 @@ class Rendering:
             if brings_media(prompt):
                 raise UnsupportedFeature(f"messages: hold media, {_ELSEWHERE}", param="messages")
         else:
-            constraint = constraint_of(body.response_format, body.structured_outputs)
-            params = convert.completion_params(body, model, constraint)
+            asked = asked_of(body)
+            self.spelling = {**self.spelling, **spelling_of(asked.field)}
+            params = convert.completion_params(body, model, asked.constraint)
             _refuse(body, "prompt_embeds", "echo")
             self._prompts = convert.completion_prompts(body, model)
             self._special = body.add_special_tokens
