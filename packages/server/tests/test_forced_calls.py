@@ -126,7 +126,7 @@ class Wire:
         body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER, NOW],
                 "tool_choice": choice, **body}  # fmt: skip
         whole = (await self._post("/v1/chat/completions", body)).json()["choices"][0]
-        calls = [c["function"] for c in whole["message"]["tool_calls"] or []]
+        calls = [c["function"] for c in whole["message"].get("tool_calls", [])]
         said = Said(
             [(c["name"], c["arguments"]) for c in calls],
             whole["message"]["content"] or "", whole["finish_reason"], [],

@@ -71,6 +71,7 @@ class BatchChat:
             created=self._created,
             model=self.state.engine.model.name,
             choices=choices,
+            system_fingerprint=self.state.fingerprint.name,
             usage=usage(self._tallies, details=self.state.settings.enable_prompt_tokens_details),
         )
 
