@@ -149,7 +149,7 @@ def test_seeds_repeat_in_any_batch(llm):
 def test_bad_requests_leave_nothing_running(llm):
     with pytest.raises(PromptTooLong):
         llm.generate(["fine", "word " * 600], GREEDY, use_tqdm=False)
-    with pytest.raises(RequestError, match="no token id"):
+    with pytest.raises(RequestError, match="not a token id"):
         llm.generate([[999_999]], GREEDY, use_tqdm=False)
     with pytest.raises(RequestError, match="continue_final_message"):
         llm.chat(_questions(1), GREEDY, continue_final_message=True, use_tqdm=False)

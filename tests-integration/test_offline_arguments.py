@@ -64,8 +64,8 @@ def test_parameters_of_arrays_and_a_ban(llm):
     nothing = SamplingParams(
         temperature=0, max_tokens=6, allowed_token_ids=[first], logit_bias={first: -math.inf}
     )
-    [output] = llm.generate("Hello", nothing, use_tqdm=False)
-    assert output.outputs[0].finish_reason == "error"
+    with pytest.raises(RequestError, match="allowed_token_ids: with logit_bias"):
+        llm.generate("Hello", nothing, use_tqdm=False)
     assert llm.generate("Hello", GREEDY, use_tqdm=False)[0].finished
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from headrace import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams
 from headrace.metrics import Counter, Gauge, Histogram, Vector
-from headrace.sampling_params import RequestOutputKind
+from headrace.sampling_params import RequestOutputKind, StructuredOutputsParams
 from headrace_core.errors import EngineDead, GenerateError, RequestError, UnsupportedFeature
 
 SMALL = {"max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
@@ -363,9 +362,8 @@ def test_why_a_request_failed_is_in_its_output(llm):
     first = llm.generate("Hello", GREEDY, use_tqdm=False)[0].outputs[0]
     assert first.error is None
     nothing = SamplingParams(
-        temperature=0, max_tokens=6, allowed_token_ids=[first.token_ids[0]],
-        logit_bias={first.token_ids[0]: -math.inf},
-    )  # fmt: skip
+        max_tokens=9, min_tokens=9, structured_outputs=StructuredOutputsParams(regex="a{3}")
+    )
     fine, failed = llm.generate(["Hello", "Hello"], [GREEDY, nothing], use_tqdm=False)
     assert fine.outputs[0].error is None
     [completion] = failed.outputs

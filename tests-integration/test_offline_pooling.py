@@ -190,7 +190,7 @@ def test_a_refused_call_leaves_those_of_other_threads_alone(embedder: LLM) -> No
 
     def refused() -> None:
         for _ in range(5):
-            with pytest.raises(RequestError, match="no token id"):
+            with pytest.raises(RequestError, match="not a token id"):
                 embedder.embed(["fine", [999_999]], **QUIET)
 
     found, *_ = together([lambda: embedder.embed(texts, **QUIET), refused, refused])

@@ -255,9 +255,10 @@ def test_offline_control(tmp_path):
     with LLM(use_tqdm_on_load=False, profiler_config=config) as llm:
         [report] = llm.collective_rpc("report")
         assert report["rank"] == 0
-        for wrong in ("close", lambda worker: worker):
+        for wrong in ("close", 3):
             with pytest.raises(RequestError):
                 llm.collective_rpc(wrong)
+        assert llm.collective_rpc(lambda worker: worker.rank) == [0]
         llm.start_profile()
         llm.generate("Hello", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         llm.stop_profile()

@@ -28,6 +28,7 @@ from headrace_core.owner import OWNER
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import RequestOutputKind, SamplingParams
 from headrace_engine.clients.inproc import InprocClient
+from headrace_engine.emission.output import ENTRY_BYTES, TOKEN_BYTES
 from headrace_engine.engine import UNREAD_BYTES, Engine, plain_settings
 from headrace_engine.intake.intake import Intake
 from headrace_engine.intake.threads import IntakeThreads
@@ -208,7 +209,7 @@ async def test_a_reader_that_is_behind_suspends_its_request(engine: Engine, n: i
         state = engine._processor.get("slow")
         assert state is not None
         assert not state.finished
-        assert UNREAD_BYTES < state.num_untaken_bytes < 4 * UNREAD_BYTES
+        assert UNREAD_BYTES < state.num_untaken_bytes < n * 400 * (TOKEN_BYTES + ENTRY_BYTES) / 2
         quick = SamplingParams(max_tokens=60, ignore_eos=True, output_kind=DELTA)
         found = await collect(engine, "quick", quick, "quick")
         assert [t for o in found for t in o.outputs[0].token_ids] == expected_tokens("quick", quick)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from headrace.given import check_chat_options
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -301,10 +301,15 @@ class ModelTokenizer:
         *,
         add_special_tokens: bool = True,
         max_length: int | None = None,
+        truncation_side: Literal["left", "right"] = "left",
     ) -> EncodedPair:
         """See :meth:`headrace_core.text.Tokenizer.encode_pair`."""
         return self._tokenizer.encode_pair(
-            first, second, add_special_tokens=add_special_tokens, max_length=max_length
+            first,
+            second,
+            add_special_tokens=add_special_tokens,
+            max_length=max_length,
+            truncation_side=truncation_side,
         )
 
     def token_string(self, token_id: int) -> str:

@@ -48,7 +48,7 @@ class CompletionFormat:
         result = ChunkLogprobs([], [], [], [])
         for token_id, entries in zip(token_ids, positions, strict=True):
             chosen = entries.get(token_id) if entries else None
-            offset = self._place.add(_bytes(chosen) or b"" if chosen else b"")
+            offset = self._place.add(bytes_of(chosen) or b"" if chosen else b"")
             self._append(result, token_id, entries, "", offset)
         return result
 
@@ -69,7 +69,7 @@ class CompletionFormat:
         """
         listed = list(positions)
         chosen = [e.get(i) if e else None for i, e in zip(token_ids, listed, strict=True)]
-        own = [first_text.encode() if c is None else _bytes(c) or b"" for c in chosen]
+        own = [first_text.encode() if c is None else bytes_of(c) or b"" for c in chosen]
         place, result = TextPlace(), ChunkLogprobs([], [], [], [])
         for token_id, entries, piece in zip(token_ids, listed, pieces_in(text, own, special)):
             self._append(result, token_id, entries, first_text, place.add(piece))
@@ -241,12 +241,12 @@ def _shown(token_id: int, text: str, as_ids: bool) -> str:
 
 def _token(token_id: int, entry: Logprob, as_ids: bool) -> ChunkToken:
     text = _shown(token_id, _text(token_id, entry), as_ids)
-    own = _bytes(entry)
+    own = bytes_of(entry)
     return ChunkToken(text, finite(entry.logprob), None if own is None else list(own))
 
 
-def _bytes(entry: Logprob) -> bytes | None:
-    """None: not known, as without a tokenizer."""
+def bytes_of(entry: Logprob) -> bytes | None:
+    """A token's own bytes; None: not known, as without a tokenizer."""
     if entry.token_bytes is not None or entry.decoded_token is None:
         return entry.token_bytes
     return entry.decoded_token.encode("utf-8", "replace")

@@ -18,7 +18,7 @@ from headrace_core.request import TokensPrompt
 from headrace_core.sampling import SamplingParams
 from headrace_server import convert
 from headrace_server.counting import Tally, usage
-from headrace_server.logprobs import LEAST, finite, prompt_logprobs
+from headrace_server.logprobs import LEAST, bytes_of, finite, prompt_logprobs
 from headrace_server.offload import cost_of, encoded
 from headrace_server.protocol.tokens import (
     ChunkGeneratedPosition,
@@ -179,9 +179,10 @@ def _positions(
 def _token(token_id: int, entry: Logprob | None) -> ChunkGeneratedToken:
     name = f"token_id:{token_id}"
     if entry is None:
-        return ChunkGeneratedToken(name, token_id, LEAST, None, list(name.encode()))
-    rank = entry.rank
-    return ChunkGeneratedToken(name, token_id, finite(entry.logprob), rank, list(name.encode()))
+        return ChunkGeneratedToken(name, token_id, LEAST, None, None)
+    own = bytes_of(entry)
+    piece = None if own is None else list(own)
+    return ChunkGeneratedToken(name, token_id, finite(entry.logprob), entry.rank, piece)
 
 
 def _params(body: GenerateRequest, model: ServedModel, state: ServerState) -> SamplingParams:

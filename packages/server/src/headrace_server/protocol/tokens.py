@@ -68,7 +68,8 @@ class GeneratedToken(BaseModel):
     logprob: float
     rank: int | None
     """Among the vocabulary, 1 the likeliest; None: not known."""
-    bytes: list[int]
+    bytes: list[int] | None
+    """What the token adds to the text; None: not known, as without a tokenizer."""
 
 
 class GeneratedPosition(GeneratedToken):
@@ -90,7 +91,7 @@ class ChunkGeneratedToken(Struct):
     token_id: int
     logprob: float
     rank: int | None
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class ChunkGeneratedPosition(Struct):
@@ -100,7 +101,7 @@ class ChunkGeneratedPosition(Struct):
     token_id: int
     logprob: float
     rank: int | None
-    bytes: list[int]
+    bytes: list[int] | None
     top_logprobs: list[ChunkGeneratedToken]
 
 
