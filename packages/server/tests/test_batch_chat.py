@@ -70,3 +70,11 @@ async def test_limits_of_the_profile(connect: Any) -> None:
     await post(few, messages=CHATS[:2])
     strict = connect(strict_requests=True)
     assert "unknown field" in (await post(strict, 400, strange=1))["error"]["message"]
+
+
+async def test_unknown_fields_of_messages_are_found(connect: Any) -> None:
+    client = connect(FakeEngine(), strict_requests=True)
+    wrong = [*CHATS, [{"role": "user", "content": "a", "contnt": 1}]]
+    told = await post(client, 400, messages=wrong)
+    assert told["error"]["param"] == "messages[3][0].contnt"
+    assert "'content'" in told["error"]["message"]

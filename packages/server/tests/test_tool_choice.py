@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from headrace_core import plugins
+from headrace_core.errors import RequestError
 from headrace_core.testing.engine import FakeEngine, fake_served_model
 from headrace_core.text import CallFrame, ParsedDelta, ToolCallDelta, ToolCallParser
 from headrace_server.parsers import Parsers
 from headrace_server.tool_calls import calls_schema, plan_tools
+from headrace_server.tool_parsers.hermes import HermesToolParser
 
 URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -390,3 +392,20 @@ def test_plans() -> None:
     plan = plan_tools([ADD], None, Framed)
     assert (plan.choice, plan.needs_special_tokens, plan.forced) == ("auto", True, False)
     assert plan_tools([ADD], "required", None).forced
+
+
+@pytest.mark.parametrize("name", ["my function", "f[x]", "f" * 300])
+def test_a_forced_call_of_any_name_is_found(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}}]
+    plan = plan_tools(tools, "required", None)
+    assert plan.make_parser is not None
+    content, [call] = plan.make_parser().parse(json.dumps([{"name": name, "parameters": {"a": 1}}]))
+    assert (content, call.name, json.loads(call.arguments)) == ("", name, {"a": 1})
+
+
+@pytest.mark.parametrize("kind", ["string", "array", ["array", "null"], 5])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_arguments_are_objects(kind: Any, choice: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    with pytest.raises(RequestError, match=r"tools\[0\].function.parameters.type = .*'object'"):
+        plan_tools(tools, choice, HermesToolParser)

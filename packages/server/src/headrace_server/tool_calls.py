@@ -190,10 +190,19 @@ def check_tools(tools: Sequence[Tool]) -> None:
                 f"tools[{index}]: must be {{'type': 'function', 'function': {{'name': ...}}}}",
                 param="tools",
             )
-        if not isinstance(function.get("parameters"), (dict, bool, type(None))):
-            raise RequestError(
-                f"tools[{index}].function.parameters: must be a JSON schema", param="tools"
-            )
+        _check_parameters(f"tools[{index}].function.parameters", function.get("parameters"))
+
+
+def _check_parameters(field: str, schema: object) -> None:
+    """Raises RequestError unless it is None or a schema of objects, as a call's arguments are."""
+    if not isinstance(schema, (dict, bool, type(None))):
+        raise RequestError(f"{field}: must be a JSON schema", param="tools")
+    kind = schema.get("type", "object") if isinstance(schema, dict) else "object"
+    if kind is not None and kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        raise RequestError(
+            f"{field}.type = {kind!r:.100}: must be 'object': a call's arguments are one",
+            param="tools",
+        )
 
 
 def function_tool(

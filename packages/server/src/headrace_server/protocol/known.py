@@ -136,10 +136,10 @@ class _Search:
     def _value(self, value: Any, known: Known | None, path: Path, name: str) -> None:
         if isinstance(value, list):
             # Numbers are not looked at one by one: there may be millions.
-            if value and isinstance(value[0], (dict, str, RequestObject)):
+            if value and isinstance(value[0], (dict, list, str, RequestObject)):
                 name += "[]"
                 for index, item in enumerate(value):
-                    if isinstance(item, (dict, RequestObject)):
+                    if isinstance(item, (dict, list, RequestObject)):
                         self._value(item, known, (*path, index), name)
         elif isinstance(value, RequestObject):
             if value.is_searched():

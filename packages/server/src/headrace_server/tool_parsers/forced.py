@@ -19,6 +19,10 @@ class ForcedToolCallParser(ObjectsParser):
 
     format = ObjectFormat(array=True)
 
+    def allows(self, name: str) -> bool:
+        """Any name: the constraint wrote that of a tool."""
+        return bool(name)
+
     def begin(self) -> Steps[None]:
         yield from self.objects()
 

@@ -93,12 +93,16 @@ class Machine(ToolCallParser):
         self.tell("".join(self.source.held or ()).removesuffix(but))
         self.source.held = []
 
+    def allows(self, name: str) -> bool:
+        """True if a function may have this name; text with another is not a call."""
+        return is_name(name)
+
     def open_call(self, name: str) -> None:
         """The call is one: from here on its pieces are given away.
 
         Raises :class:`Broken` if the name can be no function's.
         """
-        if not is_name(name):
+        if not self.allows(name):
             raise Broken
         self.source.held = None
         self._space = []
