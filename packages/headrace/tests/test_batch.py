@@ -376,3 +376,17 @@ def test_an_output_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     args = make_parser().parse_args(["-i", "in", "-o", str(tmp_path)])
     with pytest.raises(ConfigError, match="is a folder"):
         journal_path(args, tmp_path)
+
+
+def test_an_output_that_is_the_input_is_refused(tmp_path: Path) -> None:
+    """Whatever it is called: the requests would be lost."""
+    source, link, loop = tmp_path / "in", tmp_path / "link", tmp_path / "loop"
+    source.write_text("{}")
+    link.symlink_to(source)
+    loop.symlink_to(loop)
+    for output in (source, link):
+        args = make_parser().parse_args(["-i", str(source), "-o", str(output)])
+        with pytest.raises(ConfigError, match="is the input file"):
+            journal_path(args, tmp_path)
+    with pytest.raises(ConfigError, match="leads nowhere"):
+        journal_path(make_parser().parse_args(["-i", "in", "-o", str(loop)]), tmp_path)

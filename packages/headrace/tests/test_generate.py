@@ -84,7 +84,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lines", [[], [" "], ["{", '{"x": 1}']])
 def test_files_without_a_prompt_are_refused(tmp_path: Path, lines: list[str]) -> None:
-    with pytest.raises(RequestError, match=r"no prompts|no line can be used; line 1: is not valid"):
+    with pytest.raises(
+        RequestError, match=r"in.jsonl: holds no prompts|no line can be used; line 1: is not valid"
+    ):
         read_prompts([], written(tmp_path / "in.jsonl", *lines))
 
 

@@ -185,20 +185,34 @@ class Journal:
             raise _no_journal(self.path, self._field) from error
 
 
-def journal_beside(output: str, folder: Path, field: str = "output_file") -> Path:
+def journal_beside(
+    output: str, folder: Path, field: str = "output_file", source: str | None = None
+) -> Path:
     """Where the journal of a local output is: ``OUTPUT.partial`` beside it.
 
     Args:
         output: as the user typed it. Of a link it is the target that counts.
         folder: temporary one, for the journal of a device or a pipe.
         field: option that named the output, for errors.
+        source: the file of the requests, which the output must not replace.
 
     Raises:
-        ConfigError: the output is a folder, or its folder does not exist.
+        ConfigError: the output is a folder, the source, or a link that leads nowhere; or its folder does
+            not exist.
     """
     if is_stream(Path(output)):
         return folder / "journal"
-    path = Path(output).resolve()
+    try:
+        path = Path(output).resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise ConfigError(
+            f"{field} = {output!r}: is a link that leads nowhere", field=field
+        ) from error
+    if source is not None and Path(source).exists() and path.exists() and path.samefile(source):
+        raise ConfigError(
+            f"{field} = {output!r}: is the input file, which it would replace; name another",
+            field=field,
+        )
     if path.is_dir():
         raise ConfigError(f"{field} = {output!r}: is a folder; must be a file", field=field)
     if not path.parent.is_dir():

@@ -81,6 +81,8 @@ def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> 
                 _refuse_json(file, number, raw)
             every.append(_of_json(number, raw) if as_json else _of_text(number, raw))
     if not every:
+        if file is not None:
+            raise RequestError(f"{file}: holds no prompts", param="input")
         raise RequestError("no prompts: give --prompt TEXT or --input FILE", param="prompt")
     if all(prompt.fault is not None for prompt in every):
         first = every[0]

@@ -47,6 +47,8 @@ SAMPLING_FIELDS = tuple(
 
 def main(words: Sequence[str]) -> int:
     args = _parser().parse_args(words)
+    if args.output == "-":
+        args.output = "/dev/stdout"
     configure("WARNING")
     sampling = _sampling_of(args)
     prompts = read_prompts(args.prompt, args.input, args.input_format)
@@ -80,7 +82,9 @@ def _parser() -> Parser:
         "--input-format", choices=FORMATS, default="auto",
         help="what the lines of --input are: text, jsonl, or auto: by the file's name (default: auto)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="FILE", help="write JSON lines here")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write JSON lines here; - is standard output"
+    )
     parser.add_argument(
         "--restart", action="store_true", help="drop what an interrupted run has finished"
     )
@@ -170,7 +174,7 @@ def _keep_answers(
     """Answer what the journal does not have, then write the output."""
     from headrace.batch.generating import Journaled
 
-    path = journal_beside(args.output, folder, "output")
+    path = journal_beside(args.output, folder, "output", _file(args.input))
     if args.restart:
         path.unlink(missing_ok=True)
     model = args.model_tag or args.model or "the demo model"
@@ -193,6 +197,11 @@ def _keep_answers(
         journal.write_output(Path(args.output))
         journal.remove()
     return _status_of(num_failed + len(failed), failed, prompts)
+
+
+def _file(given: str | None) -> str | None:
+    """The input's path; None: there is none, or it is standard input."""
+    return None if given == "-" else given
 
 
 def _options(args: Namespace) -> str:

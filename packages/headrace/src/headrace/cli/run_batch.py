@@ -202,7 +202,8 @@ def journal_path(args: Namespace, folder: Path) -> Path:
     from headrace.batch.transfer import is_url
 
     if not is_url(args.output_file):
-        return journal_beside(args.output_file, folder)
+        source = None if is_url(args.input_file) else args.input_file
+        return journal_beside(args.output_file, folder, source=source)
     if args.output_tmp_dir is None:
         return folder / "journal"
     # Without the query: presigned URLs have another one each time.
