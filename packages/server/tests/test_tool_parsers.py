@@ -709,7 +709,8 @@ class TestOpenAI(ToolCallParserConformance):
 class TestForced(Lists):
     parser = ForcedToolCallParser
     before, after, member = "[", "]", "parameters"
-    broken = ("[]", "{}", "nothing", *(f"[{text}]" for text in BROKEN_OBJECTS))
+    # Any name is one: the constraint wrote it.
+    broken = ("[]", "{}", "nothing", *(f"[{text}]" for text in BROKEN_OBJECTS if "a b" not in text))
 
     def test_calls_and_text_keep_their_order(self) -> None:
         text = ' [{"name": "add", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]\n'

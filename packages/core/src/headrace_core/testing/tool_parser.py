@@ -254,9 +254,9 @@ class ToolCallParserConformance:
             assert not _is_sentence(grammar, call[:end]) or self.read([call[:end]])[1], call[:end]
 
     def test_what_a_forced_form_admits_is_read_as_calls(self) -> None:
-        from headrace_core.testing.grammar import byte_vocabulary, walk
-
         grammar, found = self._forced(2), 0
+        from headrace_core.testing.grammar import byte_vocabulary, walk  # needs numpy
+
         for seed in range(NUM_WALKS):
             text = walk(grammar, byte_vocabulary(), seed, 600)
             if text is None:

@@ -35,6 +35,8 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
     "conversation": Refusal("conversations are not kept here; use previous_response_id"),
     "context_management": Refusal("is not served; use truncation", []),
     "moderation": Refusal("nothing is moderated here"),
+    "access_programs": Refusal("are OpenAI's own"),
+    "image": Refusal("images are not made here", {}),
     "previous_input_messages": Refusal("is not served; send the messages as items of input", []),
     "mm_processor_kwargs": Refusal("media input is not served by this version"),
     "prompt_cache_retention": Refusal("the cache has no retention times", "in_memory"),
@@ -64,13 +66,13 @@ _TOOLS = Known(
     known(
         "type name description parameters strict defer_loading server_label server_description "
         "server_url connector_id authorization tunnel_id headers require_approval allowed_callers "
-        "output_schema",
+        "output_schema async",
         allowed_tools=known("tool_names read_only"),
     ).fields,
     types=frozenset({"function", "mcp"}),
 )
 _FORMAT = known("type name description schema strict")
-_CALL = known("namespace caller name").fields
+_CALL = known("namespace caller name async").fields
 """Fields of calls, and of their outputs, for features that are not served here."""
 
 

@@ -20,8 +20,8 @@ class ForcedToolCallParser(ObjectsParser):
     format = ObjectFormat(array=True)
 
     def allows(self, name: str) -> bool:
-        """Any name: the constraint wrote that of a tool."""
-        return bool(name)
+        """Any text: the constraint wrote the name of a tool."""
+        return bool(name) and not any("\ud800" <= character <= "\udfff" for character in name)
 
     def begin(self) -> Steps[None]:
         yield from self.objects()
