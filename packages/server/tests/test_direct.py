@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import httpx2
@@ -122,3 +124,28 @@ def test_a_template_gives_what_the_encoder_gives(text: str) -> None:
         return CompletionChunk('i"d', 1, "mödel", [CompletionChunkChoice(3, text)], "fp")
 
     assert EventTemplate(make)(text) == event(make(text))
+
+
+@pytest.mark.req("L3")
+async def test_a_connection_that_has_ended_needs_no_garbage_collector(
+    live: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[weakref.ref[Protocol]] = []
+    connection_lost = Protocol.connection_lost
+
+    def recorded(self: Protocol, exc: Exception | None) -> None:
+        lost.append(weakref.ref(self))
+        connection_lost(self, exc)
+
+    monkeypatch.setattr(Protocol, "connection_lost", recorded)
+    server = await live(FakeEngine(TEXT))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            await stream_of(server, max_tokens=20)
+        async with asyncio.timeout(20):
+            while len(lost) < 3 or any(ref() is not None for ref in lost):
+                await asyncio.sleep(0)
+    finally:
+        gc.enable()

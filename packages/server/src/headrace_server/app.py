@@ -49,6 +49,7 @@ from headrace_server.settings import ServerSettings, read_chat_template
 from headrace_server.siblings import Siblings
 from headrace_server.state import ServerState, Serving
 from headrace_server.tracing import TraceHeaders, Tracing
+from headrace_server.turns import Turns
 from headrace_server.watching import WatchedEngine, Watcher
 
 logger = logging.getLogger(__name__)
@@ -384,6 +385,7 @@ def _add_middleware(app: FastAPI, state: Serving, gates: Gates) -> None:
     direct = not settings.middleware and not settings.log_responses
     app.add_middleware(HttpMetrics, traffic=state.traffic, direct=direct)
     app.add_middleware(RequestIds, in_response=settings.enable_request_id_headers)
+    app.add_middleware(Turns)
     if settings.root_path:
         app.add_middleware(RootPath, root_path=settings.root_path)
 

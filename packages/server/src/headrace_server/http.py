@@ -133,15 +133,8 @@ class Protocol(H11Protocol):
         largest = self.config.h11_max_incomplete_event_size
         assert largest is not None, "every server has this limit"
         self.conn = StrictConnection(h11.SERVER, largest)
-        app: ASGIApp = self.app
-
-        async def offering(scope: Scope, receive: Receive, send: Send) -> None:
-            # Only here is the body sure to be chunked: HTTP/1.0 knows no chunks, HEAD no body.
-            if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
-                replace_direct_write(scope, functools.partial(self._write_chunk, self.cycle))
-            await app(scope, receive, send)
-
-        self.app = offering
+        self._served: ASGIApp = self.app
+        self.app = self._offer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -160,6 +153,20 @@ class Protocol(H11Protocol):
         self.limits.leave(self._peer)
         self._stop_timer()
         super().connection_lost(exc)
+
+        # Both lead back to the connection: those of a burst would stay until the collector comes.
+        self.app = self._served
+        self.cycle = None  # type: ignore[assignment]  # as uvicorn declares it, too
+
+    async def _offer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, which may write directly while it lasts."""
+        # Only here is the body sure to be chunked: HTTP/1.0 knows no chunks, HEAD no body.
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            replace_direct_write(scope, functools.partial(self._write_chunk, self.cycle))
+        try:
+            await self._served(scope, receive, send)
+        finally:
+            replace_direct_write(scope, None)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
