@@ -465,7 +465,7 @@ async def run_readers(
             await asyncio.sleep(1)
 
     reading = asyncio.create_task(trickle())
-    # What they ask for is work like any other's until they are behind; then they are nothing but slow.
+    # Until they are behind they cost steps, as any request does; from then on they are only slow.
     await asyncio.to_thread(wait_for, are_behind)
     among, more = await _others(server.url, 5)
     await reading

@@ -41,7 +41,7 @@ class Stream:
     arrivals: list[float] = field(default_factory=list)
     """Seconds, one per event with tokens."""
     events: list[bytes] = field(default_factory=list)
-    """Those that are not token events: errors, the end."""
+    """Events without tokens: errors, the end."""
     text: str = ""
     by_text: bool = False
     """Ask for no token ids, and check the text instead: the way that costs a server least."""

@@ -1,6 +1,6 @@
 """Every console block of the README, the index and the install page runs as it stands, in its order.
 
-Three things differ from a reader's machine. The scratch folder is no clone: ``packages`` in it is a link to
+Three things differ from a reader's machine. The scratch folder is not a clone: ``packages`` in it links to
 ours. ``pip`` is :data:`PIP`, which links what the tree's packages install instead of building it (the session
 ``wheels`` builds them). A ``headrace serve`` listens on a free port, and the page's address becomes its own.
 """

@@ -1,5 +1,5 @@
-"""What a request's own fields make impossible: 400 before anything is generated, or an answer that ends with
-``error`` and says why. Never a 5xx, and never at others' expense."""
+"""Requests whose own fields leave no next token: 400 before anything is generated, or an answer that ends
+with ``error`` and says why. Never a 5xx, and never at others' expense."""
 
 from __future__ import annotations
 

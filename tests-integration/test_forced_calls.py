@@ -379,7 +379,7 @@ def test_a_random_model_calls(client: openai.OpenAI) -> None:
 
 
 def test_outputs_that_are_cut(client: openai.OpenAI) -> None:
-    """By their length or by a stop string: complete calls, perhaps a begun one, and no content."""
+    """Cut by length or by a stop string: complete calls, perhaps a begun one, and no content."""
     for limit in (1, 30, 60, 90):
         whole = ask(client, limit, "required", max_tokens=limit).choices[0]
         assert whole.message.content in (None, "")

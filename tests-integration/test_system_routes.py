@@ -1,4 +1,4 @@
-"""What a real server says of its start and of its answers, HEAD, and how it ends with its engine."""
+"""A real server tells of its start and of its answers, answers HEAD, and ends with its engine."""
 
 from __future__ import annotations
 

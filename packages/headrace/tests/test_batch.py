@@ -359,7 +359,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_pipe_under_another_name_is_written_to(tmp_path: Path) -> None:
-    """As /dev/stdout is in ``headrace ... | program``: a link to a name that does not exist."""
+    """The output is a link to a name that does not exist, as /dev/stdout in ``headrace ... | program``."""
     reading, writing = os.pipe()
     try:
         named = Path(f"/proc/self/fd/{writing}")

@@ -275,7 +275,7 @@ def test_thinkers(name: str, kind: str, tmp_path: Path) -> None:
 
 
 def test_experts_with_their_dimensions_exchanged(tmp_path: Path) -> None:
-    """As the published Qwen3-VL mixtures have them; the config is silent on what the class fixes."""
+    """Configs as those of the published Qwen3-VL mixtures: they do not state what the class fixes."""
     model = make("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tmp_path)
     tensors = {
         name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor

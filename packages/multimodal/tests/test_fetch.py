@@ -314,7 +314,7 @@ async def test_hostile_hosts_get_rid_of_no_byte_past_the_cap(
         with pytest.raises(FetchError, match=said):
             await fetcher.save(server.url + "/media", path)
     assert path.stat().st_size <= _CAP
-    # What the host got rid of beyond that lies in the buffers of its connections' sockets.
+    # The rest of what the host sent lies in the buffers of its connections' sockets.
     assert taken[0] < (_CAP + (16 << 20)) * len(server.requests)
 
 

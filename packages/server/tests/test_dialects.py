@@ -267,7 +267,7 @@ async def test_gpt_oss_answers_by_what_was_asked(connect: Any) -> None:
 @pytest.mark.parametrize("thinks", [True, False])
 @pytest.mark.parametrize("dialect", ["chat", "responses"])
 async def test_forced_calls_of_gpt_oss(connect: Any, dialect: str, thinks: bool) -> None:
-    """Where the engine knows the reasoning, the constraint begins behind it and forces text."""
+    """The constraint begins behind reasoning that the engine knows, and forces text."""
     before = SAID.removesuffix("Hi!") if thinks else ""
     names = {"chat": {"type": "function", "function": {"name": "add"}},
              "responses": {"type": "function", "name": "add"}}  # fmt: skip

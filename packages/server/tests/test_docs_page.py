@@ -23,7 +23,7 @@ FOLDER = Path(str(files("headrace_server") / "swagger_ui"))
 
 
 class References(html.parser.HTMLParser):
-    """What a page loads, and what stands in it as code."""
+    """Collects the addresses that a page loads, and the code in it."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_the_files_are_those_that_are_recorded() -> None:
 
 
 async def test_a_browser_shows_the_routes(live: Any, tmp_path: Path) -> None:
-    """With every other host out of reach: nothing is asked of them, and the policy stops nothing."""
+    """Every other host is out of reach: the page asks nothing of them, and the policy stops nothing."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no Chromium here")

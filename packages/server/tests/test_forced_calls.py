@@ -108,7 +108,7 @@ class Said(NamedTuple):
     content: str
     reason: str
     statuses: list[str]
-    """Of the calls, where the protocol has one."""
+    """Statuses of the calls, where the protocol has them."""
 
 
 class Wire:
@@ -387,7 +387,7 @@ def test_calls_that_would_need_too_long_a_form_are_json() -> None:
 
 
 class _State:
-    """As much of the server's state as the decision needs."""
+    """The part of the server's state that the decision needs."""
 
     def __init__(self, reasoning: Any = None, **grammars: Any) -> None:
         self.parsers = Parsers(HermesToolParser, reasoning)

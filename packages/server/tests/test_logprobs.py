@@ -1,4 +1,4 @@
-"""Where tokens begin in a text, and what they add to it."""
+"""Offsets of tokens in a text, and the bytes that they add to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_offsets_rise_within_the_text(pieces: list[bytes]) -> None:
     assert not found or (found[0] == 0 and found[-1] <= len(text))
     before = b""
     for piece, offset in zip(pieces, found, strict=True):
-        # What was there before without its last character, or with it.
+        # The text before the piece, with or without its last character.
         whole = before.decode("utf-8", "replace")
         assert offset in (len(whole), len(whole) - 1)
         assert whole[:offset] == text[:offset]
@@ -76,7 +76,7 @@ def test_offsets_of_characters_cut_anywhere(text: str, cuts: list[int]) -> None:
          [b"", b"two", b" word", b"s", b""]),
         # lower case
         ("Two Words", [b"[CLS]", b"two", b"words"], {b"[CLS]"}, [b"", b"Two", b" Words"]),
-        # bytes that are no character
+        # bytes that are not a character
         ("a�", [b"a", b"\xf0"], (), [b"a", b"\xf0"]),
     ],
 )  # fmt: skip

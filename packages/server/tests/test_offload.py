@@ -286,7 +286,7 @@ async def test_large_bodies_are_decoded_and_validated_in_a_thread(
 
 
 def _counted(data: bytes) -> Counts:
-    """By looking at every byte, as a decoder does."""
+    """The counts, found by looking at every byte, as a decoder does."""
     names = items = 0
     inside = escaped = False
     for byte in data:

@@ -170,7 +170,7 @@ def test_the_document_refers_to_what_it_has() -> None:
     assert names <= document["components"]["schemas"].keys()
 
 
-# What the server says of itself
+# Facts about the server: its fingerprint, its start, its end
 
 
 async def test_every_answer_has_the_fingerprint(connect: Any, events: Any) -> None:

@@ -40,8 +40,8 @@ class CoreOutput:
     pooled: PackedArray | None = None
     """The result of a pooling request, with its only output."""
     dead_end: str | None = None
-    """With finish reason ``error`` instead of :attr:`error`: why the request's own parameters leave it
-    no next token."""
+    """Reason why the request's own parameters leave it no next token; set with finish reason ``error``,
+    in place of :attr:`error`."""
 
 
 class TimedStep(NamedTuple):

@@ -150,7 +150,7 @@ def test_a_stop_string_cuts(stop: str, flat: bool, folders: Load) -> None:
 
 
 def test_words_have_what_they_add(folders: Load) -> None:
-    """Where tokens are words, the space before one is its own."""
+    """The space before a word belongs to the word's token."""
     tokenizer = folders("word-piece")
     ids = tokenizer.encode("The quick brown fox", add_special_tokens=False)
     [completion] = outputs_of(tokenizer, ids, output_kind=RequestOutputKind.FINAL_ONLY)

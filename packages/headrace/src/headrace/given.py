@@ -124,7 +124,7 @@ def as_priorities(priority: object, num_prompts: int) -> list[int] | None:
     """A priority for each prompt, or None.
 
     Raises:
-        RequestError: they are no integers, or not as many as prompts.
+        RequestError: one is not an integer, or there are more or fewer than prompts.
     """
     if priority is None:
         return None

@@ -18,7 +18,7 @@ from typing import NoReturn
 INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 and the signal's number, as shells count."""
 GRACE_SECONDS = 0.6
-"""How long the way out by ``KeyboardInterrupt`` may take until the process ends without it."""
+"""Seconds that the way out by ``KeyboardInterrupt`` may take; then the process ends without it."""
 
 
 @contextlib.contextmanager

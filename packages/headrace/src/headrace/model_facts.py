@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-"""Where a config says how many layers a model has."""
+"""Keys of a config that say how many layers a model has."""
 
 
 class HFConfig(Mapping[str, Any]):
@@ -74,7 +74,7 @@ class ModelFacts:
 
     @property
     def tokenizer(self) -> str:
-        """Where the tokenizer was read from."""
+        """The folder or hub name that the tokenizer was read from."""
         return self.config.model.tokenizer or self.info.name
 
     @property
@@ -166,7 +166,7 @@ class ModelFacts:
         return _stated(self.hf_text_config, LAYER_COUNTS)
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
-        """What the checkpoint's generation config says about sampling, by fields of SamplingParams."""
+        """Sampling defaults of the checkpoint's generation config, by fields of SamplingParams."""
         return dict(self.served.default_sampling_params)
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ _PACKAGES = ("torch", "triton", "tokenizers", "llguidance", "xgrammar")
 
 
 class Fingerprint(NamedTuple):
-    """What decides the answers, and its name."""
+    """The facts that decide the answers, and their name."""
 
     name: str
     """``fp_`` and 16 hexadecimal digits."""

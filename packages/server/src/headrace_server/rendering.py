@@ -35,7 +35,7 @@ _AT_ONCE = 64
 _SLICE = 4096
 """Tokens that are encoded in one call."""
 _TOKENS = 16
-"""Of an answer, for one unit of cost."""
+"""Tokens of an answer that count as one unit of cost."""
 _ELSEWHERE = "which /inference/v1/generate does not take"
 
 

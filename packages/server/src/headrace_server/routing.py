@@ -46,7 +46,7 @@ def streamed(
     event: type,
     description: str = "The answer; with stream, server-sent events that end with [DONE].",
 ) -> dict[int | str, dict[str, Any]]:
-    """What a route may answer besides the whole answer, for the OpenAPI document.
+    """The answers of a route besides the whole one, for the OpenAPI document.
 
     Args:
         event: the data of one event, of :data:`headrace_server.openapi.EVENTS`.

@@ -167,7 +167,7 @@ class Serving:
     """The application of the admin port, if there is one."""
     tracing: Tracing | None = None
     startup: Mapping[str, Any] | None = None
-    """How long the start took, by phases, for ``GET /v1/system/startup``; None: nobody timed it."""
+    """Times of the start, by phases, for ``GET /v1/system/startup``; None: it was not timed."""
     connections: Connections = field(default_factory=Connections)
     """Open connections of the public port, and their limits."""
     siblings: Siblings | None = None

@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
     @property
     def is_format(self) -> bool:
-        """Whether it is the form of answers, beside which tools may be called."""
+        """True if it is the form of answers, beside which tools may be called."""
         return self.field == "response_format"
 
 
@@ -120,7 +120,7 @@ def _shown(name: str, body: SamplingBody) -> str:
 
 
 def _options(body: SamplingBody) -> dict[str, Any]:
-    """What stands beside a constraint in the fields of older vLLM."""
+    """Options of a constraint in the fields of older vLLM."""
     options: dict[str, Any] = {}
     if body.guided_whitespace_pattern is not None:
         options["whitespace_pattern"] = body.guided_whitespace_pattern

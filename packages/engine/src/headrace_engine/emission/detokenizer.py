@@ -180,7 +180,7 @@ class WindowDetokenizer:
         return text, piece
 
     def would_add(self, token_id: int) -> bytes:
-        """By itself: its place in the text is not looked at, which would cost two decodings."""
+        """The bytes of the token by itself: looking at its place in the text would cost two decodings."""
         if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
             return b""
         return self._own_bytes(token_id)

@@ -76,9 +76,9 @@ class HeldTokens:
         self._ends: list[int] = []
         """Characters of the uncut text up to the end of each."""
         self._inside: list[bool] = []
-        """For each: True if it ends inside a further character."""
+        """True for each token that ends inside a further character."""
         self._begin = 0
-        """Where the first of them begins."""
+        """Characters of the uncut text in front of the first of them."""
         self._num_characters = 0
         self._num_shown = 0
 
@@ -127,8 +127,8 @@ class HeldTokens:
 
 
 def num_bytes(data: bytes, num_characters: int) -> int:
-    """Bytes at the beginning of ``data`` that decode to so many characters, each run of bytes that
-    are no character to one (``errors="replace"``)."""
+    """Bytes at the beginning of ``data`` that decode to so many characters; a run of bytes that is
+    not valid UTF-8 counts as one (``errors="replace"``)."""
     at = 0
     while num_characters > 0 and at < len(data):
         try:

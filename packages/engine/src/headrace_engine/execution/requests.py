@@ -59,9 +59,9 @@ class RequestTable:
         """Row -> why nothing more comes of the request; it stays so until it is gone. Its tokens are
         computed all the same: others may have found them in the cache by now."""
         self.dead_ends: set[int] = set()
-        """Those of them that failed because of what the request asks for."""
+        """Rows of :attr:`failures` whose own parameters leave no next token."""
         self.broken: set[int] = set()
-        """Those of them of which not even tokens or blocks are here."""
+        """Rows of :attr:`failures` whose tokens and blocks are not here."""
         self.version = 0
         """Raised when a request comes, goes or fails: until then ids mean the same rows."""
         self.token_ids = np.zeros((_FIRST_ROWS, _FIRST_TOKENS), np.int32)

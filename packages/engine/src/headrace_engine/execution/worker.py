@@ -322,7 +322,7 @@ class ModelWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device on which the model runs."""
         return self._device
 
     def get_model(self) -> Any:

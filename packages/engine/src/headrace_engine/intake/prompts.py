@@ -50,7 +50,7 @@ class Fit(NamedTuple):
     """The prompt will be cut, or is not for the model: text beyond ``room`` is tokenized, up to
     :data:`~headrace_engine.intake.text_limits.MOST_CHARACTERS`."""
     side: Literal["left", "right"] = "left"
-    """Where it loses tokens (:attr:`headrace_core.pooling.PoolingParams.truncation_side`)."""
+    """Side at which it loses tokens (:attr:`headrace_core.pooling.PoolingParams.truncation_side`)."""
 
     @property
     def shortening(self) -> dict[str, Any]:

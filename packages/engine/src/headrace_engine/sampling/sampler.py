@@ -51,11 +51,11 @@ class SamplerOutput:
     token_ids: npt.NDArray[np.int64]
     """[R]; meaningless for rows in ``errors``."""
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, for those that asked."""
+    """Row -> log-probabilities, for requests that asked for them."""
     errors: Mapping[int, str] = field(default_factory=dict)
-    """By row: why no token could be chosen."""
+    """Row -> why no token could be chosen."""
     dead_ends: Mapping[int, str] = field(default_factory=dict)
-    """By row: what the request asked for that together leaves no token. Nothing has failed."""
+    """Row -> the request's parameters that together leave no token. Nothing has failed."""
 
 
 class _Choice(NamedTuple):

@@ -108,7 +108,7 @@ class SimWorker:
     device = "sim"
 
     def get_model(self) -> Any:
-        """Refused: there is no model."""
+        """Raise UnsupportedFeature: a simulated device has no model."""
         raise UnsupportedFeature("device 'sim' has no model")
 
     def report(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class SimWorker:
         }
 
     def apply_model(self, function: Callable[[Any], Any]) -> Any:
-        """Refused: there is no model."""
+        """Raise UnsupportedFeature: a simulated device has no model."""
         raise UnsupportedFeature("device 'sim' has no model to apply a function to")
 
     def start_profile(self) -> None:

@@ -24,7 +24,7 @@ KEPT_MASKS = 256
 
 
 class TokenTexts:
-    """The tokens of a vocabulary by their bytes; of marks, none."""
+    """The tokens of a vocabulary by their bytes, special tokens left out."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -37,11 +37,11 @@ class TokenTexts:
 
     @property
     def all(self) -> Tokens:
-        """All of them."""
+        """All tokens, of which no byte is read yet."""
         return Tokens(0, len(self._sorted), 0)
 
     def going_on(self, tokens: Tokens, byte: int) -> Tokens:
-        """Those that have this byte next."""
+        """The tokens among these whose next byte is this one."""
         first, end, depth = tokens
         if first < end and len(self._sorted[first]) == depth:
             first += 1
@@ -50,7 +50,7 @@ class TokenTexts:
         return Tokens(first, bisect_right(self._sorted, byte, first, end, key=next_byte), depth + 1)
 
     def exactly(self, tokens: Tokens) -> Sequence[int]:
-        """The ids of the one that ends here, if it is one of them."""
+        """Ids of the token that has no further byte, if it is among these."""
         token = self._sorted[tokens.first]
         return self.ids[token] if len(token) == tokens.depth else ()
 
@@ -96,14 +96,14 @@ class ChoiceGrammar:
 
     @property
     def start(self) -> Place:
-        """Nothing is written."""
+        """The place where nothing is written."""
         return Place(0, len(self.texts), 0)
 
     def matcher(self) -> ChoiceMatcher:
         return ChoiceMatcher(self)
 
     def complete(self, place: Place) -> bool:
-        """Whether a text is written whole: of those that begin so, it is the first."""
+        """True if a text is written whole; it stands before all longer ones that begin with it."""
         return len(self.texts[place.first]) == place.depth
 
     def after(self, place: Place, token: bytes) -> Place | None:

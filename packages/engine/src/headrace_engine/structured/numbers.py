@@ -19,13 +19,13 @@ MAX_DOUBLE_INT = 2**53
 """Doubles hold every integer up to here."""
 MAX_INT64 = 2**63 - 1
 MAX_NARROW = 9 * 10**17
-"""Farthest from zero that a bound may be which excludes zero, in llguidance's ranges."""
+"""Largest distance from zero of a bound that excludes zero, in llguidance's ranges."""
 MAX_WIDE = 10**18
-"""Where its ranges of numbers, not only integers, end."""
+"""Largest bound of its ranges of numbers that need not be integers."""
 MAX_DIGITS = 15
 MAX_EXPONENT = 22
-"""Of decimal numbers that it reads as the nearest double: so many digits, times ten to the power of as much.
-Others may become a neighbour."""
+"""Largest power of ten by which so many digits may be multiplied in a decimal number that it reads as the
+nearest double. Other numbers may become a neighbouring double."""
 UPPER = ("maximum", "exclusiveMaximum")
 LOWER = ("minimum", "exclusiveMinimum")
 
@@ -39,7 +39,7 @@ class Held(NamedTuple):
     """Most significant digits of other numbers; 17 = all doubles."""
 
     def holds(self, number: float) -> bool:
-        """Whether a number is one of them."""
+        """True if a number is one of them."""
         if isinstance(number, int):
             return abs(number) <= self.integers
         if self.digits >= 17:
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
     @property
     def described(self) -> str:
-        """What is accepted, for a client."""
+        """The accepted numbers, in words for a client."""
         some = f" and others of at most {self.digits} digits" if self.digits < 17 else ""
         return f"integers in -{self.integers}..{self.integers}{some}"
 

@@ -257,7 +257,7 @@ def _accepted(keyword: str, value: Any) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether it is a number that a double holds, nearly if not exactly."""
+    """True for a number that a double holds, exactly or nearly."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and -MAX_NUMBER <= value <= MAX_NUMBER
 

@@ -173,7 +173,7 @@ class Journal:
                 entry = self._decode(raw, _Entry)
                 self._found[entry.line] = (self._end, len(raw))
             self._end += len(raw)
-        if another is not None:  # of which there are no answers
+        if another is not None:  # it left no answers
             self._end = 0
         self._file.truncate(self._end)
         return self._end
@@ -188,7 +188,7 @@ class Journal:
 def journal_beside(
     output: str, folder: Path, field: str = "output_file", source: str | None = None
 ) -> Path:
-    """Where the journal of a local output is: ``OUTPUT.partial`` beside it.
+    """The path of a local output's journal: ``OUTPUT.partial`` beside it.
 
     Args:
         output: as the user typed it. Of a link it is the target that counts.

@@ -31,7 +31,7 @@ class Prompt:
 
     text: str | None
     line: int | None = None
-    """Of the file, from 1; None: it was typed on the command line."""
+    """Number of its line in the file, from 1; None: it was typed on the command line."""
     custom_id: str | int | None = None
     """Identifier that the line gives; comes back with the answer."""
     fault: str | None = None
@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def place(self) -> str:
-        """Where it comes from, for messages."""
+        """The place that it comes from, for messages."""
         return "--prompt" if self.line is None else f"line {self.line}"
 
 

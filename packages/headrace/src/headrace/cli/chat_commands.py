@@ -66,7 +66,7 @@ def _clear(conversation: Conversation, argument: str) -> str:
 
 def _system(conversation: Conversation, argument: str) -> str:
     conversation.system = argument or None
-    return "the system prompt is set" if argument else "there is no system prompt now"
+    return "the system prompt is set" if argument else "the system prompt is removed"
 
 
 def _save(conversation: Conversation, argument: str) -> str:

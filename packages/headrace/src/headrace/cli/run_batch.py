@@ -109,7 +109,7 @@ def make_parser() -> Parser:
 
 
 def _add_arguments(parser: Parser) -> None:
-    """What only this command knows."""
+    """Add the flags that only this command has."""
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of flags; the command line wins"

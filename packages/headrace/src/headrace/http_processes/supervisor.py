@@ -81,7 +81,7 @@ class Sockets:
     admin: socket.socket | None
     folder: Path
     url: str = ""
-    """Where requests are taken, for the log."""
+    """Address at which requests are taken, for the log."""
 
 
 class HttpProcess:

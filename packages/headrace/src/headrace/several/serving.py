@@ -49,7 +49,7 @@ def serve_several(words: Sequence[str], prepared: Prepared, file: Path) -> int:
         loader = EngineLoader(words, Budget(total, config.cache.gpu_memory_utilization))
         entries = [loader.read(entry) for entry in read_file(file)]
         check_shares([e.name for e in entries], [e.share for e in entries])
-        # Of each model: its budget, its memory and what it is served as. A start is to fit a screen.
+        # The log names each model's budget, memory and settings, and fits on a screen.
         with keeping_to_warnings(*LOADING):
             with ending_at_once():
                 loaded = loader.load_all(entries)

@@ -43,15 +43,16 @@ _PREFIXES: Mapping[str, str] = {
     "thinker.model.": "model.",
     "thinker.lm_head.": "lm_head.",
 }
-"""Before transformers 4.52, and since; in the Idefics line; in Qwen's omni models."""
+"""Beginning of a tensor's name in a wrapper -> in the language model's own class: before transformers 4.52,
+and since; in the Idefics line; in Qwen's omni models."""
 _HEADS = ("lm_head.", "language_model.lm_head.", "language_model.output.", "thinker.lm_head.")
-"""How the names of a language model's head begin."""
+"""Beginnings of the names of a language model's head."""
 _NESTED = ("text_config", "llm_config")
-"""Where a config has the language model's settings: as transformers writes it, and as remote code does."""
+"""Keys of a config that hold the language model's settings: of transformers, and of remote code."""
 _IDEFICS = ("vision_model", "connector")
 _THINKER = ("audio_tower", "visual", "talker", "token2wav", "code2wav")
 _ROUTED = {"norm_topk_prob": True}
-"""Their routers always divide the chosen experts' weights by their sum."""
+"""Setting of models whose routers always divide the chosen experts' weights by their sum."""
 _LLAVA = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 WRAPPERS: Mapping[str, Wrapper] = {
@@ -317,7 +318,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
         ),
     )
 }
-"""By name."""
+"""Name of the class -> wrapper."""
 
 
 def text_architecture(architecture: str, whole: Mapping[str, Any]) -> str:

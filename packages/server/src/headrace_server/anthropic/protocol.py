@@ -57,7 +57,7 @@ class ContentBlock(RequestObject):
     is_error: bool | None = None
 
     def is_searched(self) -> bool:
-        """Not where the block is left out, or refused by its type."""
+        """False for a block that is left out, or refused, because of its type."""
         return self.type in ("text", "thinking", "tool_use", "tool_result")
 
 

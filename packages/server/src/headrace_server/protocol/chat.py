@@ -70,7 +70,7 @@ class ChatMessage(RequestObject):
             "reasoning_details thinking tool_plan", function_call=known("name arguments")
         ).fields,
     }
-    """OpenAI's, those of common templates, and what clients keep of other servers' answers."""
+    """Fields of OpenAI, of common templates, and of other servers' answers that clients send back."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Text | Annotated[list[Text | FreeObject], Field(max_length=4096)] | None = Field(
@@ -183,7 +183,7 @@ class TokenLogprob(BaseModel):
     """One token."""
 
     token: str
-    """By itself; a part of a character is U+FFFD."""
+    """The token's text by itself; a part of a character is U+FFFD."""
     logprob: float
     bytes: list[int] | None
     """Bytes that the token adds to the text, possibly a part of a character; null: the server has

@@ -36,7 +36,7 @@ class Known:
     types: frozenset[Any] | None = None
 
     def covers(self, kind: object) -> bool:
-        """Whether objects of a type are looked into."""
+        """True if objects of this type are searched for unknown fields."""
         return self.types is None or (isinstance(kind, Hashable) and kind in self.types)
 
 
@@ -73,10 +73,10 @@ class RequestObject(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, arbitrary_types_allowed=False)
 
     also_known: ClassVar[Mapping[str, Known | None]] = {}
-    """What declared fields hold as plain objects; and fields that are documented and not declared."""
+    """Known fields of declared fields that are plain objects, and documented fields that are not declared."""
 
     def is_searched(self) -> bool:
-        """Whether an object that holds this one looks for unknown fields in it."""
+        """True if an object that holds this one searches it for unknown fields."""
         return True
 
 

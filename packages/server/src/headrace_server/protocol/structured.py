@@ -55,7 +55,7 @@ class ResponseFormat(RequestObject):
     )
 
     also_known: ClassVar[Mapping[str, Known | None]] = known("name description strict").fields
-    """Of a schema that is given here; they have no effect."""
+    """Fields of a schema that is given here; they have no effect."""
 
 
 class ConstraintSpellings(BaseModel):

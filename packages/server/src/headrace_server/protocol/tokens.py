@@ -67,9 +67,9 @@ class GeneratedToken(BaseModel):
     token_id: int
     logprob: float
     rank: int | None
-    """Among the vocabulary, 1 the likeliest; None: not known."""
+    """Rank among the vocabulary; 1 is the likeliest. None: not known."""
     bytes: list[int] | None
-    """What the token adds to the text; None: not known, as without a tokenizer."""
+    """Bytes that the token adds to the text; None: not known, as without a tokenizer."""
 
 
 class GeneratedPosition(GeneratedToken):

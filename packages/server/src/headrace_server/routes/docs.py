@@ -20,7 +20,7 @@ FILES = {
     "swagger-ui-bundle.js": "text/javascript",
     "start.js": "text/javascript",
 }
-"""What the page loads -> media type."""
+"""Files that the page loads -> media type."""
 _HEADERS = {
     "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

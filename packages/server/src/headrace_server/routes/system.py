@@ -39,7 +39,7 @@ class Startup(BaseModel):
 
 
 class Worker(BaseModel):
-    """What computes."""
+    """A worker, and what it computes with."""
 
     rank: int
     device: str | None = None
@@ -48,7 +48,7 @@ class Worker(BaseModel):
     kernels: list[str] | None = None
     """Providers of the operations."""
     batch_invariant: bool | None = None
-    """Whether no result depends on what else is in the batch; None: not known."""
+    """True if no result depends on what else is in the batch; None: not known."""
     torch: str | None = None
 
 
@@ -57,13 +57,13 @@ class Determinism(BaseModel):
 
     system_fingerprint: str
     repeatable: bool
-    """Whether a greedy or seeded request has the same answer each time, whatever runs beside it, under
-    this fingerprint."""
+    """True if a greedy or seeded request has the same answer each time under this fingerprint, whatever
+    runs beside it."""
     seed: int | None
     """The engine's, from which requests without a seed draw."""
     workers: list[Worker]
     facts: dict[str, Any]
-    """What the fingerprint is made of."""
+    """The facts that the fingerprint is made of."""
 
 
 def system_router() -> APIRouter:
@@ -72,7 +72,7 @@ def system_router() -> APIRouter:
 
     @router.get("/startup")
     async def startup(request: Request) -> Startup:
-        """Where the time of the start went."""
+        """Show how long each phase of the start took."""
         found = state_of(request).startup
         if found is None:
             raise UnsupportedFeature("the start of this server was not timed")
@@ -80,7 +80,7 @@ def system_router() -> APIRouter:
 
     @router.get("/determinism")
     async def determinism(request: Request) -> Determinism:
-        """What decides whether answers repeat."""
+        """Show the facts that decide whether answers repeat."""
         state = state_of(request)
         if state.engine.dead_error is not None:
             raise EngineDead("the engine has stopped") from state.engine.dead_error

@@ -25,7 +25,7 @@ class Loaded(NamedTuple):
     settings: ServerSettings
     """The server's, with what this model sets for itself."""
     startup: Mapping[str, Any] | None = None
-    """How long it took to load; see :attr:`headrace_server.state.Serving.startup`."""
+    """Times of loading it; see :attr:`headrace_server.state.Serving.startup`."""
 
 
 class Loader(Protocol):

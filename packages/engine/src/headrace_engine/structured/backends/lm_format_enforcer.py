@@ -63,7 +63,7 @@ class EnforcerBackend(LibraryBackend):
 
     @cached_property
     def characters(self) -> TokenCharacters:
-        """Of all tokens that are text; made with the first regex."""
+        """The characters of all tokens that are text; made for the first regex."""
         return TokenCharacters(self.texts)
 
     @classmethod

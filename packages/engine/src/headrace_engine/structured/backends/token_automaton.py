@@ -80,7 +80,7 @@ class TokenAutomaton:
         self._column_of = column_of
 
     def is_final(self, state: int) -> bool:
-        """Whether a text that leads here matches."""
+        """True if a text that leads to this state matches."""
         return state in self._finals
 
     def after(self, state: int, text: str) -> int | None:
