@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from headrace_core.errors import RequestError
 from headrace_core.grammar import GrammarSpec
 from headrace_core.testing.grammar import (
     SCHEMA,
@@ -92,6 +93,66 @@ def test_tokens_of_the_enforcer_are_those_that_its_library_finds(kind):
                 break
             taken.append(chosen.choice(ours))
             assert matcher.advance(taken[-1:])
+
+
+def enforcer_schema():
+    """A backend, and a function that compiles the schema with it."""
+    pytest.importorskip("lmformatenforcer")
+    backend = EnforcerBackend(word_vocabulary())
+    spec = GrammarSpec(backend.name, "json", json.dumps(SCHEMA))
+    return backend, lambda: backend.compile(spec)
+
+
+@pytest.mark.spec("SO-CONFIG")
+def test_the_enforcer_finds_the_first_tokens_while_it_compiles(monkeypatch):
+    backend, compiled = enforcer_schema()
+    found, mask_of = [], backend.mask_of
+    monkeypatch.setattr(backend, "mask_of", lambda parser: found.append(1) or mask_of(parser))
+    grammar = compiled()
+    assert len(found) == 1
+    for _ in range(2):
+        assert allowed(grammar.matcher(), backend.vocabulary)
+    assert len(found) == 1, "each request looks for them again"
+
+
+@pytest.mark.spec("SO-CONFIG")
+def test_a_failure_of_the_enforcer_s_parser_ends_one_request(monkeypatch):
+    backend, compiled = enforcer_schema()
+
+    def fail(*arguments):
+        raise Exception("a slip of the library")
+
+    grammar = compiled()
+    neighbour, searching, reading = (grammar.matcher() for _ in range(3))
+    first = allowed(neighbour, backend.vocabulary)[:1]
+    assert searching.advance(first)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "mask_of", fail)
+        assert allowed(searching, backend.vocabulary) == []
+        with pytest.raises(RequestError, match="cannot be compiled"):
+            compiled()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(reading._parsers[0]), "add_character", fail)
+        assert not reading.advance(first)
+    assert "failed" in searching.failure
+    assert "failed" in reading.failure
+    assert neighbour.advance(first)
+    assert not neighbour.failure
+
+
+@pytest.mark.spec("SO-CONFIG")
+def test_the_enforcer_s_parser_is_not_blamed_for_want_of_memory(monkeypatch):
+    backend, compiled = enforcer_schema()
+    matcher = compiled().matcher()
+    assert matcher.advance(allowed(matcher, backend.vocabulary)[:1])
+
+    def fail(parser):
+        raise MemoryError
+
+    monkeypatch.setattr(backend, "mask_of", fail)
+    with pytest.raises(MemoryError):
+        allowed(matcher, backend.vocabulary)
+    assert not matcher.failure
 
 
 @pytest.mark.spec("SO-CONFIG")

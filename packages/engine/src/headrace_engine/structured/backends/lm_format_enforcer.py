@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +24,13 @@ from headrace_engine.structured.backends.library import LibraryBackend, not_comp
 from headrace_engine.structured.backends.token_automaton import TokenAutomaton, TokenCharacters
 from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.schema import entangled, parse_json, subschemas, unsupported
+from headrace_engine.structured.state_matcher import StateMatcher, Words
 
 if TYPE_CHECKING:
     from lmformatenforcer import CharacterLevelParser, RegexParser
 
 logger = logging.getLogger(__name__)
 
-Words = npt.NDArray[np.int32]
 KEPT_MASKS = 256
 """States of one regex whose masks are kept."""
 KEYWORDS = frozenset({"additionalProperties", "enum", "items", "properties", "required", "type"})
@@ -184,13 +185,23 @@ class RegexGrammar:
         context = backend.regex_parser(pattern).context
         others = backend.interegular_fsm.anything_else
         self.automaton = TokenAutomaton(context.pattern, others, backend.characters)
-        self.texts = backend.texts
+        self.start = self.automaton.start
+        self._texts = backend.texts
         self._num_words = backend.vocabulary.num_words
         self.mask = lru_cache(KEPT_MASKS)(self._mask)
-        self.mask(self.automaton.start)
+        self.mask(self.start)
 
-    def matcher(self) -> RegexMatcher:
-        return RegexMatcher(self)
+    def matcher(self) -> StateMatcher[int]:
+        return StateMatcher(self)
+
+    def after(self, state: int, token_id: int) -> int | None:
+        """The state behind a token; None: the state does not take it."""
+        text = self._texts.get(token_id)
+        return self.automaton.after(state, text) if text else None
+
+    def is_final(self, state: int) -> bool:
+        """True if the text that leads to this state is complete."""
+        return self.automaton.is_final(state)
 
     def _mask(self, state: int) -> Words:
         allowed = np.zeros(self._num_words * 32, np.uint8)
@@ -198,51 +209,20 @@ class RegexGrammar:
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
-class RegexMatcher:
-    """One request's place: the states that it has been in."""
-
-    def __init__(self, grammar: RegexGrammar) -> None:
-        self._grammar = grammar
-        self._states = [grammar.automaton.start]
-
-    def fill_bitmask(self, bitmask: Words, row: int) -> None:
-        bitmask[row] = self._grammar.mask(self._states[-1])
-
-    def advance(self, token_ids: Sequence[int]) -> bool:
-        states = self._states[-1:]
-        for token_id in token_ids:
-            text = self._grammar.texts.get(token_id)
-            state = self._grammar.automaton.after(states[-1], text) if text else None
-            if state is None:
-                return False
-            states.append(state)
-        self._states += states[1:]
-        return True
-
-    def roll_back(self, num_tokens: int) -> None:
-        if num_tokens:
-            del self._states[-num_tokens:]
-
-    @property
-    def complete(self) -> bool:
-        return self._grammar.automaton.is_final(self._states[-1])
-
-    @property
-    def terminated(self) -> bool:
-        return self.complete and not self._grammar.mask(self._states[-1]).any()
-
-    @property
-    def failure(self) -> str:
-        return ""
-
-
 class SchemaGrammar:
     """A JSON schema whose parsers are made one for each request."""
 
     def __init__(self, schema: Any, backend: EnforcerBackend) -> None:
         self.backend = backend
-        self.schema = schema
-        self.matcher().complete  # noqa: B018 - its tokens are looked for now, where nobody waits
+        self._schema = schema
+        self.first_mask = backend.mask_of(self.parser())
+        """Mask of the first token, [ceil(V / 32)]; it is made here, where nobody waits."""
+
+    def parser(self) -> CharacterLevelParser:
+        """A parser of its own for each request: parsers share what they write down."""
+        parser = self.backend.schema_parser(self._schema)
+        parser.config = self.backend.parser_config
+        return parser
 
     def matcher(self) -> SchemaMatcher:
         return SchemaMatcher(self)
@@ -252,11 +232,9 @@ class SchemaMatcher:
     """One request's place: the library's parser after each token."""
 
     def __init__(self, grammar: SchemaGrammar) -> None:
-        backend = self._backend = grammar.backend
-        parser = backend.schema_parser(grammar.schema)
-        parser.config = backend.parser_config
-        self._parsers: list[CharacterLevelParser] = [parser]
-        self._words: dict[int, Words] = {}
+        self._backend = grammar.backend
+        self._parsers = [grammar.parser()]
+        self._words = {1: grammar.first_mask}
         """Number of parsers -> mask of the next token; the latest only."""
         self._failed = False
 
@@ -271,12 +249,10 @@ class SchemaMatcher:
                 self.roll_back(done)
                 return False
             parser = self._parsers[-1]
-            try:
+            with self._failures_noted():
                 for character in self._backend.texts[token_id]:
                     parser = parser.add_character(character)
-            except Exception:  # the parser's are of many kinds, and all of them its own failures
-                logger.exception("lm-format-enforcer's parser failed")
-                self._failed = True
+            if self._failed:
                 return False
             self._parsers.append(parser)
         return True
@@ -301,10 +277,18 @@ class SchemaMatcher:
     def _mask(self) -> Words:
         count = len(self._parsers)
         if count not in self._words:
-            try:
+            self._words = {count: np.zeros(self._backend.vocabulary.num_words, np.int32)}
+            with self._failures_noted():
                 self._words = {count: self._backend.mask_of(self._parsers[-1])}
-            except Exception:
-                logger.exception("lm-format-enforcer's parser failed")
-                self._failed = True
-                self._words = {count: np.zeros(self._backend.vocabulary.num_words, np.int32)}
         return self._words[count]
+
+    @contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """A failure of the library's parser ends this request, not the step of all."""
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception:  # the library raises bare ones, and whatever its slips come to
+            logger.exception("lm-format-enforcer's parser failed")
+            self._failed = True

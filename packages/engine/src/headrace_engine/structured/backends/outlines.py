@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from headrace_engine.structured.schema import (
     subschemas,
     unsupported,
 )
+from headrace_engine.structured.state_matcher import StateMatcher
 
 if TYPE_CHECKING:
     import outlines_core
@@ -117,10 +117,19 @@ class OutlinesGrammar:
     def __init__(self, index: outlines_core.Index, vocabulary: Vocabulary) -> None:
         self.index = index
         self.size = vocabulary.size
+        self.start: int = index.get_initial_state()
         self.mask = functools.lru_cache(KEPT_MASKS)(self._mask)
 
-    def matcher(self) -> OutlinesMatcher:
-        return OutlinesMatcher(self)
+    def matcher(self) -> StateMatcher[int]:
+        return StateMatcher(self)
+
+    def after(self, state: int, token_id: int) -> int | None:
+        """The state behind a token; None: the state does not take it."""
+        return self.index.get_next_state(state, token_id) if 0 <= token_id < self.size else None
+
+    def is_final(self, state: int) -> bool:
+        """True if the text that leads to this state is complete."""
+        return bool(self.index.is_final_state(state))
 
     def _mask(self, state: int) -> npt.NDArray[np.int32]:
         """[ceil(V / 32)] int32."""
@@ -131,41 +140,3 @@ class OutlinesGrammar:
         allowed[self.size] = 0  # stands for the end
         words = np.packbits(allowed, bitorder="little").view(np.int32)
         return words[: -(-self.size // 32)]
-
-
-class OutlinesMatcher:
-    """One request's place: the states it has been in."""
-
-    def __init__(self, grammar: OutlinesGrammar) -> None:
-        self._grammar = grammar
-        self._states: list[int] = [grammar.index.get_initial_state()]
-
-    def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
-        bitmask[row] = self._grammar.mask(self._states[-1])
-
-    def advance(self, token_ids: Sequence[int]) -> bool:
-        states, index = self._states[-1:], self._grammar.index
-        for token_id in token_ids:
-            inside = 0 <= token_id < self._grammar.size
-            found = index.get_next_state(states[-1], token_id) if inside else None
-            if found is None:
-                return False
-            states.append(found)
-        self._states += states[1:]
-        return True
-
-    def roll_back(self, num_tokens: int) -> None:
-        if num_tokens:
-            del self._states[-num_tokens:]
-
-    @property
-    def complete(self) -> bool:
-        return bool(self._grammar.index.is_final_state(self._states[-1]))
-
-    @property
-    def terminated(self) -> bool:
-        return self.complete and not self._grammar.mask(self._states[-1]).any()
-
-    @property
-    def failure(self) -> str:
-        return ""
