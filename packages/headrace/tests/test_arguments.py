@@ -18,8 +18,7 @@ pytestmark = pytest.mark.spec("ARGS-CLI")
 @pytest.fixture
 def parser():
     parser = Parser(prog="headrace test")
-    parser.add_argument("model_tag", nargs="?")
-    parser.add_argument("--config")
+    parser.add_model()
     return EngineArgs.add_cli_args(parser)
 
 
@@ -96,7 +95,14 @@ def test_config_file_is_below_the_command_line(parser, tmp_path):
     assert args.served_model_name == ["x", "y"]
     assert args.hf_overrides == {"a": {"b": 1}}
     positional = parser.parse_args(["mine", f"--config={file}"])
-    assert (positional.model_tag, positional.model) == ("mine", None)
+    assert positional.model == "mine"
+
+
+def test_a_positional_model_wins(parser):
+    assert parser.parse_args(["mine"]).model == "mine"
+    assert parser.parse_args(["mine", "--model", "other"]).model == "mine"
+    assert parser.parse_args(["--model", "other"]).model == "other"
+    assert parser.parse_args([]).model is None
 
 
 @pytest.mark.parametrize("name", ["c.json", "c.yaml"])

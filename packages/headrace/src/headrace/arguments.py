@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn, Union
 
 from headrace.unbuilt import unbuilt
 
+_POSITIONAL = "model_tag"
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -131,12 +132,25 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         self._json_flags: dict[str, str] = {}
         self._groups_by_name: dict[str, argparse._ArgumentGroup] = {}
+        self._takes_model = False
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(add_help=False, allow_abbrev=False, **kwargs)
         self.add_argument(
             "-h", "--help", nargs="?", action=_HelpPart, metavar="WORD",
             help="Show this help; =all, =<group> or =<flag> shows more.",
         )  # fmt: skip
+
+    def add_model(self, kinds: str = "folder or hub name") -> None:
+        """Add ``MODEL`` as a positional, which wins over ``--model``, and ``--config``.
+
+        Args:
+            kinds: the forms of ``MODEL``, for the help.
+        """
+        self.add_argument(_POSITIONAL, nargs="?", metavar="MODEL", help=kinds)
+        self.add_argument(
+            "--config", metavar="FILE", help="YAML file of flags; the command line wins"
+        )
+        self._takes_model = True
 
     def add_config(self, config: type, title: str, only: Collection[str] | None = None) -> None:
         """Add a flag for every option of a configuration class, in a group named ``title``.
@@ -210,6 +224,8 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
         parsed = super().parse_args(words, namespace)
         self._refuse_swallowed(parsed)
+        if self._takes_model and getattr(parsed, _POSITIONAL) is not None:
+            parsed.model = getattr(parsed, _POSITIONAL)
         return parsed
 
     def _refuse_swallowed(self, parsed: argparse.Namespace) -> None:

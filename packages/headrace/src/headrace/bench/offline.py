@@ -20,15 +20,12 @@ if TYPE_CHECKING:
 def parser(name: str, description: str, epilog: str) -> Parser:
     """A parser with the model's positional, ``--config`` and, once its own flags are added, the engine's."""
     made = Parser(prog=f"headrace bench {name}", description=description, epilog=epilog)
-    made.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    made.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line wins")
+    made.add_model()
     return made
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The engine's settings from a parsed command line."""
-    if args.model_tag is not None:
-        args.model = args.model_tag
     return EngineArgs.from_cli_args(args).settings
 
 

@@ -104,8 +104,6 @@ def _settle(args: Namespace) -> None:
 def _samples(args: Namespace) -> list[Sample]:
     from headrace import demo
 
-    if args.model_tag is not None:
-        args.model = args.model_tag
     text = args.backend == "headrace-chat" or args.dataset_name in ("sharegpt", "sonnet", "custom")
     name = args.tokenizer or args.model or str(demo.path())
     tokenizer = (

@@ -68,10 +68,7 @@ def _parser() -> Parser:
         epilog="Try: headrace generate --prompt 'Hello' --max-tokens 20\n"
         "     headrace generate --chat --input questions.txt --output answers.jsonl",
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
-    )
+    parser.add_model()
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
     parser.add_argument(
         "--input", metavar="FILE",
@@ -177,7 +174,7 @@ def _keep_answers(
     path = journal_beside(args.output, folder, "output", _file(args.input))
     if args.restart:
         path.unlink(missing_ok=True)
-    model = args.model_tag or args.model or "the demo model"
+    model = args.model or "the demo model"
     total = len(prompts.every)
     with Journal(path, prompts.source, model, _options(args), field="output") as journal:
         if journal.num_resumed:
@@ -222,8 +219,6 @@ def _answer(
     """Load the model and answer what has no answer; returns what failed."""
     from headrace.batch.generating import Generating
 
-    if args.model_tag is not None:
-        args.model = args.model_tag
     with ending_at_once():
         from headrace.llm import LLM
 

@@ -16,14 +16,10 @@ def main(words: Sequence[str]) -> int:
         "missing of an interface that it comes close to, and whether it fits into this machine's "
         "memory. No weights are loaded.",
     )
-    parser.add_argument(
-        "model_tag", nargs="?", metavar="MODEL", help="folder, GGUF file or hub name"
-    )
+    parser.add_model("folder, GGUF file or hub name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     EngineArgs.add_cli_args(parser)
     args = parser.parse_args(words)
-    if args.model_tag is not None:
-        args.model = args.model_tag
     from headrace.assembly.inspection import inspect_model
 
     found = inspect_model(EngineArgs.from_cli_args(args).create_engine_config(), memory=True)

@@ -51,8 +51,6 @@ def main(words: Sequence[str]) -> int:
     configure()
     settings = settings_from(args)
     check_template(settings)
-    if args.model_tag is not None:
-        args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     engine_args = EngineArgs.from_cli_args(args)
     config = engine_args.create_engine_config()
@@ -110,10 +108,7 @@ def make_parser() -> Parser:
 
 def _add_arguments(parser: Parser) -> None:
     """Add the flags that only this command has."""
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
-    )
+    parser.add_model()
     parser.add_argument(
         "-i",
         "--input-file",

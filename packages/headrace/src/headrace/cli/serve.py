@@ -118,8 +118,6 @@ def complete(args: Namespace, settings: ServerSettings) -> EngineArgs:
     """
     from headrace.assembly.templates import check_template
 
-    if args.model_tag is not None:
-        args.model = args.model_tag
     args.structured_outputs_config = structured_outputs(settings, args.structured_outputs_config)
     if settings.disable_log_stats:
         args.log_stats = False
@@ -226,10 +224,7 @@ def make_parser(kind: type[Parser] = Parser) -> Parser:
         '\'Content-Type: application/json\' \\\n    -d \'{"messages": [{"role": "user", '
         '"content": "Hello"}]}\'',
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
-    )
+    parser.add_model()
     parser.add_argument(
         "--models-config", metavar="FILE",
         help="YAML or JSON list of models that are served together (docs: several models)",

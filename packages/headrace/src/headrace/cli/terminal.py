@@ -52,10 +52,7 @@ class TerminalModel(Protocol):
 def terminal_parser(name: str, description: str, epilog: str) -> Parser:
     """A parser with the flags that ``chat`` and ``complete`` have in common."""
     parser = Parser(prog=f"headrace {name}", description=description, epilog=epilog)
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder or hub name")
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of flags; the command line wins"
-    )
+    parser.add_model()
     parser.add_argument("-q", "--quick", metavar="TEXT", help="one exchange, then exit")
     parser.add_argument("--url", help="use a running server, e.g. http://localhost:8000/v1")
     parser.add_argument("--model-name", help="with --url: which model (default: its first)")
@@ -71,8 +68,6 @@ def connect_model(args: Namespace) -> TerminalModel:
         from headrace.cli.remote import connect_server
 
         return connect_server(args.url, args.model_name, args.api_key)
-    if args.model_tag is not None:
-        args.model = args.model_tag
     if is_terminal():
         print("loading the model; Ctrl-C ends it", file=sys.stderr)
     with ending_at_once():
