@@ -293,6 +293,11 @@ class ServerSettings:
             object.__setattr__(self, "log_error_stack", self.dev_mode)
         profiles.check(self)
         self._check_operations()
+        self._check_values()
+        self._check_partners()
+
+    def _check_values(self) -> None:
+        """Check each setting by itself."""
         for name in (
             "api_key",
             "allowed_origins",
@@ -326,22 +331,6 @@ class ServerSettings:
         _check_choice("chat_template_content_format", self.chat_template_content_format,
                       ("auto", "string", "openai"))  # fmt: skip
         _check_choice("ssl_cert_reqs", self.ssl_cert_reqs, (0, 1, 2))
-        self._check_partners()
-        _check((self.ssl_keyfile is None) or (self.ssl_certfile is not None), "ssl_certfile",
-               self.ssl_certfile, "given along with ssl_keyfile")  # fmt: skip
-        _check(self.ssl_cert_reqs == 0 or self.ssl_ca_certs is not None, "ssl_cert_reqs",
-               self.ssl_cert_reqs, "0 unless ssl_ca_certs is given")  # fmt: skip
-        _check(not self.enable_auto_tool_choice or self.tool_call_parser is not None,
-               "enable_auto_tool_choice", self.enable_auto_tool_choice,
-               "given along with tool_call_parser")  # fmt: skip
-        _check(self.tool_call_parser is None or self.enable_auto_tool_choice, "tool_call_parser",
-               self.tool_call_parser, "given along with enable_auto_tool_choice")  # fmt: skip
-        _check(self.tool_parser_plugin is None or self.tool_call_parser is not None,
-               "tool_parser_plugin", self.tool_parser_plugin,
-               "given along with tool_call_parser")  # fmt: skip
-        _check(self.reasoning_parser_plugin is None or self.reasoning_parser is not None,
-               "reasoning_parser_plugin", self.reasoning_parser_plugin,
-               "given along with reasoning_parser")  # fmt: skip
         _check(bool(self.response_role), "response_role", self.response_role, "a non-empty string")
         _check(_is_metric_prefix(self.metrics_prefix), "metrics_prefix", self.metrics_prefix,
                "empty, or letters, digits, '_' and ':', not beginning with a digit")  # fmt: skip
@@ -399,6 +388,20 @@ class ServerSettings:
             value = getattr(self, name)
             _check(value == neutral[name] or self.enable_responses_store, name, value,
                    "given along with enable_responses_store")  # fmt: skip
+        _check((self.ssl_keyfile is None) or (self.ssl_certfile is not None), "ssl_certfile",
+               self.ssl_certfile, "given along with ssl_keyfile")  # fmt: skip
+        _check(self.ssl_cert_reqs == 0 or self.ssl_ca_certs is not None, "ssl_cert_reqs",
+               self.ssl_cert_reqs, "0 unless ssl_ca_certs is given")  # fmt: skip
+        absent = (None, False)
+        for name, partner in (
+            ("enable_auto_tool_choice", "tool_call_parser"),
+            ("tool_call_parser", "enable_auto_tool_choice"),
+            ("tool_parser_plugin", "tool_call_parser"),
+            ("reasoning_parser_plugin", "reasoning_parser"),
+        ):
+            value = getattr(self, name)
+            _check(value in absent or getattr(self, partner) not in absent, name, value,
+                   f"given along with {partner}")  # fmt: skip
 
     def share(self, limit: int) -> int:
         """One HTTP process's part of a limit of the whole server, rounded up; 0 stays 0."""
