@@ -163,20 +163,14 @@ class PoolingIntake:
             keep, _longest(task, info, model), cut=keep is not None, side=params.truncation_side
         )
         tokens = self._tokens(prompt, add_special_tokens, fit)
-        ids, types = tokens.ids, tokens.token_type_ids
-        if keep is not None and len(ids) > keep:
-            if tokens.media:
-                raise cuts_media(params.truncate_prompt_tokens)
-            kept = slice(keep) if params.truncation_side == "right" else slice(-keep, None)
-            ids, types = ids[kept], types[kept] if types is not None else None
+        ids, types = _kept(tokens, keep, params)
         if not ids:
             raise RequestError("prompt: must hold at least one token", param="prompt")
         if introduction and params.num_left_out is None and _leaves_out(task, info):
             begins = self._num_tokens(introduction, add_special_tokens)
             if keep is not None and params.truncation_side == "left":
-                begins -= len(self._tokens(prompt, add_special_tokens, Fit(cut=True)).ids) - len(
-                    ids
-                )
+                whole = self._tokens(prompt, add_special_tokens, Fit(cut=True)).ids
+                begins -= len(whole) - len(ids)
             params.num_left_out = max(0, begins)
         if params.num_left_out:
             params.num_left_out = min(params.num_left_out, len(ids) - 1)
@@ -283,8 +277,25 @@ class PoolingIntake:
         )
 
 
+def _kept(
+    tokens: PromptTokens, keep: int | None, params: PoolingParams
+) -> tuple[list[int], list[int] | None]:
+    """(token ids, token types) that a prompt keeps of its own.
+
+    Raises:
+        RequestError: media would lose tokens.
+    """
+    ids, types = tokens.ids, tokens.token_type_ids
+    if keep is None or len(ids) <= keep:
+        return ids, types
+    if tokens.media:
+        raise cuts_media(params.truncate_prompt_tokens)
+    kept = slice(keep) if params.truncation_side == "right" else slice(-keep, None)
+    return ids[kept], types[kept] if types is not None else None
+
+
 def _leaves_out(task: str, info: PoolingInfo) -> bool:
-    """Whether embeddings are made of a text's own tokens only."""
+    """True if embeddings are made of a text's own tokens only."""
     return task == "embed" and not info.include_prompt and info.pooling_type in ("CLS", "MEAN")
 
 
