@@ -26,8 +26,8 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,19 @@ class Answer:
         return json.loads(self.body)
 
 
-async def post(url: str, path: str, body: Any, *, headers: str = "") -> Answer:
-    """One request on a connection of its own."""
+async def post(
+    url: str,
+    path: str,
+    body: Any,
+    *,
+    headers: str = "",
+    sent: Callable[[], None] = lambda: None,
+) -> Answer:
+    """One request on a connection of its own.
+
+    Args:
+        sent: called once the request is written.
+    """
     address = urlsplit(url)
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
@@ -75,6 +86,7 @@ async def post(url: str, path: str, body: Any, *, headers: str = "") -> Answer:
         )
         writer.write(head.encode() + data)
         await writer.drain()
+        sent()
         async with asyncio.timeout(600):
             return _parsed(await reader.read())
     finally:
@@ -208,7 +220,7 @@ class Burst:
     """Refusals without a ``Retry-After``."""
     livez: list[float]
     sent_in: float
-    """Seconds from the first to the last request."""
+    """Seconds until the last request was sent."""
 
     def describe(self) -> str:
         p99 = quantile(self.livez, 0.99) * 1000
@@ -219,15 +231,15 @@ class Burst:
 
 
 async def run_burst(url: str, number: int) -> Burst:
-    """So many requests within a second."""
+    """So many requests as fast as they can be sent."""
     begin = time.monotonic()
     sent: list[float] = []
 
     async def one(seed: int) -> Answer:
-        await asyncio.sleep(seed / number)
-        sent.append(time.monotonic() - begin)
         body = {"prompt": "burst", "max_tokens": 50, "seed": seed}
-        return await post(url, "/v1/completions", body)
+        return await post(
+            url, "/v1/completions", body, sent=lambda: sent.append(time.monotonic() - begin)
+        )
 
     with livez_watched(url) as livez:
         answers = await asyncio.gather(*(one(seed) for seed in range(number)))
@@ -238,6 +250,8 @@ async def run_burst(url: str, number: int) -> Burst:
 
 # L4: a long run of mixed requests
 
+_LOOKS = 200
+"""Times that memory is measured in a soak."""
 KINDS = ("whole", "stream", "chat", "leave", "wrong", "unknown", "slow", "many")
 
 
@@ -293,6 +307,7 @@ async def run_soak(server: RunningServer, number: int, *, at_once: int = 32) -> 
     """So many requests of all kinds in a mixed order, so many at once."""
     found = Soak()
     numbers = iter(range(1, number + 1))
+    every = max(1, number // _LOOKS)
     begin = time.monotonic()
 
     async def worker() -> None:
@@ -305,17 +320,12 @@ async def run_soak(server: RunningServer, number: int, *, at_once: int = 32) -> 
                 found.wrong.append(f"{kind} {seed}: {problem}")
             if kind == "whole":
                 found.waits.append(time.monotonic() - before)
+            if seed % every == 0:
+                size = await asyncio.to_thread(resident, server.process.pid)
+                found.memory.append((time.monotonic() - begin, size))
 
-    async def watch() -> None:
-        while True:
-            size = await asyncio.to_thread(resident, server.process.pid)
-            found.memory.append((time.monotonic() - begin, size))
-            await asyncio.sleep(0.5)
-
-    watching = asyncio.create_task(watch())
     await asyncio.gather(*(worker() for _ in range(at_once)))
     found.seconds = time.monotonic() - begin
-    watching.cancel()
     return found
 
 
@@ -443,7 +453,12 @@ async def _others(url: str, rounds: int) -> tuple[float, list[str]]:
 async def run_readers(
     server: RunningServer, number: int, seconds: float, *, logprobs: bool = False
 ) -> Crowd:
-    """Streams that are long, of which 10 bytes a second are read."""
+    """Streams that are long, of which 10 bytes are read each second or so: once for each time that
+    others' streams of a second are measured.
+
+    Args:
+        seconds: so long at least, and five times at least.
+    """
     plain, wrong = await _others(server.url, 5)
     before, produced = resident(server.process.pid), server.metric("generation_tokens_total")
     readers = [_slow_reader(server.url, seed, logprobs) for seed in range(number)]
@@ -454,25 +469,20 @@ async def run_readers(
         return enough and blocks_are_free(server)
 
     until = time.monotonic() + seconds
-
-    async def trickle() -> None:
-        while time.monotonic() < until:
-            for reader in readers:
-                try:
-                    reader.recv(10)
-                except BlockingIOError:
-                    continue
-            await asyncio.sleep(1)
-
-    reading = asyncio.create_task(trickle())
     # Until they are behind they cost steps, as any request does; from then on they are only slow.
     await asyncio.to_thread(wait_for, are_behind)
-    among, more = await _others(server.url, 5)
-    await reading
+    times: list[float] = []
+    while len(times) < 5 or time.monotonic() < until:
+        for reader in readers:
+            with suppress(BlockingIOError):
+                reader.recv(10)
+        took, more = await _others(server.url, 1)
+        times.append(took)
+        wrong += more
     grown = resident(server.process.pid) - before
     for reader in readers:
         reader.close()
-    return Crowd(number, grown / number, among / plain, wrong + more)
+    return Crowd(number, grown / number, statistics.median(times) / plain, wrong)
 
 
 def _slow_reader(url: str, seed: int, logprobs: bool) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -19,6 +19,8 @@ class Stream(AsyncIterator[RequestOutput]):
         self.go = asyncio.Event()
         self._items, self._error = items, error
         self._decided = asyncio.Event()
+        self.taken = asyncio.Event()
+        """An item has left for whoever merges."""
         self.closed = False
 
     async def __anext__(self) -> RequestOutput:
@@ -28,6 +30,7 @@ class Stream(AsyncIterator[RequestOutput]):
             raise self._error
         if not self._items:
             raise StopAsyncIteration
+        self.taken.set()
         return self._items.pop(0)
 
     async def decided(self) -> None:
@@ -48,20 +51,12 @@ def output(request_id: str) -> RequestOutput:
     return RequestOutput(request_id, None, [1], [], finished=False)
 
 
-async def settle(until: Callable[[], bool] = lambda: False) -> None:
-    for _ in range(50):
-        if until():
-            return
-        await asyncio.sleep(0)
-
-
 async def test_a_refusal_comes_before_the_items_of_others() -> None:
     ready, refused = Stream([output("a")]), Stream([], RequestError("too long", param="prompt"))
     merged = merge([ready, refused])
-    first: Awaitable[object] = asyncio.ensure_future(merged.__anext__())
+    first = asyncio.ensure_future(anext(merged))
     ready.go.set()
-    await settle()
-    assert not first.done()  # type: ignore[attr-defined]
+    await ready.taken.wait()
     refused.go.set()
     with pytest.raises(RequestError, match="too long"):
         await first
