@@ -24,14 +24,14 @@ NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 NO_LIMIT = int(1e30)
 """``model_max_length`` of a checkpoint that states none."""
 LONGEST_LIMIT = int(1e20)
-"""A ``model_max_length`` above this means that there is no limit."""
+"""A ``model_max_length`` above this is no limit."""
 SIDES = ("right", "left")
 MODEL_INPUTS = ("input_ids", "attention_mask")
 CLEANED_UP = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
     (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""Replacements of ``clean_up_tokenization_spaces``, in order."""
+"""What ``clean_up_tokenization_spaces`` replaces, in order."""
 
 
 class TokenizedText(dict[str, Any]):
@@ -236,7 +236,7 @@ class ModelTokenizer:
     def truncation_side(self, side: str) -> None:
         self._sides["truncation_side"] = _side("truncation_side", side)
 
-    # Values that the checkpoint states.
+    # What the checkpoint says.
 
     @property
     def chat_template(self) -> str | None:
@@ -250,8 +250,8 @@ class ModelTokenizer:
 
     @functools.cached_property
     def model_input_names(self) -> list[str]:
-        """Names of the lists that a call returns: as the checkpoint states; else ids and mask, and token
-        types where the model reads them."""
+        """What a call returns: as the checkpoint says; else ids and mask, and token types where the
+        model reads them."""
         stated = self._config.get("model_input_names")
         if stated is not None:
             return list(stated)
