@@ -90,6 +90,8 @@ class InParts(Replaying):
         super().__init__(fails=fails)
         self.parts: list[list[int]] = []
         """Tokens of each part of each step."""
+        self.counts: list[list[int]] = []
+        """Tokens of each request of each step."""
         self.owners: list[list[int]] = []
         """Whose rows were wanted, as indices of requests, of each step that ends with chosen ones."""
         self.results = torch.zeros(2, 1024, HIDDEN)
@@ -102,6 +104,7 @@ class InParts(Replaying):
     ) -> Tensor:
         bounds = batch.cu_seqlens_q[list(cuts)]
         self.parts.append(bounds.diff().tolist())
+        self.counts.append(batch.cu_seqlens_q.diff().tolist())
         if not self.need.all_rows:
             rows = (
                 torch.arange(batch.num_tokens) if batch.logits_rows is None else batch.logits_rows
@@ -137,7 +140,7 @@ def test_full_steps_are_run_in_parts(task: str, fails: bool) -> None:
         torch.testing.assert_close(found, made.model.dense(Tokens().encode(text), task=task))
     assert len(graph.parts) > 1
     assert all(len(parts) > 2 and max(parts) <= 512 for parts in graph.parts)
-    assert all(parts[0] == max(parts) for parts in graph.parts), "large ones come first"
+    assert all(counts == sorted(counts, reverse=True) for counts in graph.counts), "longest first"
 
 
 @pytest.mark.spec("POOL-GRAPH")
