@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pooling_checkpoints import bert, text
+from side_by_side import side_by_side
 
 from headrace import LLM, LLMEngine, PoolingParams, SamplingParams
 from headrace.engine_args import EngineArgs
@@ -22,8 +21,6 @@ SETTINGS: dict[str, Any] = {
     "use_tqdm_on_load": False,
 }  # fmt: skip
 QUIET: dict[str, Any] = {"use_tqdm": False}
-LIMIT = 60.0
-"""Seconds after which a hang is one."""
 WRONG = [
     None, 3, 3.5, True, [None], [3.5], ["fine", None], [[None]], [["a"]], b"x", [b"x"], [True], {}, [{}],
     object(), np.array([0.5]), np.array(3), [1, None], {"prompt": 3}, {"x": 1}, [[]],
@@ -136,23 +133,6 @@ def test_options_of_another_kind(embedder: LLM) -> None:
     assert "embed" in embedder.get_supported_tasks()
 
 
-def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Results of calls, each from a daemon thread of its own."""
-    ready = threading.Barrier(len(calls))
-    futures: list[Future[Any]] = [Future() for _ in calls]
-
-    def run(call: Callable[[], Any], future: Future[Any]) -> None:
-        ready.wait(LIMIT)
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=run, args=(call, future), daemon=True).start()
-    return [future.result(LIMIT) for future in futures]
-
-
 @pytest.mark.spec("ENGINE-LLM-POOL")
 def test_calls_of_several_threads_get_their_own_results(embedder: LLM, reranker: LLM) -> None:
     work = [[text(3 + 5 * i + j, 7 * i + j) for j in range(1 + i)] for i in range(6)]
@@ -166,7 +146,7 @@ def test_calls_of_several_threads_get_their_own_results(embedder: LLM, reranker:
             [lambda w=w: embedder.encode(w, params, pooling_task="embed", **QUIET) for w in work],
             [lambda w=w: reranker.score(w[0], w, **QUIET) for w in work],
         )  # type: ignore[misc]
-        found = together([*embedded, *encoded, *scored])
+        found = side_by_side([*embedded, *encoded, *scored])
         for wanted, got in zip(alone, found[:6], strict=True):
             assert [o.prompt_token_ids for o in got] == [o.prompt_token_ids for o in wanted]
             torch.testing.assert_close(
@@ -193,7 +173,7 @@ def test_a_refused_call_leaves_those_of_other_threads_alone(embedder: LLM) -> No
             with pytest.raises(RequestError, match="not a token id"):
                 embedder.embed(["fine", [999_999]], **QUIET)
 
-    found, *_ = together([lambda: embedder.embed(texts, **QUIET), refused, refused])
+    found, *_ = side_by_side([lambda: embedder.embed(texts, **QUIET), refused, refused])
     assert [o.prompt_token_ids for o in found] == [o.prompt_token_ids for o in alone]
     nothing_runs(embedder)
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from side_by_side import LIMIT, side_by_side
 
 from headrace import LLM, SamplingParams
 from headrace.sampling_params import BeamSearchParams
 from headrace_core.errors import EngineDead, RequestError
 
 SMALL = {"max_model_len": 512, "max_num_seqs": 16, "num_threads": 1}
-LIMIT = 60.0
-"""Seconds after which a hang is one."""
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +27,16 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-def _together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Results of calls, each from a daemon thread of its own: one that hangs fails the test only."""
-    ready = threading.Barrier(len(calls))
-    futures: list[Future[Any]] = [Future() for _ in calls]
-
-    def run(call: Callable[[], Any], future: Future[Any]) -> None:
-        ready.wait(LIMIT)
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=run, args=(call, future), daemon=True).start()
-    return [future.result(LIMIT) for future in futures]
-
-
 @pytest.mark.spec("ENGINE-LLM-GENERATE")
 def test_calls_of_several_threads_get_their_own_outputs(llm):
     """Lengths differ, so that each call ends while others still run."""
     work = [([f"Say {i}", f"Count to {i}"], _greedy(3 + 5 * i)) for i in range(6)]
     alone = [llm.generate(prompts, params, use_tqdm=False) for prompts, params in work]
     for _ in range(3):
-        together = _together([lambda p=p, s=s: llm.generate(p, s, use_tqdm=False) for p, s in work])
-        for expected, got in zip(alone, together, strict=True):
+        outputs = side_by_side(
+            [lambda p=p, s=s: llm.generate(p, s, use_tqdm=False) for p, s in work]
+        )
+        for expected, got in zip(alone, outputs, strict=True):
             assert [o.prompt for o in got] == [o.prompt for o in expected]
             assert [o.outputs[0].token_ids for o in got] == [
                 o.outputs[0].token_ids for o in expected
@@ -76,14 +60,14 @@ def test_calls_of_several_threads_run_in_the_same_steps(llm):
 
     every = [_greedy(2), _greedy(60)]
     calls = [lambda i=i: llm.generate(["a", "b"], every, use_tqdm=bar(i)) for i in (0, 1)]
-    assert [len(outputs) for outputs in _together(calls)] == [2, 2]
+    assert [len(outputs) for outputs in side_by_side(calls)] == [2, 2]
 
 
 def test_methods_of_all_kinds_at_once(llm):
     chat = [{"role": "user", "content": "What is 2 + 3?"}]
     beams = BeamSearchParams(beam_width=3, max_tokens=8)
     [expected] = llm.beam_search("Hello", beams)
-    generated, chatted, searched, stats, _ = _together(
+    generated, chatted, searched, stats, _ = side_by_side(
         [
             lambda: llm.generate("Hello", _greedy(40), use_tqdm=False),
             lambda: llm.chat(chat, _greedy(20), use_tqdm=False),
@@ -110,7 +94,7 @@ def test_a_call_from_within_a_callback_of_another(llm):
             inner.append(llm.generate("inner", _greedy(30), use_tqdm=False)[0])
 
     params = [_greedy(2), _greedy(6), _greedy(9)]
-    [outer] = _together([lambda: llm.generate(["a", "b", "c"], params, use_tqdm=Bar)])
+    [outer] = side_by_side([lambda: llm.generate(["a", "b", "c"], params, use_tqdm=Bar)])
     assert [len(o.outputs[0].token_ids) for o in outer] == [2, 6, 9]
     assert [len(o.outputs[0].token_ids) for o in inner] == [30] * 3
 
@@ -125,7 +109,7 @@ def test_requests_of_the_step_loop_survive_a_call_beside_them(llm):
         while engine.has_unfinished_requests():
             seen.extend(engine.step())
 
-    _together([steps])
+    side_by_side([steps])
     assert seen[-1].request_id == "mine"
     assert seen[-1].finished
 
@@ -135,7 +119,7 @@ def test_a_refused_call_leaves_the_others_alone(llm):
         with pytest.raises(RequestError):
             llm.generate(["fine", [999_999]], _greedy(30), use_tqdm=False)
 
-    outputs, *_ = _together(
+    outputs, *_ = side_by_side(
         [lambda: llm.generate(["a", "b"], _greedy(40), use_tqdm=False), refused, refused]
     )
     assert [len(o.outputs[0].token_ids) for o in outputs] == [40, 40]

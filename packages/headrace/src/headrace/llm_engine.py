@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly import front_end, starting
 from headrace.assembly.missing import missing
 from headrace.assembly.templates import PYTHON
 from headrace.engine_args import EngineArgs
-from headrace.given import as_timeout, as_worker_call, refuse_adapters
+from headrace.given import refuse_adapters
 from headrace.metrics import Metric, OfflineMetrics, disabled
 from headrace.model_facts import ModelFacts
+from headrace.offline.controls import EngineControls
 from headrace.pooling import as_tensor
 from headrace.tokenizer import ModelTokenizer
 from headrace_core.errors import RequestError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from headrace_engine.offline import OfflineEngine
 
 
-class LLMEngine:
+class LLMEngine(EngineControls):
     """Add requests, call :meth:`step` until nothing is unfinished.
 
     Leaving a ``with`` block, :meth:`shutdown` or dropping the object frees model and cache.
@@ -42,8 +43,7 @@ class LLMEngine:
             if front.config.observability.log_stats:
                 self._metrics = _offline_metrics(front)
             observer = self._metrics if isinstance(self._metrics, OfflineMetrics) else None
-            self.engine: OfflineEngine = OfflineEngine(front.client, front.intake, observer)
-            """The synchronous engine underneath, of the package headrace-engine."""
+            self._engine = OfflineEngine(front.client, front.intake, observer)
         self.front: FrontEnd = front
         """The parts that the engine was made of."""
         self._tokenizer: ModelTokenizer | None = None
@@ -53,6 +53,11 @@ class LLMEngine:
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
         """Build model, cache and scheduler."""
         return cls(args)
+
+    @property
+    def engine(self) -> OfflineEngine:
+        """The synchronous engine underneath, of the package headrace-engine."""
+        return self._engine
 
     @property
     def model_config(self) -> ModelFacts:
@@ -130,10 +135,6 @@ class LLMEngine:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.engine.abort_request(ids)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached blocks; False if some are in use and running requests may not be reset."""
-        return bool(self.engine.reset_prefix_cache(reset_running_requests))
-
     def get_metrics(self) -> list[Metric]:
         """A snapshot of all metrics, under the names of a server's ``/metrics``.
 
@@ -152,48 +153,6 @@ class LLMEngine:
         if isinstance(self._metrics, ImportError):
             raise missing(self._metrics)
         return self._metrics.snapshot(self.engine.stats(drain=True))
-
-    def start_profile(self) -> None:
-        """Record the coming steps (``profiler_config``)."""
-        self.collective_rpc("start_profile")
-
-    def stop_profile(self) -> None:
-        """Write what was recorded."""
-        self.collective_rpc("stop_profile")
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """Call a method of every worker: results by rank.
-
-        Args:
-            method: the name of a method that may be called; or a function that gets the worker before
-                ``args``, for an engine in this process. The worker has ``rank``, ``device`` and
-                ``get_model()``. The function runs between two steps: nothing else runs meanwhile.
-            timeout: seconds; None: ten minutes. What was called goes on after it.
-
-        Raises:
-            RequestError: the method may not be called, or the arguments do not fit.
-            UnsupportedFeature: a function, and the engine is in another process.
-            TimeoutError: there was no answer in time.
-        """
-        method, args = as_worker_call(method, args, kwargs)
-        return list(self.engine.collective_rpc(method, args=args, timeout=as_timeout(timeout)))
-
-    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """Run a function on the model of every worker: results by rank.
-
-        Raises:
-            RequestError: it is not a function.
-            UnsupportedFeature: the engine is in another process.
-        """
-        if not callable(func):
-            raise RequestError(f"func = {func!r:.100}: must be a function", param="func")
-        return list(self.engine.apply_model(func))
 
     def shutdown(self) -> None:
         """Stop and free everything. Idempotent."""

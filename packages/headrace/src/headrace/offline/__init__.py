@@ -1,0 +1,1 @@
+"""The offline API by what its callers want: :class:`headrace.LLM` puts these parts together."""

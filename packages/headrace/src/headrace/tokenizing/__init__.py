@@ -1,0 +1,1 @@
+"""The tokenizer for scripts; :class:`headrace.tokenizer.ModelTokenizer` puts its parts together."""
