@@ -8,7 +8,7 @@ import pytest
 from headrace_core import plugins
 from headrace_core.errors import EngineDead
 from headrace_core.executor import Executor, WorkerFactory
-from headrace_core.step import StepResult
+from headrace_core.step import ScheduledStep, StepResult
 from headrace_core.testing.executor import (
     PATIENCE,
     EchoWorker,
@@ -32,32 +32,39 @@ class TestUniExecutor(ExecutorConformance):
         assert len(workers[0].threads) == 1
         assert threading.get_ident() not in workers[0].threads
 
-    def test_a_worker_that_exits_is_the_executor_s_end(self, no_new_threads: None) -> None:
-        ready = threading.Event()
-        executor = UniExecutor(exiting_worker(lambda: ready.wait(PATIENCE)))
+    def test_a_worker_that_exits_in_a_step_is_the_executor_s_end(
+        self, no_new_threads: None
+    ) -> None:
+        class Exiting(EchoWorker):
+            def execute(self, step: ScheduledStep) -> StepResult:
+                self.waiting.set()
+                assert self.release.wait(PATIENCE)
+                raise SystemExit("the worker gives up")
+
+        worker = Exiting()
+        executor = UniExecutor(lambda: worker)
         executor.start()
-        loaded: list[BaseException] = []
-
-        def load() -> None:
-            try:
-                executor.call("load")
-            except SystemExit as error:
-                loaded.append(error)
-
-        caller = threading.Thread(target=load)
-        caller.start()
-        while executor._tasks.qsize():  # until the thread has taken the call
-            pass
-        queued = executor.submit(make_step(1))
-        ready.set()
+        exiting = executor.submit(make_step(1))
+        assert worker.waiting.wait(PATIENCE)
+        queued = executor.submit(make_step(2))
+        worker.release.set()
         with pytest.raises(CancelledError):
             queued.result(PATIENCE)
-        caller.join(PATIENCE)
-        assert [str(error) for error in loaded] == ["the worker gives up"]
+        with pytest.raises(SystemExit, match="the worker gives up"):
+            exiting.result(PATIENCE)
         assert isinstance(executor.failure, SystemExit)
         with pytest.raises(EngineDead) as caught:
-            executor.submit(make_step(2))
+            executor.submit(make_step(3))
         assert caught.value.__cause__ is executor.failure
+        executor.shutdown()
+
+    def test_a_call_that_exits_fails_alone(self) -> None:
+        executor = UniExecutor(exiting_worker(lambda: None))
+        executor.start()
+        with pytest.raises(SystemExit, match="the worker gives up"):
+            executor.call("load")
+        assert executor.failure is None
+        assert executor.submit(make_step(1)).result(PATIENCE).step_id == 1
         executor.shutdown()
 
     @pytest.mark.parametrize("behind", [(), ("wait",)], ids=["alone", "while-the-next-one-runs"])

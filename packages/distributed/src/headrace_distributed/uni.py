@@ -70,7 +70,7 @@ class UniExecutor(Executor):
 
         Raises:
             EngineDead: the executor is not running.
-            Exception: the method's own.
+            BaseException: the method's own; whatever it is, the worker goes on.
         """
 
         def run(worker: Worker) -> Any:
@@ -151,7 +151,8 @@ class UniExecutor(Executor):
             self._pass_on()
             task.future.set_exception(error)
         except BaseException as error:  # SystemExit and the like
-            self._end(error)
+            if task.is_step:
+                self._end(error)
             self._pass_on()
             task.future.set_exception(error)
         else:

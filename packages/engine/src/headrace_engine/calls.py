@@ -133,6 +133,7 @@ class Calls:
 
     def wait(self, call: Call) -> list[News]:
         """See :meth:`Call.wait`."""
+        self._client.check_caller()
         while True:
             with self._lock:
                 if call.fresh or not call.under_way:
@@ -294,6 +295,7 @@ class Call:
 
         Raises:
             EngineDead: the engine stopped; all requests of the call are gone.
+            EngineError: the thread is the engine's own.
         """
         return self._calls.wait(self)
 

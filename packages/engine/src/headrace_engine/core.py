@@ -21,6 +21,7 @@ from headrace_core.kv import CacheSpec
 from headrace_core.log_lines import log_block
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
+from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput
 from headrace_engine.startup import StartupTimeline
 from headrace_engine.step_timer import StepTimer
@@ -268,9 +269,9 @@ class EngineCore:
         """What a function says of each worker's model, by rank, after the steps that are in flight."""
         return self.executor.call("apply_model", function)
 
-    def run_on_workers(self, function: Callable[[Any], Any]) -> list[Any]:
+    def run_on_workers(self, function: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
         """Run a function with each worker after the steps that are in flight: results by rank."""
-        return self.executor.call(function)
+        return self.executor.call(function, *args)
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> list[Any]:
         """Run a method of every worker after the steps that are in flight: results by rank.
@@ -278,6 +279,7 @@ class EngineCore:
         Raises:
             RequestError: it is not in :data:`WORKER_CALLS`, or takes another number of arguments;
                 or weights are to be read while requests run.
+            EngineError: the method would have ended a worker; the executor says whether it has.
         """
         if method not in WORKER_CALLS:
             raise RequestError(
@@ -289,9 +291,12 @@ class EngineCore:
                 f"args: {method} takes {WORKER_CALLS[method] or 'none'}, {len(args)} given",
                 param="args",
             )
-        if method == "reload_weights":
-            return self._reload_weights()
-        return self.executor.call(method, *args)
+        try:
+            if method == "reload_weights":
+                return self._reload_weights()
+            return self.executor.call(method, *args)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise must_not_end(f"collective_rpc: {method}", error) from error
 
     def _reload_weights(self) -> list[Any]:
         """What other weights computed is worth nothing: neither running requests nor cached blocks."""

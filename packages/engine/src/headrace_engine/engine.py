@@ -391,17 +391,22 @@ class Engine:
             return await asyncio.wrap_future(self._client.call_workers(method, args))
 
     async def run_on_workers(
-        self, function: Callable[[Any], Any], *, timeout: float | None = None
+        self,
+        function: Callable[..., Any],
+        *,
+        args: Sequence[Any] = (),
+        timeout: float | None = None,
     ) -> list[Any]:
-        """Run a function with each worker of this process as its argument: results by rank.
+        """Run a function with each worker of this process, and then ``args``: results by rank.
 
         Raises:
+            EngineError: the function would have ended a worker, or asked this engine for something.
             UnsupportedFeature: the workers are in another process.
             TimeoutError: there was no answer in time.
         """
         self._check_open()
         async with asyncio.timeout(CONTROL_TIMEOUT if timeout is None else timeout):
-            return await asyncio.wrap_future(self._client.run_on_workers(function))
+            return await asyncio.wrap_future(self._client.run_on_workers(function, args))
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from headrace_core.log_lines import in_this_context
 from headrace_core.request import CoreRequest
 from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.core import EngineCore
+from headrace_engine.guests import must_not_end
 from headrace_engine.messages import CoreOutput, CoreOutputs, TimedStep
 from headrace_engine.pace import StepPace
 
@@ -101,10 +102,18 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End after the step that runs and shut the core down; waits for it. Idempotent."""
+    def stop(self, *, wait: bool = True) -> None:
+        """End after the step that runs and shut the core down. Idempotent.
+
+        Args:
+            wait: until it has ended.
+        """
         self._commands.put(_Command(self._leave))
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
+        if (
+            wait
+            and self._thread.ident is not None
+            and self._thread is not threading.current_thread()
+        ):
             self._thread.join(JOIN_TIMEOUT)
 
     @property
@@ -149,9 +158,11 @@ class EngineLoop:
         """Run a function on every worker's model at the next pause between steps."""
         return self._call(lambda: self._core.apply_model(function))
 
-    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
+    def run_on_workers(
+        self, function: Callable[..., Any], args: Sequence[Any] = ()
+    ) -> Future[list[Any]]:
         """Run a function with each worker at the next pause between steps."""
-        return self._call(lambda: self._core.run_on_workers(function))
+        return self._call(lambda: self._core.run_on_workers(function, args))
 
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         reply: Future[Result] = Future()
@@ -289,14 +300,18 @@ class EngineLoop:
             return None
 
     def _handle(self, command: _Command) -> None:
-        """Run one command. What it raises goes to who asked, or else is fatal."""
+        """Run one command. What it raises goes to who asked, or else is fatal; it is fatal too if it
+        ended a worker."""
         if command.reply is None:
             command.run()
         elif command.reply.set_running_or_notify_cancel():
             try:
                 command.reply.set_result(command.run())
-            except Exception as error:
-                command.reply.set_exception(error)
+            except BaseException as error:
+                ours = isinstance(error, Exception)
+                command.reply.set_exception(error if ours else must_not_end("the call", error))
+                if self._core.executor.failure is not None:
+                    raise
 
     def _wait_for_commands(self) -> None:
         blocked = not self._core.is_idle

@@ -461,12 +461,24 @@ class OfflineEngine:
         return self._client.reset_prefix_cache(reset_running_requests).result(CONTROL_TIMEOUT)
 
     def shutdown(self) -> None:
-        """Stop the core and free everything; calls that still wait raise. Idempotent."""
+        """Stop the core and free everything; calls that still wait raise. Idempotent.
+
+        Raises: as :meth:`check_caller`.
+        """
+        self.check_caller()
         self._calls.close()
         try:
             self._client.shutdown()
         finally:
             self._intake.close()
+
+    def check_caller(self) -> None:
+        """Check that the calling thread may wait for the engine.
+
+        Raises:
+            EngineError: it runs a function of :meth:`collective_rpc` or :meth:`apply_model` for it.
+        """
+        self._client.check_caller()
 
     def __enter__(self) -> OfflineEngine:
         return self
@@ -492,13 +504,14 @@ class OfflineEngine:
         Raises:
             RequestError: a method of that name may not be called.
             UnsupportedFeature: a function, and the workers are in another process.
+            EngineError: what was called would have ended a worker (``sys.exit()``), or asked this
+                engine for something.
             TimeoutError: there was no answer in time.
         """
         if isinstance(method, str):
             future = self._client.call_workers(method, args)
         elif callable(method):
-            function = method
-            future = self._client.run_on_workers(lambda worker: function(worker, *args))
+            future = self._client.run_on_workers(method, args)
         else:
             raise RequestError(
                 f"method = {method!r:.100}: must be the name of a worker method, or a function",
@@ -513,6 +526,7 @@ class OfflineEngine:
 
         Raises:
             UnsupportedFeature: the workers are in another process.
+            EngineError: as :meth:`collective_rpc`.
             TimeoutError: no answer in time.
         """
         return self._client.apply_model(function).result(

@@ -251,10 +251,7 @@ class AsyncLLM:
         method, args = as_worker_call(method, args, kwargs)
         timeout = as_timeout(timeout)
         if callable(method):
-            function, given = method, args
-            return await self.engine.run_on_workers(
-                lambda worker: function(worker, *given), timeout=timeout
-            )
+            return await self.engine.run_on_workers(method, args=args, timeout=timeout)
         return await self.engine.collective_rpc(method, args=args, timeout=timeout)
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:

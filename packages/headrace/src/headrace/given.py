@@ -184,8 +184,10 @@ def as_worker_call(
     """A worker's method, or a function that gets the worker, and its arguments by position.
 
     Raises:
-        RequestError: the arguments do not fit the method.
+        RequestError: it is neither, or the arguments do not fit the method.
     """
+    if not isinstance(method, str) and not callable(method):
+        raise _not_params("method", method, "the name of a worker method, or a function")
     if not _is_list(args):
         raise _not_params("args", args, "a list of arguments")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -193,7 +195,7 @@ def as_worker_call(
     if not kwargs:
         return method, list(args)
     if not isinstance(method, str):
-        return partial(_with_keywords, method, dict(kwargs)), list(args)
+        return partial(method, **kwargs), list(args)
     from headrace_engine.core import WORKER_CALLS
 
     if method not in WORKER_CALLS:
@@ -203,12 +205,6 @@ def as_worker_call(
     except TypeError as error:
         raise RequestError(f"kwargs: {method}: {error}", param="kwargs") from None
     return method, list(bound.args[1:])
-
-
-def _with_keywords(
-    function: Callable[..., Any], kwargs: Mapping[str, Any], worker: Any, *args: Any
-) -> Any:
-    return function(worker, *args, **kwargs)
 
 
 def _final(params: SamplingParams) -> SamplingParams:

@@ -86,13 +86,24 @@ class CoreClient(ABC):
         """
         raise _stays_here("apply_model", "func")
 
-    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
-        """Run a function with each worker as its argument; results by rank.
+    def run_on_workers(
+        self, function: Callable[..., Any], args: Sequence[Any] = ()
+    ) -> Future[list[Any]]:
+        """Run a function with each worker, and then ``args``, as its arguments; results by rank.
 
         Raises:
             UnsupportedFeature: as :meth:`apply_model`.
         """
         raise _stays_here("collective_rpc", "method")
+
+    def check_caller(self) -> None:
+        """Check that the calling thread may wait for the core.
+
+        Raises:
+            EngineError: the thread is the core's own: it runs a function of :meth:`apply_model` or
+                :meth:`run_on_workers`. Every method that would wait raises it.
+        """
+        return  # where no function runs, no thread of the core's calls
 
     @property
     @abstractmethod

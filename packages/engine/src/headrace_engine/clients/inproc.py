@@ -12,6 +12,7 @@ from headrace_core.errors import EngineDead
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.core import EngineCore
+from headrace_engine.guests import Guests
 from headrace_engine.loop import EngineLoop
 from headrace_engine.startup import StartupTimeline
 
@@ -32,6 +33,7 @@ class InprocClient(CoreClient):
         self.timeline = timeline or StartupTimeline()
         self._build = build
         self._loop: EngineLoop | None = None
+        self._guests = Guests()
 
     def start(self, sink: OutputSink) -> None:
         core = self._build(self.timeline)
@@ -41,10 +43,11 @@ class InprocClient(CoreClient):
         self._loop = EngineLoop(core, sink)
         self._loop.start()
         # Whoever forgets to shut down: end the loop with this object, or with the interpreter.
-        weakref.finalize(self, self._loop.stop)
+        weakref.finalize(self, _end, self._loop, self._guests)
         self.timeline.finish()
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
+        self.check_caller()
         loop = self._running()
         if not loop.is_alive:
             raise loop.failure or EngineDead("the engine is shut down")
@@ -60,19 +63,30 @@ class InprocClient(CoreClient):
         self._running().resume(request_ids)
 
     def stats(self, drain: bool = False) -> Future[EngineStats]:
+        self.check_caller()
         return self._running().stats(drain)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> Future[bool]:
+        self.check_caller()
         return self._running().reset_prefix_cache(reset_running_requests)
 
     def call_workers(self, method: str, args: Sequence[Any] = ()) -> Future[list[Any]]:
+        self.check_caller()
         return self._running().call_workers(method, args)
 
     def apply_model(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
-        return self._running().apply_model(function)
+        self.check_caller()
+        return self._running().apply_model(self._guests.welcome("apply_model", function))
 
-    def run_on_workers(self, function: Callable[[Any], Any]) -> Future[list[Any]]:
-        return self._running().run_on_workers(function)
+    def run_on_workers(
+        self, function: Callable[..., Any], args: Sequence[Any] = ()
+    ) -> Future[list[Any]]:
+        self.check_caller()
+        guest = self._guests.welcome("collective_rpc", function)
+        return self._running().run_on_workers(guest, args)
+
+    def check_caller(self) -> None:
+        self._guests.refuse_calls()
 
     @property
     def heartbeat_age(self) -> float:
@@ -83,6 +97,7 @@ class InprocClient(CoreClient):
         return self._loop.failure if self._loop is not None else None
 
     def shutdown(self) -> None:
+        self.check_caller()
         if self._loop is not None:
             self._loop.stop()
 
@@ -90,3 +105,8 @@ class InprocClient(CoreClient):
         if self._loop is None:
             raise EngineDead("the engine was never started")
         return self._loop
+
+
+def _end(loop: EngineLoop, guests: Guests) -> None:
+    """Stop the loop of a client that was dropped; a function that the loop waits for cannot wait for it."""
+    loop.stop(wait=guests.inside is None)

@@ -45,12 +45,14 @@ class EngineControls(ABC):
         Args:
             method: the name of a method that may be called; or a function that gets the worker before
                 ``args``, for an engine in this process. The worker has ``rank``, ``device`` and
-                ``get_model()``. The function runs between two steps: nothing else runs meanwhile.
+                ``get_model()``. The function runs between two steps: nothing else runs meanwhile, so it
+                can neither call this object nor wait for a thread that does.
             timeout: seconds; None: ten minutes. What was called goes on after it.
 
         Raises:
             RequestError: the method may not be called, or the arguments do not fit.
             UnsupportedFeature: a function, and the engine is in another process.
+            EngineError: the function would have ended the worker (``sys.exit()``), or called this object.
             TimeoutError: there was no answer in time.
         """
         method, args = as_worker_call(method, args, kwargs)
@@ -64,6 +66,7 @@ class EngineControls(ABC):
         Raises:
             RequestError: it is not a function.
             UnsupportedFeature: the engine is in another process.
+            EngineError: as :meth:`collective_rpc`.
         """
         if not callable(func):
             raise RequestError(f"func = {func!r:.100}: must be a function", param="func")
