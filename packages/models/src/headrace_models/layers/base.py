@@ -32,6 +32,29 @@ class Layer:
                     if isinstance(item, Layer):
                         yield f"{name}.{index}", item
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights of this piece and of those below, by dotted name.
+
+        A fused layer (query, key and value) is one tensor. A plain weight has its shape and the
+        activations' dtype; where a kernel keeps it in another layout, the tensor is a copy, made when it is
+        reached. Weights that are quantized, or that several experts share, come as their kernels hold them.
+        """
+        seen: set[int] = set()
+        for path, leaf in [("", self), *walk(self)]:
+            if isinstance(leaf, WeightLayer) and id(leaf) not in seen:
+                seen.add(id(leaf))
+                for name, tensor in leaf.held():
+                    yield f"{path}.{name}".lstrip("."), tensor
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The tensors of :meth:`named_parameters`."""
+        return (tensor for _, tensor in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All of :meth:`named_parameters` at once: where it makes copies, as much memory again as the
+        weights take."""
+        return dict(self.named_parameters())
+
 
 def walk(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
     """Every piece below ``layer`` with its dotted path, parents first."""
@@ -123,6 +146,13 @@ class WeightLayer(Layer, ABC):
     @abstractmethod
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the tensors, of the slots' shapes and dtypes, on the model's device."""
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """The leaf's weights once it is loaded, by name (``weight``): see :meth:`named_parameters`."""
+        from headrace_models.layers.held_weights import tensors_in
+
+        for name, value in vars(self).items():
+            yield from tensors_in(name, value)
 
 
 def slot_of(

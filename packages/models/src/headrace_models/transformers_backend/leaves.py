@@ -7,7 +7,7 @@ its own parameters stay behind, without memory, for code that asks for their sha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +59,10 @@ class Parameters(WeightLayer):
                 self.module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:
                 self.module._buffers[name] = tensor
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self.names:
+            yield name, getattr(self.module, name)
 
 
 _HARMLESS = frozenset({
