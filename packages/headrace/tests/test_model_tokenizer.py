@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +129,8 @@ def unigram() -> tuple[Tokenizer, dict[str, Any]]:
     return made, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
+CONTEXT = 24
+"""Longest context of the engine."""
 KINDS = {"bpe": bpe, "llama": llama, "wordpiece": wordpiece, "unigram": unigram}
 
 
@@ -148,7 +152,10 @@ def opened(folder: Path) -> ModelTokenizer:
     if config.get("tokenizer_class") == "BertTokenizer":
         pooling = PoolingInfo(("embed",), "CLS", causal=False, token_types=True)
     model = fake_served_model(
-        vocab_size=tokenizer.vocab_size, tokenizer_info=config, pooling=pooling
+        vocab_size=tokenizer.vocab_size,
+        tokenizer_info=config,
+        pooling=pooling,
+        max_model_len=CONTEXT,
     )
     return ModelTokenizer(Intake(tokenizer, model, prompt_templates="trusted"))
 
@@ -186,9 +193,10 @@ def test_special_tokens_and_what_the_files_say(both: tuple[ModelTokenizer, Any])
             assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     for attribute in (
         "all_special_tokens", "all_special_ids", "special_tokens_map", "padding_side",
-        "truncation_side", "model_max_length", "chat_template", "is_fast",
+        "truncation_side", "chat_template", "is_fast",
     ):  # fmt: skip
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert ours.model_max_length == min(theirs.model_max_length, CONTEXT)
     assert set(ours.model_input_names) == set(theirs.model_input_names)
 
 
@@ -210,7 +218,10 @@ def test_texts_to_ids(both: tuple[ModelTokenizer, Any]) -> None:
 
 def test_cutting_and_filling(both: tuple[ModelTokenizer, Any]) -> None:
     ours, theirs = both
-    assert dict(ours(TEXTS, truncation=True)) == dict(theirs(TEXTS, truncation=True))
+    theirs_at_most = {"truncation": True, "max_length": ours.model_max_length}
+    assert dict(ours(TEXTS, truncation=True)) == dict(theirs(TEXTS, **theirs_at_most))
+    long = " ".join(CORPUS)
+    assert len(ours(long, truncation=True).input_ids) == ours.model_max_length <= CONTEXT
     for length in (2, 5, 9, 40):
         given: dict[str, Any] = {"truncation": True, "max_length": length}
         assert dict(ours(TEXTS, **given)) == dict(theirs(TEXTS, **given))
@@ -256,6 +267,67 @@ def test_ids_to_texts(both: tuple[ModelTokenizer, Any]) -> None:
     assert ours.decode([]) == theirs.decode([])
 
 
+def test_ids_that_are_no_tokens(both: tuple[ModelTokenizer, Any]) -> None:
+    """As transformers does: an id beyond the vocabulary has no text, and no number below 0 is an id."""
+    ours, theirs = both
+    beyond = [len(ours), len(ours) + 7, 2**32 - 1]
+    for ids in (beyond, [3, *beyond], beyond[0]):
+        assert ours.decode(ids) == theirs.decode(ids)
+        assert ours.convert_ids_to_tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    for wrong in (-1, [3, -1], 2**32, [2**40]):
+        with pytest.raises(OverflowError):
+            theirs.decode(wrong)
+        with pytest.raises(RequestError, match=r"^token_ids\[\d\] = -?\d+: must be a token id"):
+            ours.decode(wrong)
+        with pytest.raises(RequestError, match=r"^ids\[\d\] = -?\d+: must be a token id"):
+            ours.convert_ids_to_tokens(wrong)
+
+
+def _pickled(tokenizer: ModelTokenizer) -> ModelTokenizer:
+    made: ModelTokenizer = pickle.loads(pickle.dumps(tokenizer))
+    return made
+
+
+@pytest.mark.parametrize("how", [_pickled, copy.copy, copy.deepcopy])
+def test_copies(both: tuple[ModelTokenizer, Any], how: Any) -> None:
+    ours = copy.deepcopy(both[0])
+    ours.pad_token, ours.padding_side = list(ours.get_vocab())[7], "left"
+    made = how(ours)
+    assert type(made) is ModelTokenizer
+    assert (made.pad_token, made.padding_side) == (ours.pad_token, "left")
+    for text in TEXTS:
+        for special in (True, False):
+            given = {"add_special_tokens": special}
+            assert made.encode(text, **given) == ours.encode(text, **given)
+            assert made.encode(text, "a dog", **given) == ours.encode(text, "a dog", **given)
+        assert made.decode(made.encode(text)) == ours.decode(ours.encode(text))
+    assert dict(made(TEXTS, padding=True)) == dict(ours(TEXTS, padding=True))
+    for given in ({}, {"tokenize": False}, {"sanitize_control_tokens": False}):
+        chat = made.apply_chat_template(CHAT, **given)
+        assert chat == ours.apply_chat_template(CHAT, **given)
+    for attribute in (
+        "special_tokens_map", "all_special_ids", "model_max_length", "vocab", "model_input_names",
+        "name_or_path", "chat_template", "special_token_ids",
+    ):  # fmt: skip
+        assert getattr(made, attribute) == getattr(ours, attribute), attribute
+    made.padding_side = "right"
+    assert ours.padding_side == "left"
+    tokenized = ours("Hello")
+    assert dict(how(tokenized)) == dict(tokenized) if how is not _pickled else True
+
+
+def test_a_chat_beyond_the_context_comes_back_whole(both: tuple[ModelTokenizer, Any]) -> None:
+    """As transformers does; ``LLM.chat`` refuses it."""
+    ours, theirs = both
+    long = [{"role": "user", "content": "Hello world " * 40}]
+    want = theirs.apply_chat_template(long, return_dict=False)
+    assert len(want) > CONTEXT
+    for given in ({}, {"sanitize_control_tokens": False}):
+        assert ours.apply_chat_template(long, return_dict=False, **given) == want
+        cut = ours.apply_chat_template(long, return_dict=False, truncation=True, **given)
+        assert len(cut) == ours.model_max_length
+
+
 def test_chats(both: tuple[ModelTokenizer, Any]) -> None:
     ours, theirs = both
     for given in (
@@ -296,6 +368,39 @@ def test_chats(both: tuple[ModelTokenizer, Any]) -> None:
         (lambda t: t(["a", "The dog"], return_tensors="pt"), "different lengths.*padding=True"),
         (lambda t: t("a", return_tensors="tf"), "return_tensors = 'tf': must be 'pt', 'np'"),
         (lambda t: setattr(t, "pad_token", "[new]"), r"pad_token = '\[new\]': must be a token"),
+        (lambda t: t.decode("abc"), "token_ids = 'abc': must be a token id, a list of them"),
+        (lambda t: t.decode(b"abc"), "token_ids = b'abc': must be a token id, a list of them"),
+        (lambda t: t.decode(None), "token_ids = None: must be a token id, a list of them"),
+        (lambda t: t.decode(3.5), r"token_ids = 3.5: must be a token id, a list"),
+        (lambda t: t.decode(["a", "b"]), r"token_ids\[0\] = 'a': must be a token id, an integer"),
+        (lambda t: t.decode([3, None]), r"token_ids\[1\] = None: must be a token id, an integer"),
+        (lambda t: t.decode([3, [4]]), r"token_ids\[1\] = \[4\]: must be a token id, an integer"),
+        (lambda t: t.decode([[3], [4, "a"]]), r"token_ids\[1\]\[1\] = 'a': must be a token id"),
+        (lambda t: t.decode([[3], "a"]), r"token_ids\[1\] = 'a': must be a token id, a list"),
+        (lambda t: t.decode([[[3]]]), r"token_ids\[0\]\[0\] = \[3\]: must be a token id"),
+        (lambda t: t.decode({"mask": [1]}), "token_ids = None: must be a token id"),
+        (lambda t: t.batch_decode("abc"), "token_ids = 'abc': must be a token id"),
+        (lambda t: t.batch_decode([["a"]]), r"token_ids\[0\]\[0\] = 'a': must be a token id"),
+        (lambda t: t.encode("a\ud800"), "text: character 1 is half of a surrogate pair"),
+        (lambda t: t("\ud800"), "text: character 0 is half of a surrogate pair"),
+        (lambda t: t(["a", "\ud800"]), r"text\[1\]: character 0 is half of a surrogate pair"),
+        (lambda t: t("a", "\ud800"), "text_pair: character 0 is half of a surrogate pair"),
+        (lambda t: t.tokenize("\ud800"), "text: character 0 is half of a surrogate pair"),
+        (lambda t: t.tokenize("a", 3), "pair = 3: must be text"),
+        (lambda t: t.encode_pair("\ud800"), "first: character 0 is half of a surrogate pair"),
+        (lambda t: t.encode_pair("a", 3), "second = 3: must be text"),
+        (lambda t: t.convert_tokens_to_ids(3), "tokens = 3: must be a token's text, or a list"),
+        (lambda t: t.convert_tokens_to_ids(["a", 3]), r"tokens\[1\] = 3: must be text"),
+        (lambda t: t.convert_tokens_to_string(["\ud800"]), r"tokens\[0\]: character 0 is half of"),
+        (lambda t: t.convert_ids_to_tokens("abc"), "ids = 'abc': must be a token id, or a list"),
+        (lambda t: t.convert_ids_to_tokens(["a"]), r"ids\[0\] = 'a': must be a token id"),
+        (lambda t: t.apply_chat_template([{"role": "user", "content": "\ud800"}]),
+         "half of a surrogate pair"),
+        (lambda t: t.apply_chat_template([{"role": "user", "content": "\ud800"}],
+                                         sanitize_control_tokens=False), "half of a surrogate pair"),
+        (lambda t: t("a", padding=True, pad_to_multiple_of=0), "pad_to_multiple_of = 0: must be at"),
+        (lambda t: t("a", truncation=True, max_length="x"), "max_length = 'x': must be at least 1"),
+        (lambda t: setattr(t, "pad_token", ["a"]), r"pad_token = \['a'\]: must be text"),
         (lambda t: t.apply_chat_template([]), r"conversation = \[\]: must be a list of messages"),
         (lambda t: t.apply_chat_template("Hi"), "conversation = 'Hi': must be a list"),
         (lambda t: t.apply_chat_template(CHAT, tools=[print]), r"tools = .*must be a list of JSON"),

@@ -155,7 +155,11 @@ class LLMEngine(EngineControls):
         return self._metrics.snapshot(self.engine.stats(drain=True))
 
     def shutdown(self) -> None:
-        """Stop and free everything. Idempotent."""
+        """Stop and free everything. Idempotent.
+
+        Raises:
+            EngineError: called by a function that runs inside the engine (:meth:`collective_rpc`).
+        """
         self.engine.shutdown()
         if self.front.speech is not None:
             self.front.speech.close()
@@ -180,7 +184,8 @@ def model_tokenizer(front: FrontEnd) -> ModelTokenizer:
     """
     if front.intake.tokenizer is None:
         raise RuntimeError("no tokenizer was loaded (skip_tokenizer_init)")
-    return ModelTokenizer(front.intake)
+    allowed = front.config.model.allow_control_tokens_in_messages
+    return ModelTokenizer(front.intake, allow_control_tokens=allowed)
 
 
 def _offline_metrics(front: FrontEnd) -> OfflineMetrics | ImportError:

@@ -4,21 +4,73 @@ It has the interface of transformers' tokenizers, and gives the same results for
 importing transformers. What it cannot do, it does not accept.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.assembly.templates import PYTHON
 from headrace.tokenizing.chats import RendersChats
 from headrace.tokenizing.decoding import DecodesIds
 from headrace.tokenizing.filling import TokenizedText
-from headrace.tokenizing.vocabulary import NO_LIMIT
 
-__all__ = ["NO_LIMIT", "ModelTokenizer", "TokenizedText"]
+if TYPE_CHECKING:
+    from headrace_core.engine import ServedModel
+    from headrace_core.text import Tokenizer
+    from headrace_engine.intake.intake import Intake
+
+__all__ = ["ModelTokenizer", "TokenizedText"]
 
 
 class ModelTokenizer(RendersChats, DecodesIds):
     """The tokenizer of a running model. Thread-safe, but for the attributes that can be set:
     ``pad_token``, ``padding_side`` and ``truncation_side``.
 
+    It can be pickled and copied. A copy needs no engine, and reads no media in conversations.
+
     Args:
-        intake: reads the engine's prompts; it has a tokenizer.
+        intake: reads the engine's prompts, by the template settings of ``LLM``; it has a tokenizer.
+        allow_control_tokens: the setting by which the intake was made; for copies.
     """
+
+    def __init__(self, intake: Intake, *, allow_control_tokens: bool = False) -> None:
+        super().__init__(intake)
+        self._allow_control_tokens = allow_control_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = self._tokenizer
+        files: tuple[str, dict[str, Any]] | None = None
+        if self._backend is not None:
+            templates = dict(getattr(own, "chat_templates", {}))
+            config = {**self._config, **own.special_tokens, "chat_template": templates}
+            files = self._backend.to_str(), config
+        model = self._intake.model
+        state = {"_named": dict(self._named), "_sides": dict(self._sides)}
+        made_of = (files or own, model, self._allow_control_tokens)
+        return _made_again, made_of, state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name_or_path!r}, {len(self)} tokens)"
+
+
+def _made_again(
+    source: Tokenizer | tuple[str, dict[str, Any]], model: ServedModel, allow_control_tokens: bool
+) -> ModelTokenizer:
+    """A copy of a tokenizer.
+
+    Args:
+        source: texts of ``tokenizer.json`` and, read, of ``tokenizer_config.json``; or a plug-in's tokenizer.
+    """
+    from headrace_engine.intake.intake import Intake
+    from headrace_engine.intake.tokenizer import tokenizer_of
+
+    own = tokenizer_of(Path(model.root), *source) if isinstance(source, tuple) else source
+    intake = Intake(
+        own,
+        model,
+        chat_template=PYTHON.chat_template,
+        content_format=PYTHON.content_format,
+        prompt_templates=PYTHON.prompt_templates,
+        allow_control_tokens=allow_control_tokens,
+    )
+    return ModelTokenizer(intake, allow_control_tokens=allow_control_tokens)

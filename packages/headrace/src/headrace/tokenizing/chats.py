@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.given import check_chat_options
+from headrace.tokenizing.checks import need_text
 from headrace.tokenizing.encoding import EncodesTexts
 from headrace_core.errors import RequestError
 from headrace_core.request import ChatPrompt
@@ -68,6 +69,8 @@ class RendersChats(EncodesTexts):
 
         Raises:
             RequestError: an argument is wrong, or the template is missing, fails or refuses.
+            PromptTooLong: a text of over a million characters cannot fit into the context. Chats that are
+                longer than the context are returned otherwise; :meth:`headrace.LLM.chat` refuses them.
         """
         conversations, one = _conversations(conversation)
         check_chat_options(
@@ -98,7 +101,8 @@ class RendersChats(EncodesTexts):
             if sanitize_control_tokens:
                 ids = self._intake.tokenize(chat, False).token_ids
             else:
-                ids = self._tokenizer.encode(self._intake.render(chat), add_special_tokens=False)
+                text = need_text("conversation", self._intake.render(chat))
+                ids = self._tokenizer.encode(text, add_special_tokens=False)
             if limit is not None and len(ids) > limit:
                 ids = ids[-limit:] if self.truncation_side == "left" else ids[:limit]
             encoded.append((ids, [0] * len(ids)))

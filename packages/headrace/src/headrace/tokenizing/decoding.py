@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.tokenizing.checks import need_ids, several
 from headrace.tokenizing.vocabulary import Vocabulary
 from headrace_core.foreign import own_value
 
@@ -13,6 +15,8 @@ CLEANED_UP = (
     (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
 """What ``clean_up_tokenization_spaces`` replaces, in order."""
+
+ACCEPTED = "a token id, a list of them, or a list of such lists"
 
 
 class DecodesIds(Vocabulary):
@@ -33,29 +37,38 @@ class DecodesIds(Vocabulary):
             clean_up_tokenization_spaces: leave out spaces before punctuation, for vocabularies of
                 words; None: as the checkpoint says.
             spaces_between_special_tokens: see :meth:`headrace_core.text.Tokenizer.decode`.
+
+        Raises:
+            RequestError: an id is not an integer from 0 to :data:`~headrace.tokenizing.checks.LARGEST_ID`.
+                Ids in this range that are not tokens have no text.
         """
-        ids = own_value(token_ids)
-        if isinstance(ids, Mapping):
-            ids = own_value(ids["input_ids"])
-        if isinstance(ids, int):
-            ids = [ids]
-        ids = [own_value(one) for one in ids]
-        if ids and isinstance(ids[0], Sequence):
-            return [
-                self.decode(
-                    row,
-                    skip_special_tokens,
-                    clean_up_tokenization_spaces,
-                    spaces_between_special_tokens=spaces_between_special_tokens,
-                )
-                for row in ids
-            ]
-        text = self._tokenizer.decode(
-            ids,
-            skip_special_tokens=skip_special_tokens,
-            spaces_between_special_tokens=spaces_between_special_tokens,
+        text = functools.partial(
+            self._text,
+            skip=skip_special_tokens,
+            clean=clean_up_tokenization_spaces,
+            spaces=spaces_between_special_tokens,
         )
-        clean = clean_up_tokenization_spaces
+        found = own_value(token_ids)
+        if isinstance(found, Mapping):
+            found = own_value(found.get("input_ids"))
+        if isinstance(found, int):
+            return text("token_ids", [found])
+        ids = several("token_ids", found, ACCEPTED)
+        if not ids or not isinstance(ids[0], Sequence) or isinstance(ids[0], str | bytes):
+            return text("token_ids", ids)
+        return [
+            text(f"token_ids[{index}]", [row] if isinstance(row, int) else row)
+            for index, row in enumerate(ids)
+        ]
+
+    def _text(
+        self, name: str, given: object, *, skip: bool, clean: bool | None, spaces: bool
+    ) -> str:
+        """The text of one list of ids, which :meth:`decode` got under ``name``."""
+        ids = need_ids(name, several(name, given, ACCEPTED))
+        text = self._tokenizer.decode(
+            ids, skip_special_tokens=skip, spaces_between_special_tokens=spaces
+        )
         if clean is None:
             clean = bool(self._config.get("clean_up_tokenization_spaces", False))
         if clean and self._backend is not None and type(self._backend.model).__name__ != "BPE":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.tokenizing.checks import need_length, need_text, need_texts
 from headrace.tokenizing.filling import FillsUp, TokenizedText
 from headrace.tokenizing.vocabulary import LONGEST_LIMIT
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -21,11 +22,11 @@ class EncodesTexts(FillsUp):
     ) -> list[str]:
         """The tokens of a text, as the vocabulary spells them; unknown parts as the text does, where
         the vocabulary tells."""
-        _need_text("text", text)
+        need_text("text", text)
         if self._backend is None:
             ids = self.encode(text, pair, add_special_tokens=add_special_tokens)
             return [self._tokenizer.token_string(token_id) for token_id in ids]
-        given = text if pair is None else (text, _need_text("pair", pair))
+        given = text if pair is None else (text, need_text("pair", pair))
         made = self._backend.encode_batch([given], add_special_tokens=add_special_tokens)
         return list(made[0].tokens)
 
@@ -42,7 +43,7 @@ class EncodesTexts(FillsUp):
         return_tensors: str | None = None,
     ) -> Any:
         """Token ids of one text, or of a pair: a list; arguments and errors as a call of the object."""
-        _need_text("text", text)
+        need_text("text", text)
         made = self(
             text, text_pair, add_special_tokens, padding, truncation, max_length,
             padding_side=padding_side, return_tensors=return_tensors,
@@ -55,7 +56,13 @@ class EncodesTexts(FillsUp):
         Args:
             options: ``add_special_tokens``, ``max_length`` and ``truncation_side``, see
                 :meth:`headrace_core.text.Tokenizer.encode_pair`.
+
+        Raises:
+            RequestError: a text is not one.
         """
+        need_text("first", first)
+        if second is not None:
+            need_text("second", second)
         return self._tokenizer.encode_pair(first, second, **options)
 
     def token_string(self, token_id: int) -> str:
@@ -96,8 +103,8 @@ class EncodesTexts(FillsUp):
             UnsupportedFeature: pairs are to be cut.
         """
         one = isinstance(text, str)
-        texts = _texts("text", text)
-        pairs = [None] * len(texts) if text_pair is None else _texts("text_pair", text_pair)
+        texts = need_texts("text", text)
+        pairs = [None] * len(texts) if text_pair is None else need_texts("text_pair", text_pair)
         if len(pairs) != len(texts) or (
             text_pair is not None and one != isinstance(text_pair, str)
         ):
@@ -124,10 +131,7 @@ class EncodesTexts(FillsUp):
         self, truncation: bool | str | None, max_length: int | None, padding: bool | str
     ) -> int | None:
         """Tokens that a text may have; None: any number."""
-        if max_length is not None and (isinstance(max_length, bool) or max_length < 1):
-            raise RequestError(
-                f"max_length = {max_length!r}: must be at least 1, or None", param="max_length"
-            )
+        max_length = need_length("max_length", max_length)
         if truncation not in (None, True, False, "longest_first", "only_first", "do_not_truncate"):
             raise RequestError(
                 f"truncation = {truncation!r:.100}: must be True, False, None, 'longest_first', "
@@ -164,18 +168,3 @@ class EncodesTexts(FillsUp):
         part.truncate(room)
         whole = self._backend.post_process(part, None, add_special_tokens=add_special_tokens)
         return whole.ids, whole.type_ids
-
-
-def _need_text(name: str, given: object) -> str:
-    if not isinstance(given, str):
-        raise RequestError(f"{name} = {given!r:.100}: must be text", param=name)
-    return given
-
-
-def _texts(name: str, given: object) -> list[Any]:
-    """One text or several, as a list."""
-    if isinstance(given, str):
-        return [given]
-    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
-        raise RequestError(f"{name} = {given!r:.100}: must be text or a list of texts", param=name)
-    return [_need_text(f"{name}[{index}]", one) for index, one in enumerate(given)]

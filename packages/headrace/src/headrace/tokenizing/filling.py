@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.tokenizing.vocabulary import LONGEST_LIMIT, Vocabulary, checked_side
+from headrace.tokenizing.checks import need_length, need_side
+from headrace.tokenizing.vocabulary import LONGEST_LIMIT, Vocabulary
 from headrace_core.errors import RequestError
 
 
@@ -42,7 +43,7 @@ class FillsUp(Vocabulary):
         mask: bool | None,
     ) -> TokenizedText:
         """Ids of texts in the form that was asked for."""
-        side = self.padding_side if side is None else checked_side("padding_side", side)
+        side = self.padding_side if side is None else need_side("padding_side", side)
         length = self._padded_length(
             [len(ids) for ids, _ in encoded], padding, max_length, multiple
         )
@@ -83,6 +84,7 @@ class FillsUp(Vocabulary):
                 "'do_not_pad'",
                 param="padding",
             )
+        multiple = need_length("pad_to_multiple_of", multiple)
         length = max(lengths, default=0)
         if padding == "max_length":
             limit = self.model_max_length if max_length is None else max_length

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.tokenizing.checks import need_ids, need_side, need_text, several
 from headrace_core.errors import RequestError
 from headrace_core.foreign import own_value
 
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Special tokens that have attributes: ``bos_token``, ``bos_token_id``, ..."""
-NO_LIMIT = int(1e30)
-"""``model_max_length`` of a checkpoint that states none."""
 LONGEST_LIMIT = int(1e20)
-"""A ``model_max_length`` above this is no limit."""
-SIDES = ("right", "left")
+"""A ``max_length`` above this is no limit."""
 MODEL_INPUTS = ("input_ids", "attention_mask")
 
 
@@ -102,25 +100,42 @@ class Vocabulary:
         return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or a list of ids; of an unknown one that of ``unk_token``, else None."""
+        """The id of a token, or a list of ids; of an unknown one that of ``unk_token``, else None.
+
+        Raises:
+            RequestError: the tokens are not texts.
+        """
         if isinstance(tokens, str):
-            return self._vocab.get(tokens, self._id_of_named("unk_token"))
-        return [self.convert_tokens_to_ids(token) for token in tokens]
+            return self._id_of_text(tokens)
+        return [self._id_of_text(token) for token in _tokens(tokens)]
+
+    def _id_of_text(self, token: str) -> int | None:
+        return self._vocab.get(token, self._id_of_named("unk_token"))
 
     def convert_ids_to_tokens(self, ids: Any, skip_special_tokens: bool = False) -> Any:
-        """The vocabulary's spelling of an id, or a list of them; None for an unknown id."""
-        ids = own_value(ids)
-        if isinstance(ids, int):
-            return self._tokenizer.token_string(ids) or None
+        """The vocabulary's spelling of an id, or a list of them; None for an unknown id.
+
+        Raises:
+            RequestError: an id is not an integer from 0 to :data:`~headrace.tokenizing.checks.LARGEST_ID`.
+        """
+        given = own_value(ids)
+        if isinstance(given, int):
+            need_ids("ids", [given])
+            return self._tokenizer.token_string(given) or None
         skipped = set(self.all_special_ids) if skip_special_tokens else ()
-        every = [int(token_id) for token_id in ids]
+        every = need_ids("ids", several("ids", given, "a token id, or a list of them"))
         return [self._tokenizer.token_string(i) or None for i in every if i not in skipped]
 
     def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
-        """The text of tokens, given by their spelling."""
+        """The text of tokens, given by their spelling.
+
+        Raises:
+            RequestError: the tokens are not texts.
+        """
+        tokens = [need_text(f"tokens[{i}]", token) for i, token in enumerate(_tokens(tokens))]
         decoder = getattr(self._backend, "decoder", None)
         if decoder is not None:
-            return str(decoder.decode(list(tokens)))
+            return str(decoder.decode(tokens))
         if self._backend is not None:
             return " ".join(tokens)
         return self._tokenizer.decode(self.convert_tokens_to_ids(tokens))
@@ -181,7 +196,7 @@ class Vocabulary:
 
     @pad_token.setter
     def pad_token(self, token: str) -> None:
-        if token not in self._vocab:
+        if need_text("pad_token", token) not in self._vocab:
             raise RequestError(
                 f"pad_token = {token!r:.100}: must be a token of the vocabulary; a loaded model cannot "
                 "get further ones",
@@ -196,7 +211,7 @@ class Vocabulary:
 
     @padding_side.setter
     def padding_side(self, side: str) -> None:
-        self._sides["padding_side"] = checked_side("padding_side", side)
+        self._sides["padding_side"] = need_side("padding_side", side)
 
     @property
     def truncation_side(self) -> str:
@@ -205,7 +220,7 @@ class Vocabulary:
 
     @truncation_side.setter
     def truncation_side(self, side: str) -> None:
-        self._sides["truncation_side"] = checked_side("truncation_side", side)
+        self._sides["truncation_side"] = need_side("truncation_side", side)
 
     # What the checkpoint says.
 
@@ -216,8 +231,10 @@ class Vocabulary:
 
     @property
     def model_max_length(self) -> int:
-        """The checkpoint's longest text in tokens; :data:`NO_LIMIT` if it states none."""
-        return int(self._config.get("model_max_length") or NO_LIMIT)
+        """The longest text in tokens: the checkpoint's ``model_max_length`` or the engine's
+        ``max_model_len``, whichever is smaller."""
+        context = self._intake.model.max_model_len
+        return min(int(self._config.get("model_max_length") or context), context)
 
     @functools.cached_property
     def model_input_names(self) -> list[str]:
@@ -231,12 +248,16 @@ class Vocabulary:
         return [*MODEL_INPUTS, "token_type_ids"] if types else list(MODEL_INPUTS)
 
 
-def checked_side(name: str, side: str) -> str:
-    """A side where texts are cut or filled up.
+def _tokens(given: object) -> list[str]:
+    """Several tokens, by their spelling; a text's characters.
 
     Raises:
-        RequestError: there is no such side; names the argument.
+        RequestError: they are not texts.
     """
-    if side not in SIDES:
-        raise RequestError(f"{name} = {side!r:.100}: must be 'right' or 'left'", param=name)
-    return side
+    if isinstance(given, str):
+        return list(given)
+    found = several("tokens", given, "a token's text, or a list of such")
+    for index, token in enumerate(found):
+        if not isinstance(token, str):
+            raise RequestError(f"tokens[{index}] = {token!r:.100}: must be text", param="tokens")
+    return found
