@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "offline.md"
 def test_the_examples_run_one_after_the_other(capsys: Any) -> None:
     names: dict[str, Any] = {"__name__": "example"}
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     for block in blocks:
         exec(compile(block, "offline.md", "exec"), names)
     said = capsys.readouterr().out

@@ -153,6 +153,20 @@ def test_round_trip():
     assert config.model.dtype == "float16"
 
 
+def test_disable_log_stats_is_the_opposite_of_log_stats():
+    for disabled in (True, False):
+        args = EngineArgs(disable_log_stats=disabled)
+        assert args == EngineArgs(log_stats=not disabled)
+        assert args.disable_log_stats is disabled
+        assert args.create_engine_config().observability.log_stats is not disabled
+    assert EngineArgs(disable_log_stats=None) == EngineArgs()
+    assert EngineArgs(disable_log_stats=True, log_stats=False).disable_log_stats
+    with pytest.raises(TypeError, match="disable_log_stats = True contradicts log_stats = True"):
+        EngineArgs(disable_log_stats=True, log_stats=True)
+    with pytest.raises(TypeError, match="disable_log_stats = 'no': must be True or False"):
+        EngineArgs(disable_log_stats="no")
+
+
 def test_unknown_keywords_are_a_type_error_with_a_hint():
     with pytest.raises(TypeError, match="max_num_seqs"):
         EngineArgs(max_num_seq=3)

@@ -70,13 +70,19 @@ ENGINE_OPTIONS = _table()
 class EngineArgs:
     """Engine settings by their flags' names: ``EngineArgs(model="...", max_num_seqs=8)``.
 
+    ``disable_log_stats=True`` is another way to write ``log_stats=False``.
+
     Raises:
-        TypeError: an unknown keyword; names the nearest known ones.
+        TypeError: an unknown keyword; names the nearest known ones. Or ``disable_log_stats`` is not a
+            boolean, or contradicts ``log_stats``.
         ConfigError: an option of a feature that is not built; names the feature.
         ConfigError: from :meth:`create_engine_config`, a value is out of range.
     """
 
     def __init__(self, **settings: Any) -> None:
+        disabled = settings.pop("disable_log_stats", None)
+        if disabled is not None:
+            settings["log_stats"] = _collects(disabled, settings.get("log_stats"))
         for name in settings:
             if name not in ENGINE_OPTIONS:
                 if (refusal := unbuilt(name)) is not None:
@@ -92,6 +98,11 @@ class EngineArgs:
         if name in self.settings:
             return self.settings[name]
         return default_of(ENGINE_OPTIONS[name][1])
+
+    @property
+    def disable_log_stats(self) -> bool:
+        """The opposite of ``log_stats``."""
+        return not self.log_stats
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, EngineArgs) and self.as_dict() == other.as_dict()
@@ -146,6 +157,21 @@ class EngineArgs:
             return EngineConfig(**{s: classes[s](**kw) for s, kw in parts.items()}, **root)
         except TypeError as error:
             raise ConfigError(f"engine arguments: {error}") from error
+
+
+def _collects(disabled: object, log_stats: object) -> bool:
+    """The ``log_stats`` that ``disable_log_stats`` means.
+
+    Raises:
+        TypeError: it is not a boolean, or contradicts the ``log_stats`` that is given besides.
+    """
+    if not isinstance(disabled, bool):
+        raise TypeError(f"disable_log_stats = {disabled!r:.100}: must be True or False")
+    if log_stats is not None and log_stats is disabled:
+        raise TypeError(
+            f"disable_log_stats = {disabled} contradicts log_stats = {log_stats}; give one of them"
+        )
+    return not disabled
 
 
 @functools.cache

@@ -17,8 +17,9 @@ class LLM(CompletesTexts, PoolsTexts, HearsRecordings):
     Args:
         model: folder or hub name of a checkpoint; None: the demo model that ships with headrace.
         engine_args: every engine setting by its flag's name (``max_model_len=2048``,
-            ``enable_prefix_caching=False``, ...); see :class:`headrace.EngineArgs`. And
-            ``disable_log_stats``: False collects what :meth:`get_metrics` returns.
+            ``enable_prefix_caching=False``, ...); see :class:`headrace.EngineArgs`. One default is
+            another: ``log_stats`` is False. ``log_stats=True``, or ``disable_log_stats=False``, collects
+            what :meth:`get_metrics` returns.
 
     Raises:
         TypeError: an unknown setting.
@@ -28,39 +29,24 @@ class LLM(CompletesTexts, PoolsTexts, HearsRecordings):
 
     Any thread may call any method at any time, a callback of another call included. Calls of several
     threads run together, in the same steps of one engine, and each gets its own outputs. :meth:`close`
-    makes calls that still run raise :class:`~headrace_core.errors.EngineDead`.
+    makes calls that still run raise :class:`~headrace_core.errors.EngineDead`; every later call raises
+    RuntimeError. A function that the engine itself runs (:meth:`collective_rpc`, :meth:`apply_model`) cannot
+    call methods that need the engine: they raise :class:`~headrace_core.errors.EngineError`.
 
         >>> llm = LLM()
         >>> llm.generate("Hello", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        engine_args["log_stats"] = _collects_statistics(engine_args)
+        if engine_args.get("log_stats") is None and engine_args.get("disable_log_stats") is None:
+            engine_args["log_stats"] = False
         if model is not None:
             engine_args["model"] = model
         super().__init__(LLMEngine(EngineArgs(**engine_args)))
 
     def __enter__(self) -> LLM:
+        self.engine.check_caller()  # raises where the object was closed, too
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _collects_statistics(engine_args: dict[str, Any]) -> bool:
-    """Take the choice out of the keywords of :class:`LLM`, whose default is not to collect any.
-
-    Raises:
-        TypeError: ``disable_log_stats`` is not a boolean, or contradicts ``log_stats``.
-    """
-    collects = engine_args.pop("log_stats", None)
-    disabled = engine_args.pop("disable_log_stats", None)
-    if disabled is None:
-        return False if collects is None else collects
-    if not isinstance(disabled, bool):
-        raise TypeError(f"disable_log_stats = {disabled!r:.100}: must be True or False")
-    if collects is not None and collects is disabled:
-        raise TypeError(
-            f"disable_log_stats = {disabled} contradicts log_stats = {collects}; give one of them"
-        )
-    return not disabled

@@ -127,7 +127,7 @@ class CompletesTexts(HeldEngine):
                     "chat()",
                     param="messages",
                 )
-            tokens = self._intake.tokenize(chat, None, False)
+            tokens = self.llm_engine.front.intake.tokenize(chat, None, False)
             prompts.append(TokensPrompt(prompt_token_ids=tokens.token_ids))
         return prompts
 
@@ -213,9 +213,11 @@ class CompletesTexts(HeldEngine):
             ``request_id`` is what :meth:`enqueue` returned. [] if there are none.
 
         Raises:
-            EngineDead: the engine stopped, or the object was closed.
+            EngineDead: the engine stopped, or the object was closed meanwhile.
+            RuntimeError: the object was closed before.
             KeyboardInterrupt: everything that was waited for has been aborted.
         """
+        self.engine.check_caller()
         with self._queue_lock:
             batches, self._enqueued = self._enqueued, []
         outputs: list[RequestOutput] = []
@@ -254,5 +256,7 @@ class CompletesTexts(HeldEngine):
         refuse_adapters(lora_request)
         from headrace.beams import OfflineBeams
 
-        beams = OfflineBeams(self.engine, self._intake, need("params", params, BeamSearchParams))
+        beams = OfflineBeams(
+            self.engine, self.llm_engine.front.intake, need("params", params, BeamSearchParams)
+        )
         return beams.run(as_prompts(prompts), use_tqdm=use_tqdm, at_once=concurrency_limit)

@@ -28,7 +28,6 @@ class HearsRecordings(HeldEngine):
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         super().__init__(llm_engine)
-        self._speech = llm_engine.front.speech
         self._decoder_lock = threading.Lock()
         # Guarded by the lock:
         self._decoder: AudioDecoder | None = None
@@ -107,7 +106,7 @@ class HearsRecordings(HeldEngine):
         from headrace.transcribing import OfflineListening, Wanted
         from headrace.transcripts import need_speech
 
-        speech = need_speech(self.engine, self._speech)
+        speech = need_speech(self.engine, self.llm_engine.front.speech)
         with self._decoder_lock:
             if self._decoder is None:
                 self._decoder = offline_decoder(self.engine_config.speech)
@@ -157,7 +156,7 @@ class HearsRecordings(HeldEngine):
 
         every = as_prompts(prompts)
         need_one_each("outputs", outputs, len(every))
-        return word_times(self.engine, self._speech, every, outputs, language)
+        return word_times(self.engine, self.llm_engine.front.speech, every, outputs, language)
 
     def close(self) -> None:
         """Stop the engine and free model and cache. Idempotent."""

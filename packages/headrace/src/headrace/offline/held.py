@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.assembly import default_sampling_params
 from headrace.offline.controls import EngineControls
 from headrace_core.sampling import SamplingParams
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class HeldEngine(EngineControls):
-    """An engine, and what can be asked of it.
+    """An engine, and what can be asked of it. Once it is closed, every method raises RuntimeError and
+    says so; :meth:`close` does nothing then.
 
     Args:
         llm_engine: runs; belongs to this object from now on.
@@ -25,11 +25,8 @@ class HeldEngine(EngineControls):
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         self._llm_engine: LLMEngine | None = llm_engine
-        front = llm_engine.front
-        self.model_info = front.info
-        self.engine_config = front.config
-        self._default_params = default_sampling_params(front.info.generation_config)
-        self._intake = front.intake
+        self.model_info = llm_engine.front.info
+        self.engine_config = llm_engine.front.config
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -76,10 +73,17 @@ class HeldEngine(EngineControls):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation config says, else the neutral values."""
-        return SamplingParams(**self._default_params)
+        return SamplingParams(**self.engine.model.default_sampling_params)
 
     def close(self) -> None:
-        """Stop the engine and free model and cache. Idempotent."""
-        engine, self._llm_engine = self._llm_engine, None
-        if engine is not None:
-            engine.shutdown()
+        """Stop the engine and free model and cache. Idempotent.
+
+        Raises:
+            EngineError: called by a function that runs inside the engine (:meth:`collective_rpc`).
+        """
+        engine = self._llm_engine
+        if engine is None:
+            return
+        engine.engine.check_caller()
+        self._llm_engine = None
+        engine.shutdown()

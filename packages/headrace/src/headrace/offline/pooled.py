@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.given import as_prompts, check_chat_options, refuse_adapters
 from headrace.offline.held import HeldEngine
@@ -26,16 +26,9 @@ from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
 from headrace_core.scoring import ScoreInput
 
-if TYPE_CHECKING:
-    from headrace.llm_engine import LLMEngine
-
 
 class PoolsTexts(HeldEngine):
     """Pools prompts and scores pairs of texts."""
-
-    def __init__(self, llm_engine: LLMEngine) -> None:
-        super().__init__(llm_engine)
-        self._io_processor = llm_engine.front.io_processor
 
     def embed(
         self,
@@ -211,4 +204,4 @@ class PoolsTexts(HeldEngine):
             check_pools(model, call=call)
         else:
             check_task(model, task, call=call)
-        return OfflinePooling(self.engine, self._io_processor)
+        return OfflinePooling(self.engine, self.llm_engine.front.io_processor)
