@@ -7,8 +7,8 @@ from typing import Any
 from headrace.engine_args import EngineArgs
 from headrace.llm_engine import LLMEngine
 from headrace.offline.completing import CompletesTexts
-from headrace.offline.heard import HearsRecordings
-from headrace.offline.pooled import PoolsTexts
+from headrace.offline.embedding import PoolsTexts
+from headrace.offline.speech import HearsRecordings
 
 
 class LLM(CompletesTexts, PoolsTexts, HearsRecordings):

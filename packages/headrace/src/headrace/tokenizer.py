@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.assembly.templates import PYTHON
-from headrace.tokenizing.chats import RendersChats
-from headrace.tokenizing.decoding import DecodesIds
-from headrace.tokenizing.filling import TokenizedText
+from headrace.texts.chats import RendersChats
+from headrace.texts.decoding import DecodesIds
+from headrace.texts.filling import TokenizedText
 
 if TYPE_CHECKING:
     from headrace_core.engine import ServedModel

@@ -16,7 +16,7 @@ from headrace.given import (
     need,
     refuse_adapters,
 )
-from headrace.offline.held import HeldEngine
+from headrace.offline.engine import HeldEngine
 from headrace.progress import counting_bar, prompt_bar
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.output import RequestOutput

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.given import check_chat_options
-from headrace.tokenizing.checks import need_text
-from headrace.tokenizing.encoding import EncodesTexts
+from headrace.texts.checks import need_text
+from headrace.texts.encoding import EncodesTexts
 from headrace_core.errors import RequestError
 from headrace_core.request import ChatPrompt
 

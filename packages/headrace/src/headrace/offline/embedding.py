@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headrace.given import as_prompts, check_chat_options, refuse_adapters
-from headrace.offline.held import HeldEngine
+from headrace.offline.engine import HeldEngine
 from headrace.pooling import (
     OfflinePooling,
     chosen_task,

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.tokenizing.checks import need_ids, need_side, need_text, several
+from headrace.texts.checks import need_ids, need_side, need_text, several
 from headrace_core.errors import RequestError
 from headrace_core.foreign import own_value
 
@@ -116,7 +116,7 @@ class Vocabulary:
         """The vocabulary's spelling of an id, or a list of them; None for an unknown id.
 
         Raises:
-            RequestError: an id is not an integer from 0 to :data:`~headrace.tokenizing.checks.LARGEST_ID`.
+            RequestError: an id is not an integer from 0 to :data:`~headrace.texts.checks.LARGEST_ID`.
         """
         given = own_value(ids)
         if isinstance(given, int):

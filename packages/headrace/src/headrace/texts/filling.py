@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.tokenizing.checks import need_length, need_side
-from headrace.tokenizing.vocabulary import LONGEST_LIMIT, Vocabulary
+from headrace.texts.checks import need_length, need_side
+from headrace.texts.vocabulary import LONGEST_LIMIT, Vocabulary
 from headrace_core.errors import RequestError
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from headrace.tokenizing.checks import need_length, need_text, need_texts
-from headrace.tokenizing.filling import FillsUp, TokenizedText
-from headrace.tokenizing.vocabulary import LONGEST_LIMIT
+from headrace.texts.checks import need_length, need_text, need_texts
+from headrace.texts.filling import FillsUp, TokenizedText
+from headrace.texts.vocabulary import LONGEST_LIMIT
 from headrace_core.errors import RequestError, UnsupportedFeature
 
 if TYPE_CHECKING:

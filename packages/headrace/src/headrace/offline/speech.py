@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.given import as_prompts, need_one_each
-from headrace.offline.held import HeldEngine
+from headrace.offline.engine import HeldEngine
 from headrace_core.output import RequestOutput
 from headrace_core.request import Prompt
 

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.tokenizing.checks import need_ids, several
-from headrace.tokenizing.vocabulary import Vocabulary
+from headrace.texts.checks import need_ids, several
+from headrace.texts.vocabulary import Vocabulary
 from headrace_core.foreign import own_value
 
 CLEANED_UP = (
@@ -39,7 +39,7 @@ class DecodesIds(Vocabulary):
             spaces_between_special_tokens: see :meth:`headrace_core.text.Tokenizer.decode`.
 
         Raises:
-            RequestError: an id is not an integer from 0 to :data:`~headrace.tokenizing.checks.LARGEST_ID`.
+            RequestError: an id is not an integer from 0 to :data:`~headrace.texts.checks.LARGEST_ID`.
                 Ids in this range that are not tokens have no text.
         """
         text = functools.partial(

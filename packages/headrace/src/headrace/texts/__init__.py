@@ -1,0 +1,1 @@
+"""Texts and token ids, for scripts; :class:`headrace.tokenizer.ModelTokenizer` puts the parts together."""

@@ -1,1 +1,0 @@
-"""The tokenizer for scripts; :class:`headrace.tokenizer.ModelTokenizer` puts its parts together."""
