@@ -149,10 +149,9 @@ class WeightLayer(Layer, ABC):
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         """The leaf's weights once it is loaded, by name (``weight``): see :meth:`named_parameters`."""
-        from headrace_models.layers.held_weights import tensors_in
+        from headrace_models.layers.held_weights import weights_of
 
-        for name, value in vars(self).items():
-            yield from tensors_in(name, value)
+        yield from weights_of(self)
 
 
 def slot_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headrace_models.layers.base import Slot, WeightLayer
@@ -63,12 +63,6 @@ class PackedEmbedding(WeightLayer):
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         self.packed = self.ops.linear.pack(tensors["weight"])
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        from headrace_models.layers.held_weights import unpacked
-
-        if self.packed is not None:
-            yield "weight", unpacked(self.ops, self.packed)
 
     def weight(self) -> PackedLinear:
         """The packed table, once loaded."""

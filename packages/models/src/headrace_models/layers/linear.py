@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace_core.errors import UnsupportedModel
 from headrace_core.linear import LinearMethod, LinearSpec
-from headrace_core.ops import OpTable, PackedLinear
+from headrace_core.ops import PackedLinear
 from headrace_models.layers.base import WHOLE, Part, Shard, Slot, WeightLayer, slot_of
 
 if TYPE_CHECKING:
@@ -127,12 +127,6 @@ class Linear(WeightLayer):
             self.bias = self.bias.clone()
         self.state = self.method.finish(self.spec, own)
 
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.method.is_plain:
-            yield from super().held()
-            return
-        yield from _plain(self.ops, self.state, self.bias)
-
     def _with_zeros(self, bias: Tensor) -> Tensor:
         """The bias of all outputs: zeros where a part has none."""
         whole, start, given = bias.new_zeros(self.spec.out_features), 0, 0
@@ -158,18 +152,6 @@ class Linear(WeightLayer):
         x [T, in_features] -> [T, out_features / 2]."""
         assert not self.reduce, self.name
         return self.method.apply_gated(self.ops, self.state, x, activation, self.bias)
-
-
-def _plain(
-    ops: OpTable, packed: PackedLinear | None, bias: Tensor | None
-) -> Iterator[tuple[str, Tensor]]:
-    """The weight and the bias of a layer that is not quantized."""
-    from headrace_models.layers.held_weights import unpacked
-
-    if packed is not None:
-        yield "weight", unpacked(ops, packed)
-    if bias is not None:
-        yield "bias", bias
 
 
 def column_parallel(
@@ -244,9 +226,6 @@ class PlainLinear(WeightLayer):
         self.packed = self.ops.linear.pack(tensors["weight"])
         if self.has_bias:
             self.bias = tensors["bias"].clone()
-
-    def held(self) -> Iterator[tuple[str, Tensor]]:
-        yield from _plain(self.ops, self.packed, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.packed is not None, self.name
