@@ -19,11 +19,10 @@ def weights_of(leaf: WeightLayer) -> Iterator[tuple[str, Tensor]]:
     """The attributes of a leaf that hold tensors; a packed linear weight that is not quantized as
     ``weight``, in the shape of its slot."""
     slot = leaf.slots().get("weight")
-    method = getattr(leaf, "method", None)
+    method, ops = getattr(leaf, "method", None), getattr(leaf, "ops", None)
     plain = None if slot is None or not (method is None or method.is_plain) else slot.shape
     for name, value in vars(leaf).items():
-        if isinstance(value, PackedLinear) and shape_of(value) == plain:
-            ops: OpTable = vars(leaf)["ops"]
+        if isinstance(value, PackedLinear) and ops is not None and shape_of(value) == plain:
             yield "weight", unpacked(ops, value)
         else:
             yield from tensors_in(name, value)
