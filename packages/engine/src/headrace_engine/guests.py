@@ -1,6 +1,6 @@
-"""Functions of callers that run in an engine's own threads: :class:`Guests`.
+"""Code of callers that runs in an engine's own threads: :class:`Guests`.
 
-The engine waits for such a function. So it must come to an end of its own, and it cannot ask the engine for
+The engine waits for such code. So it must come to an end of its own, and it cannot ask the engine for
 anything: the answer would wait for the question.
 """
 
@@ -17,14 +17,24 @@ Result = TypeVar("Result")
 
 
 class Guests:
-    """The functions that run inside one engine. Thread-safe."""
+    """The code of callers that runs inside one engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
+    def mark(self, worker: object, starter: int) -> None:
+        """Note that the calling thread is a worker's: code of others that its steps run (a logits
+        processor, a model) is inside, too.
+
+        Args:
+            starter: ident of the thread that starts the engine, which is never a worker's.
+        """
+        if threading.get_ident() != starter:
+            self._local.inside = "code of a worker's step"
+
     @property
     def inside(self) -> str | None:
-        """The function that the calling thread runs for the engine; None: it runs none."""
+        """The code that the calling thread runs for the engine; None: it is not the engine's thread."""
         found: str | None = getattr(self._local, "inside", None)
         return found
 
@@ -53,11 +63,11 @@ class Guests:
         return run
 
     def refuse_calls(self) -> None:
-        """Raises: EngineError, the calling thread runs a function for the engine."""
+        """Raises: EngineError, the calling thread runs something for the engine."""
         if self.inside is not None:
             raise EngineError(
                 f"{self.inside} called the engine that runs it, which would wait for itself for ever: "
-                "return from the function, then call"
+                "return first, then call"
             )
 
 

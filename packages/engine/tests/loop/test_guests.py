@@ -23,6 +23,7 @@ from engine_fakes import (
 from headrace_core.config import EngineConfig, LoadConfig
 from headrace_core.errors import EngineDead, EngineError, RequestError
 from headrace_core.sampling import SamplingParams
+from headrace_core.step import ScheduledStep, StepResult
 from headrace_engine.clients.inproc import InprocClient
 from headrace_engine.clients.process import ProcessClient
 from headrace_engine.core import EngineCore
@@ -117,6 +118,27 @@ def test_a_function_that_calls_its_engine_is_refused(engine: OfflineEngine) -> N
     assert not engine.has_unfinished_requests()
 
 
+def test_a_step_that_calls_its_engine_fails_alone() -> None:
+    """As a logits processor would that asks the engine for something."""
+    engines: list[OfflineEngine] = []
+
+    class Asking(FakeWorker):
+        def execute(self, step: ScheduledStep) -> StepResult:
+            if any(request.params.seed == 7 for request in step.new_requests):
+                engines[0].run(["a"], GREEDY)
+            return super().execute(step)
+
+    core = make_core(overlapped=False)
+    core.executor = FakeExecutor(Asking())
+    with offline(lambda: core) as engine:
+        engines.append(engine)
+        asking = SamplingParams(max_tokens=5, ignore_eos=True, seed=7)
+        [output] = engine.run(["b"], asking)
+        assert output.outputs[0].finish_reason == "error"
+        assert "called the engine that runs it" in (output.outputs[0].error or "")
+        assert engine.run(["a"], GREEDY)[0].outputs[0].finish_reason == "length"
+
+
 def test_a_function_may_call_another_engine(engine: OfflineEngine) -> None:
     with offline(make_core) as other:
         [text, *_] = engine.apply_model(lambda model: other.run(["a"], GREEDY)[0].prompt)
@@ -183,8 +205,8 @@ def test_a_call_that_ends_the_worker_is_told_and_ends_the_engine() -> None:
         core.executor._failure = SystemExit("as told")  # type: ignore[attr-defined]
         raise SystemExit("as told")
 
-    core.executor.call = dies  # type: ignore[method-assign]
     with offline(lambda: core) as engine:
+        core.executor.call = dies  # type: ignore[method-assign]
         with pytest.raises(EngineError, match=r"report raised SystemExit\('as told'\)"):
             engine.collective_rpc("report", timeout=LIMIT)
         with pytest.raises(EngineDead, match="as told"):

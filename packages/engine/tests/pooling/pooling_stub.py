@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -227,7 +227,9 @@ class InlineExecutor(Executor):
         self._pool = ThreadPoolExecutor(1)
         self.worker = self._pool.submit(self.worker_factory).result()
 
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        if not isinstance(method, str):
+            return [self._pool.submit(method, self.worker, *args).result(30)]
         return [self._pool.submit(getattr(self.worker, method), *args).result(30)]
 
     def submit(self, step: ScheduledStep) -> Future[StepResult]:

@@ -17,7 +17,7 @@ from headrace.model_facts import ModelFacts
 from headrace.offline.controls import EngineControls
 from headrace.pooling import as_tensor
 from headrace.tokenizer import ModelTokenizer
-from headrace_core.errors import RequestError
+from headrace_core.errors import EngineError, RequestError
 from headrace_core.output import PoolingOutput, PoolingRequestOutput, RequestOutput
 from headrace_core.pooling import PoolingParams
 from headrace_core.request import Prompt
@@ -161,6 +161,9 @@ class LLMEngine(EngineControls):
             EngineError: called by a function that runs inside the engine (:meth:`collective_rpc`).
         """
         self.engine.shutdown()
+        self._close_speech()
+
+    def _close_speech(self) -> None:
         if self.front.speech is not None:
             self.front.speech.close()
 
@@ -173,7 +176,11 @@ class LLMEngine(EngineControls):
     def __del__(self) -> None:
         # Interpreter shutdown may have taken away what closing needs; a failed start has no engine.
         with contextlib.suppress(Exception):
-            self.shutdown()
+            try:
+                self.shutdown()
+            except EngineError:  # collected in the engine's own thread, which ends by itself
+                self.front.intake.close()
+                self._close_speech()
 
 
 def model_tokenizer(front: FrontEnd) -> ModelTokenizer:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from headrace_core.engine import EngineStats
-from headrace_core.errors import EngineDead
+from headrace_core.errors import EngineDead, UnsupportedFeature
 from headrace_core.request import CoreRequest
 from headrace_engine.clients.base import CoreClient, OutputSink
 from headrace_engine.core import EngineCore
@@ -40,6 +42,8 @@ class InprocClient(CoreClient):
         self.memory_plan = core.memory_plan
         self.max_model_len = core.max_model_len
         self.step_seconds = core.step_seconds
+        with contextlib.suppress(UnsupportedFeature):  # the workers are in other processes
+            core.run_on_workers(self._guests.mark, [threading.get_ident()])
         self._loop = EngineLoop(core, sink)
         self._loop.start()
         # Whoever forgets to shut down: end the loop with this object, or with the interpreter.
