@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from tokenizers import pre_tokenizers as cuts
 
 from headrace.tokenizer import ModelTokenizer
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.pooling import PoolingInfo
 from headrace_core.testing.engine import fake_served_model
 from headrace_engine.intake.intake import Intake
@@ -326,6 +326,8 @@ def test_a_chat_beyond_the_context_comes_back_whole(both: tuple[ModelTokenizer, 
         assert ours.apply_chat_template(long, return_dict=False, **given) == want
         cut = ours.apply_chat_template(long, return_dict=False, truncation=True, **given)
         assert len(cut) == ours.model_max_length
+        with pytest.raises(PromptTooLong):
+            ours.apply_chat_template([{"role": "user", "content": "Hello " * 99_999}], **given)
 
 
 def test_chats(both: tuple[ModelTokenizer, Any]) -> None:

@@ -69,8 +69,9 @@ class RendersChats(EncodesTexts):
 
         Raises:
             RequestError: an argument is wrong, or the template is missing, fails or refuses.
-            PromptTooLong: a text of over a million characters cannot fit into the context. Chats that are
-                longer than the context are returned otherwise; :meth:`headrace.LLM.chat` refuses them.
+            PromptTooLong: a chat is far longer than the context: more characters than the template may
+                write. What is only longer than the context is returned; :meth:`headrace.LLM.chat`
+                refuses that, too.
         """
         conversations, one = _conversations(conversation)
         check_chat_options(
