@@ -264,6 +264,11 @@ class GrammarBackend(ABC):
             RequestError: it is malformed, or admits no text; names what and where.
         """
 
+    def is_worn(self, grammar: Grammar) -> bool:
+        """Whether a grammar of this backend must be compiled anew before another request can use it: its
+        matchers share something that one of them has used up."""
+        return False
+
     def fill_bitmasks(self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: Words) -> None:
         """Fill several rows of one bitmask, in parallel if the backend can.
 

@@ -12,6 +12,7 @@ from headrace_core.grammar import GrammarSpec
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.testing.grammar import word_vocabulary
 from headrace_engine.structured.admission import MAX_VERDICTS, Admission
+from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.compile_process import CompileProcesses
 
 
@@ -263,3 +264,48 @@ def test_equal_constraints_at_once_compile_once(admission, monkeypatch):
         thread.join(60)
     assert len(found) == 6
     assert len(calls) == 1
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"json": {"type": "object"}},
+        {"json_object": True},
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": {"type": "object"}}}},
+    ],
+)
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("(", "unclosed group"),
+        ("a(?=b)", "look-around"),
+        ("x*", "'x*' matches more than white space"),
+        (r"[ \x0b]", "matches more than white space"),
+        ("([ ]{0,3000}\n){0,3000}", "fuel exhausted"),
+    ],
+)
+def test_a_pattern_of_white_space_is_checked(admission, constraint, pattern, said):
+    error = refused(admission, **constraint, whitespace_pattern=pattern)
+    assert said in str(error)
+    assert error.param == "structured_outputs.whitespace_pattern"
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    "pattern", ["[ ]?", r"\s*", r"[\s]{0,3}", r"[\n\t ]*", "", "( |\n){0,500}( |\t){0,500}"]
+)
+def test_usual_patterns_of_white_space(admission, pattern):
+    params = StructuredOutputsParams(
+        json={"type": "array", "items": {"type": "integer"}}, whitespace_pattern=pattern
+    )
+    admitted = admission.admit(params)
+    matcher = GuidanceBackend(word_vocabulary()).compile(admitted.grammar).matcher()
+    assert matcher.advance(list(b"[1,2]"))
+    assert matcher.complete
+    assert (
+        not GuidanceBackend(word_vocabulary())
+        .compile(admitted.grammar)
+        .matcher()
+        .advance(list(b"[\x0b1]"))
+    )

@@ -1,5 +1,7 @@
 """A request's constraint in the worker: end tokens, replay, and the text that it waits for."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -228,6 +230,24 @@ def test_grammars_are_kept_up_to_their_bytes():
         assert again.done()
     finally:
         store.close()
+
+
+@pytest.mark.spec("SO-API")
+def test_a_grammar_that_one_request_has_used_up_is_compiled_again_for_the_next(store):
+    """Matchers of one grammar share a lexer's states, which a long output of one can exhaust."""
+    regex = "([ab ]{0,300}a){0,300}"
+    first = make(store, regex)
+    chance = random.Random(1)
+    while first.failure is None:
+        fill_masks([first])
+        if first.failure is None:
+            first.observe(chance.choice(b"ab "))
+    assert "lexer" in first.failure
+    second = make(store, regex)
+    assert mask(second) == [*b" ab", END, TOKENS.index(b"ab")]
+    assert second.failure is None
+    constraint = Constraint(GrammarSpec("guidance", "regex", regex), (END,))
+    assert store.request(constraint) is store.request(constraint), "it is kept again"
 
 
 def test_masks_are_applied_to_their_rows_only(store):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_engine.structured.wording import plain, position
+from headrace_engine.structured.wording import place, plain
 
 
 @pytest.mark.req("SEC-09")
@@ -23,7 +23,8 @@ def test_plain(message, shown):
     assert plain(message) == shown
 
 
-def test_positions():
-    assert position('at 3(8): unknown name: "foo"') == "line 3 column 8: "
-    assert position("2(8): lexer error") == "line 2 column 8: "
-    assert position("no such thing") == ""
+def test_places():
+    assert place('at 3(8): unknown name: "foo"') == (3, 8)
+    assert place("2(8): lexer error") == (2, 8)
+    assert place("line 4: no") == (4, 0)
+    assert place("no such thing") is None

@@ -24,7 +24,8 @@ MAX_VERDICTS = 4096
 _MESSAGE_BYTES = 512
 """Longest refusal that is remembered."""
 BOUNDED = frozenset({"json_object"})
-"""Kinds whose compilation is the same for every request: nothing about them can be made slow."""
+"""Kinds whose compilation is the same for every request without a pattern of its own for white space:
+nothing about them can be made slow."""
 
 
 class Admitted(NamedTuple):
@@ -173,7 +174,7 @@ def _admit(
     reasons = [*backend_class(name).refuse(spec), *_option_refusals(params, name)]
     if reasons:
         raise refuse(spec, reasons)
-    if spec.kind in BOUNDED:
+    if spec.kind in BOUNDED and spec.whitespace_pattern is None:
         return Admitted(spec, 1 << 16)
     verdict = verdict_of(spec)
     if verdict.error is not None:

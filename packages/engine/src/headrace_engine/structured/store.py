@@ -65,8 +65,9 @@ class GrammarStore:
         key = constraint.grammar.key
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None and _failed(kept.future):
-                self._bytes -= self._kept.pop(key).size_bytes  # it may have been the moment's fault
+            if kept is not None and (_failed(kept.future) or _worn(kept.future)):
+                # It may have been the moment's fault, or that of a request which has used it up.
+                self._bytes -= self._kept.pop(key).size_bytes
             elif kept is not None:
                 self._kept.move_to_end(key)
                 return kept.future
@@ -133,3 +134,11 @@ class GrammarStore:
 
 def _failed(future: Future[Compiled]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None)
+
+
+def _worn(future: Future[Compiled]) -> bool:
+    """Whether the grammar is there and cannot be used again."""
+    if not future.done():
+        return False
+    grammar, backend = future.result()
+    return backend.is_worn(grammar)

@@ -291,7 +291,7 @@ class _Builder:
         return self._literal(form["value"])
 
     def _regex(self, form: Format) -> str:
-        return _regex_literal(form["pattern"])
+        return regex_literal(form["pattern"])
 
     def _json_schema(self, form: Format) -> str:
         return self._rule(f"%json {self._schema_text(form['json_schema'])}")
@@ -361,7 +361,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex_literal(pattern: str) -> str:
+def regex_literal(pattern: str) -> str:
     """A regex between slashes; slashes and line ends in it are escaped."""
     parts, escaped = [], False
     for character in pattern:

@@ -31,10 +31,7 @@ def plain(message: str) -> str:
     return "" if _ADDRESS.search(phrase) else phrase[:_MOST]
 
 
-def position(message: str) -> str:
-    """``line 3 column 5: `` if the message begins with a place; else ""."""
+def place(message: str) -> tuple[int, int] | None:
+    """(line, column) with which a message begins, both from 1, column 0 if it names none; None: no line."""
     found = _POSITION.match(message.strip())
-    if found is None:
-        return ""
-    line, column = found.groups()
-    return f"line {line} column {column}: " if column else f"line {line}: "
+    return None if found is None else (int(found[1]), int(found[2] or 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from headrace_core.errors import RequestError
 from headrace_core.grammar import (
+    Grammar,
     GrammarMatcher,
     GrammarSpec,
     Refusal,
@@ -27,6 +29,7 @@ from headrace_core.grammar import (
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
+from headrace_engine.structured.lexemes import as_lark
 from headrace_engine.structured.numbers import (
     MAX_DIGITS,
     MAX_DOUBLE_INT,
@@ -36,8 +39,8 @@ from headrace_engine.structured.numbers import (
     with_exact_bounds,
 )
 from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, subschemas, unsupported
-from headrace_engine.structured.structural_tag import tag_grammar, tag_refusals
-from headrace_engine.structured.wording import plain, position
+from headrace_engine.structured.structural_tag import regex_literal, tag_grammar, tag_refusals
+from headrace_engine.structured.wording import place, plain
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -110,10 +113,15 @@ class GuidanceBackend(LibraryBackend):
     def compile(self, spec: GrammarSpec) -> GuidanceGrammar | ChoiceGrammar:
         if spec.kind == "choice":
             return self._choices(spec.source)
+        if spec.whitespace_pattern is not None:
+            self._check_whitespace(spec.whitespace_pattern)
         matcher = self._matcher(self._text(spec))
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
         return self._satisfiable(spec.kind, GuidanceGrammar(matcher, self.vocabulary))
+
+    def is_worn(self, grammar: Grammar) -> bool:
+        return isinstance(grammar, GuidanceGrammar) and grammar.worn
 
     def fill_bitmasks(
         self, rows: Sequence[tuple[GrammarMatcher, int]], bitmask: npt.NDArray[np.int32]
@@ -141,6 +149,25 @@ class GuidanceBackend(LibraryBackend):
         for i, (matcher, (_, row)) in enumerate(zip(matchers, rows)):
             matcher.take_mask(room[i], bitmask, row)
 
+    def _check_whitespace(self, pattern: str) -> None:
+        """Raises RequestError unless a pattern is a regex of white space that JSON allows."""
+        kind, pattern = "whitespace_pattern", _json_space(pattern)
+        alone = self._matcher(self._library.LLMatcher.grammar_from_regex(pattern))
+        if alone.is_error():
+            raise not_compiled(kind, alone.get_error())
+        lark = f"start: W\nW: {regex_literal(f'(?:{pattern})')} & ~/[ \\t\\r\\n]*/\n"
+        others = GuidanceGrammar(self._matcher(lark), self.vocabulary).matcher()
+        found = np.zeros((1, self.vocabulary.num_words), np.int32)
+        others.fill_bitmask(found, 0)
+        if others.failure:
+            raise not_compiled(kind, others.failure)
+        if found.any():
+            raise malformed(
+                kind,
+                f"{pattern!r:.100} matches more than white space: must match nothing but the characters "
+                "that JSON allows between its tokens, [ \\t\\r\\n]",
+            )
+
     def _matcher(self, grammar: str) -> LLMatcher:
         made: LLMatcher = self._library.LLMatcher(
             self._tokenizer, grammar, log_level=0, limits=self._limits
@@ -153,7 +180,7 @@ class GuidanceBackend(LibraryBackend):
             "json": self._json,
             "json_object": self._json,
             "regex": lambda spec: self._library.LLMatcher.grammar_from_regex(spec.source),
-            "grammar": lambda spec: as_lark(spec.source),
+            "grammar": lambda spec: as_lark(spec.source).text,
             "structural_tag": lambda spec: tag_grammar(
                 parse_json(spec.source, spec.kind),
                 self.vocabulary,
@@ -161,7 +188,7 @@ class GuidanceBackend(LibraryBackend):
                     {**with_exact_bounds(schema), "x-guidance": _json_options(spec)}
                     if isinstance(schema, dict) else schema
                 ),
-                as_lark,
+                lambda source: as_lark(source).text,
             ),
         }[spec.kind]  # fmt: skip
         return make(spec)
@@ -176,7 +203,7 @@ class GuidanceBackend(LibraryBackend):
 
     def _error(self, spec: GrammarSpec, message: str) -> RequestError:
         if spec.kind != "json":
-            where = position(message) if spec.kind == "grammar" else ""
+            where = _place(spec.source, message) if spec.kind == "grammar" else ""
             return not_compiled(spec.kind, message, where)
         reason = plain(message) or UNKNOWN
         schema = with_exact_bounds(parse_json(spec.source, spec.kind))
@@ -191,6 +218,17 @@ class GuidanceBackend(LibraryBackend):
 
         keyword, pointer, reason = blame(schema, error_of, reason)
         return refuse(spec, [Refusal.of(keyword, pointer, reason)])
+
+
+def _place(source: str, message: str) -> str:
+    """Where in a grammar the library means, as it stands in the source; "" if it does not say."""
+    found, lines = place(message), as_lark(source).lines
+    if found is None:
+        return ""
+    line, column = found
+    if not lines:
+        return f"line {line} column {column}: " if column else f"line {line}: "
+    return f"line {lines[min(line, len(lines)) - 1]}: "
 
 
 def _schema_refusals(schema: Any) -> list[str]:
@@ -212,36 +250,22 @@ def _many_optional(schema: Any) -> Iterator[Refusal]:
             yield Refusal.of("properties", pointer, reason)
 
 
+def _json_space(pattern: str) -> str:
+    r"""A regex in which ``\s`` is the white space of JSON, which is less than that of Unicode."""
+    return re.sub(
+        r"\\(.)", lambda m: r"[ \t\r\n]" if m[1] == "s" else m[0], pattern, flags=re.DOTALL
+    )
+
+
 def _json_options(spec: GrammarSpec) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if spec.whitespace_pattern is not None:
-        options["whitespace_pattern"] = spec.whitespace_pattern
+        options["whitespace_pattern"] = _json_space(spec.whitespace_pattern)
     elif spec.any_whitespace:
         options["whitespace_pattern"] = rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}"
     else:
         options["whitespace_flexible"] = False
     return options
-
-
-def as_lark(source: str) -> str:
-    """A grammar in EBNF (``root ::= ...``) or Lark, as Lark.
-
-    Raises:
-        RequestError: it is no EBNF; says where.
-    """
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
-    try:
-        return any_to_lark(source)
-    except GbnfToLarkError as error:
-        line = source.count("\n", 0, error.pos.pos) + 1
-        column = error.pos.pos - source.rfind("\n", 0, error.pos.pos)
-        what = plain(str(error).partition(" at line")[0]) or "no EBNF"
-        raise malformed("grammar", f"line {line} column {column}: {what}") from None
-    except RecursionError:
-        raise malformed("grammar", "nested too deep") from None
-    except Exception as error:
-        raise malformed("grammar", plain(str(error)) or "no EBNF") from None
 
 
 class _Tokens:
@@ -263,23 +287,31 @@ class _Tokens:
 
 
 class GuidanceGrammar:
-    """A compiled grammar: a matcher that takes no tokens, copied for each request."""
+    """A compiled grammar: a matcher that takes no tokens, copied for each request.
+
+    The copies share the states of one lexer. Once it has come to a limit, every copy fails.
+    """
 
     def __init__(self, prototype: LLMatcher, vocabulary: Vocabulary) -> None:
+        self.worn = False
+        """Set by the first matcher that has failed."""
         self._prototype = prototype
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
 
     def matcher(self) -> GuidanceMatcher:
         with self._lock:
-            return GuidanceMatcher(self._prototype.deep_copy(), self._vocabulary)
+            return GuidanceMatcher(self._prototype.deep_copy(), self._vocabulary, self)
 
 
 class GuidanceMatcher:
     """One request's place in a grammar."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: Vocabulary, grammar: GuidanceGrammar
+    ) -> None:
         self.library_matcher = matcher
+        self._grammar = grammar
         self._size = vocabulary.size
         self._room = np.zeros(-(-(vocabulary.size + 1) // 32), np.int32)
 
@@ -294,6 +326,7 @@ class GuidanceMatcher:
         """Copy the library's mask, which has a bit for :data:`END`, to a row of a bitmask."""
         if self.library_matcher.is_error():
             bitmask[row] = 0  # it gave up: its own limits, most likely
+            self._grammar.worn |= bool(self.failure)
             return
         words[self._size // 32] &= _without_bit(self._size % 32)
         bitmask[row] = words[: bitmask.shape[1]]
@@ -304,6 +337,7 @@ class GuidanceMatcher:
             return False
         taken = self.library_matcher.try_consume_tokens(tokens)
         if taken < len(tokens):
+            self._grammar.worn |= bool(self.failure)
             self.roll_back(taken)
             return False
         return True
