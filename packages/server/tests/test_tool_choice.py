@@ -409,3 +409,72 @@ def test_arguments_are_objects(kind: Any, choice: str) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
     with pytest.raises(RequestError, match=r"tools\[0\].function.parameters.type = .*'object'"):
         plan_tools(tools, choice, HermesToolParser)
+
+
+PARSERS = sorted(plugins.installed("headrace.tool_parsers"))
+BAD_PARTS = [
+    ({"$ref": "#/$defs/Nope"}, "/properties/x", "Nope' leads nowhere"),
+    ({"$ref": "#/definitions/Nope"}, "/properties/x", "leads nowhere"),
+    ({"type": "array", "items": {"$ref": "#/nowhere"}}, "/properties/x/items", "leads nowhere"),
+    ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/D/1"}]}, "/properties/x/anyOf/1", "nowhere"),
+    (5, "/properties/x", "must be a JSON schema"),
+]
+
+
+def bad_tool(part: Any, **more: Any) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {"x": part, "e": {"enum": [{"$ref": "#/a name in a value"}]}},
+        "$defs": {"D": {"type": "string"}},
+    }
+    return tool("bad", schema, **more)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize(("part", "pointer", "said"), BAD_PARTS)
+def test_a_reference_to_nothing_is_refused_whatever_the_format(
+    name: str, part: Any, pointer: str, said: str
+) -> None:
+    parser = plugins.load("headrace.tool_parsers", name)
+    where = f"tools[1].function.parameters#{pointer}"
+    named = {"type": "function", "function": {"name": "bad"}}
+    for choice in ("required", named):
+        with pytest.raises(RequestError, match=said) as caught:
+            plan_tools([ADD, bad_tool(part)], choice, parser)
+        assert where in str(caught.value)
+        assert caught.value.param == "tools"
+    with pytest.raises(RequestError, match=said) as caught:
+        plan_tools([ADD, bad_tool(part, strict=True)], "auto", parser)
+    assert where in str(caught.value)
+
+
+def test_schemas_that_do_not_hold_may_say_anything() -> None:
+    free = [ADD, bad_tool({"$ref": "#/$defs/Nope"})]
+    assert plan_tools(free, "auto", HermesToolParser).constraint is None
+    assert plan_tools(free, {"type": "function", "function": {"name": "add"}}, None).forced
+
+
+def test_references_that_lead_somewhere() -> None:
+    for part in (
+        {"$ref": "#/$defs/D"},
+        {"$ref": "#"},
+        {"$ref": "#/properties/e"},
+        {"enum": ["$ref"]},
+        {"type": "object", "properties": {"$ref": {"type": "string"}}},
+        True,
+    ):
+        assert plan_tools([bad_tool(part)], "required", None).forced
+
+
+def test_what_cannot_be_strict_is_named() -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "string", "pattern": "a"}}}
+    parser = plugins.load("headrace.tool_parsers", "qwen3_coder")
+    with pytest.raises(RequestError) as caught:
+        plan_tools([ADD, tool("bad", schema, strict=True)], "auto", parser)
+    assert str(caught.value).startswith(
+        "tools[1].function.parameters#/properties/x: 'bad' cannot be strict"
+    )
+    schema = {"type": "object", "minProperties": 1}
+    with pytest.raises(RequestError) as caught:
+        plan_tools([ADD, tool("bad", schema, strict=True)], "auto", parser, paths=["a", "b"])
+    assert str(caught.value).startswith("b: 'bad' cannot be strict")

@@ -4,10 +4,13 @@ import json
 
 import pytest
 
+from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
-from headrace_core.grammar import GrammarSpec, Vocabulary
+from headrace_core.grammar import GrammarSpec, Vocabulary, refuse
+from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.testing.grammar import BYTES, allowed
 from headrace_engine.structured.backends.guidance import GuidanceBackend
+from headrace_engine.structured.source import source_of
 
 TOKENS = [*BYTES, b"</s>", b"<call>", b"</call>"]
 VOCABULARY = Vocabulary(TOKENS, frozenset({256, 257, 258}))
@@ -123,3 +126,46 @@ def test_what_has_no_counterpart_is_refused(backend):
     assert "'style'" in reasons({**NUMBER, "style": "qwen_xml"})[0]
     assert "any_text" in reasons({"type": "sequence", "elements": [TEXT, NUMBER]})[0]
     assert "'not'" in reasons({"type": "json_schema", "json_schema": {"not": {}}})[0]
+
+
+def checked(tag):
+    """Take a tag as far as a request's goes."""
+    spec = source_of(StructuredOutputsParams(structural_tag=tag), StructuredOutputsConfig()).spec(
+        "guidance"
+    )
+    reasons = GuidanceBackend.refuse(spec)
+    if reasons:
+        raise refuse(spec, reasons)
+    GuidanceBackend(Vocabulary([bytes([byte]) for byte in range(256)])).compile(spec)
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"properties": {"a": {"not": {}}}}, "'not' at '#{}/properties/a'"),
+        ({"properties": {"a": {"type": "text"}}}, "'type' at '#{}/properties/a'"),
+        ({"properties": {"a": 5}}, "5 at '#{}/properties/a' is not a schema"),
+        ({"$ref": "#/$defs/a"}, "'$ref' at '#{}': '#/$defs/a' leads nowhere"),
+        (
+            {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}},
+            "'pattern' at '#{}/properties/a'",
+        ),
+        ({"allOf": [{"type": "string", "minLength": 3, "maxLength": 1}]}, "at '#{}"),
+    ],
+)  # fmt: skip
+def test_places_of_errors_are_places_in_the_tag(schema, said):
+    """With several schemas in a tag, a place in one of them says nothing."""
+    fine = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    form = {"type": "sequence", "elements": [fine, {"type": "json_schema", "json_schema": schema}]}
+    structures = [
+        {"begin": "<a>", "schema": {"type": "integer"}, "end": ""},
+        {"begin": "<b>", "schema": schema, "end": ""},
+    ]
+    for tag, place in (
+        ({"format": form}, "/format/elements/1/json_schema"),
+        ({"structures": structures, "triggers": ["<"]}, "/structures/1/schema"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            checked(tag)
+        assert said.format(place) in str(caught.value)

@@ -6,6 +6,9 @@ was brought into its form, decides these things here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from headrace_core import plugins
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarBackend, GrammarSpec
@@ -26,6 +29,7 @@ from headrace_server.state import ServerState
 from headrace_server.structured import asked_of
 from headrace_server.tool_calls import form_or_calls, plan_tools
 from headrace_server.tool_parsers.harmony import OpenAIToolParser
+from headrace_server.tool_schemas import Sources
 
 _ANY_TAG = '{"format": {"type": "const_string", "value": "a"}}'
 """A structural tag that every backend serves which serves any."""
@@ -57,6 +61,7 @@ class AnswerPlan:
             self._chosen.tools,
             forces_own=_forces_own(state),
             parallel=body.parallel_tool_calls,
+            paths=body.tool_paths,
         )
         reasoning = self._chosen.reasoning
         if body.thinking_token_budget is not None and reasoning is None:
@@ -110,6 +115,23 @@ class AnswerPlan:
         """The field that the constraint came from."""
         field = self._asked.field
         return "tools" if not field or (self.tools.forced and self._asked.is_format) else field
+
+    @contextmanager
+    def naming_tools(self) -> Iterator[None]:
+        """Errors of the engine about a constraint that was made of tools name the client's schemas."""
+        try:
+            yield
+        except RequestError as error:
+            sources = self.tools.sources
+            if self._asked.is_format and self._asked.constraint is not None:
+                form = self._asked.constraint.json
+                if isinstance(form, (dict, bool)):
+                    path = "response_format.json_schema.schema"
+                    sources = Sources([*sources.schemas, (path, form)])
+            if self.tools.frames or self.constrained_by == "tools":
+                field = self.constrained_by
+                sources.name_in(error, self.params.structured_outputs, field)
+            raise
 
     def make_reader(self) -> HarmonyReader:
         """The reader of one choice in the gpt-oss format."""

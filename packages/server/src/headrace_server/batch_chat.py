@@ -93,9 +93,11 @@ class BatchChat:
         values: dict[str, Any] = {
             name: getattr(self.body, name) for name in ChatRequest.model_fields
         }
-        return ChatRequest.model_construct(
+        one = ChatRequest.model_construct(
             set(self.body.model_fields_set), **{**values, "messages": messages}
         )
+        one.name_tools(self.body.tool_paths)
+        return one
 
     def _choices(self, position: int, answer: ChatResponse) -> list[BatchChatChoice]:
         made = []

@@ -116,9 +116,10 @@ class Chat:
         last: RequestOutput | None = None
         outputs = self._generate()
         try:
-            async for output in outputs:
-                self.tally.count(output)
-                last = output
+            with self._plan.naming_tools():
+                async for output in outputs:
+                    self.tally.count(output)
+                    last = output
         finally:
             await close(outputs)
         assert last is not None, "an engine yields at least one output"
@@ -136,18 +137,19 @@ class Chat:
         outputs = self._generate()
         opened = False
         try:
-            async for output in outputs:
-                opening = b""
-                if not opened:
-                    self._parsers = await self._plan.make_parsers(output, self._chat)
-                    opening, opened = self._opening(output), True
-                off_loop = self.state.off_loop
-                data = opening + await off_loop(cost_of(output), self._encode, output)
-                if data:
-                    yield data
-                if isinstance(outputs, OutputStream) and not output.finished:
-                    encode_text = self._encode_text if len(self._plain) == 1 else None
-                    yield Pour(outputs, self._encode, encode_text, off_loop=off_loop)
+            with self._plan.naming_tools():
+                async for output in outputs:
+                    opening = b""
+                    if not opened:
+                        self._parsers = await self._plan.make_parsers(output, self._chat)
+                        opening, opened = self._opening(output), True
+                    off_loop = self.state.off_loop
+                    data = opening + await off_loop(cost_of(output), self._encode, output)
+                    if data:
+                        yield data
+                    if isinstance(outputs, OutputStream) and not output.finished:
+                        encode_text = self._encode_text if len(self._plain) == 1 else None
+                        yield Pour(outputs, self._encode, encode_text, off_loop=off_loop)
         finally:
             await close(outputs)
         forced = self.state.settings.enable_force_include_usage

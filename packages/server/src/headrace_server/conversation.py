@@ -181,7 +181,8 @@ class Turn:
         self._outputs = self.state.engine.generate(
             self.prompt, self.params, name, priority=self.body.priority, add_special_tokens=special
         )
-        return await anext(self._outputs)
+        with self._plan.naming_tools():
+            return await anext(self._outputs)
 
     @property
     def outputs(self) -> AsyncIterator[RequestOutput]:

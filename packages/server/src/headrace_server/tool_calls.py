@@ -22,6 +22,15 @@ from headrace_server.structured import MAX_SCHEMA_DEPTH, check_schema
 from headrace_server.tool_parsers import forms
 from headrace_server.tool_parsers.forced import ForcedToolCallParser, NamedToolCallParser
 from headrace_server.tool_parsers.machine import is_name
+from headrace_server.tool_schemas import (
+    DEFINITIONS,
+    LITERAL_VALUES,
+    NAMED_SCHEMAS,
+    NO_SOURCES,
+    Sources,
+    check_references,
+    place,
+)
 
 Tool = Mapping[str, Any]
 Choice = Literal["none", "auto", "required", "named"]
@@ -33,16 +42,6 @@ make at once, and an end for those that would go on until ``max_tokens``."""
 MAX_FORM = 1_000_000
 """Characters of a form of forced calls; formats that would need more have them as JSON, whose form
 is shorter. Engines take a constraint of 1 MiB by default."""
-
-_LITERAL_VALUES = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are data: a ``$ref`` in there refers to nothing."""
-_NAMED_SCHEMAS = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)
-"""Keywords whose values map names to schemas: a key ``const`` in there is a name."""
-
-_DEFINITIONS = {"$defs": "", "definitions": "d"}
-"""Keywords of definitions -> what keeps apart equal names under both."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class ToolPlan:
     parallel: bool = True
     bare: bool = False
     """Forced calls are JSON whatever the model's own format is."""
+    sources: Sources = NO_SOURCES
+    """Schemas that :attr:`constraint` is made of."""
 
     @property
     def forced(self) -> bool:
@@ -81,6 +82,7 @@ def plan_tools(
     *,
     forces_own: bool = True,
     parallel: bool = True,
+    paths: Sequence[str] = (),
 ) -> ToolPlan:
     """Decide how a request deals with tools.
 
@@ -90,12 +92,14 @@ def plan_tools(
         chosen: the operator's parser for free calls.
         forces_own: whether calls may be forced in that parser's format; False: they are JSON.
         parallel: whether there may be more than one call.
+        paths: where each tool's schema is in the client's request; (): as in OpenAI's chats.
 
     Raises:
         RequestError: tools or choice are malformed, contradict each other, or ask for what is not
             served.
     """
-    check_tools(tools)
+    paths = paths or [schema_path(index) for index in range(len(tools))]
+    check_tools(tools, paths)
     if choice is None:
         choice = "auto" if tools else "none"
     if choice == "none":
@@ -103,15 +107,18 @@ def plan_tools(
     if not tools:
         raise RequestError(f"tool_choice = {_shown(choice)}: needs tools", param="tool_choice")
     if choice == "auto":
-        return _auto(tools, chosen, parallel)
+        return _auto(tools, chosen, parallel, paths)
     forced = chosen if forces_own else None
     if choice == "required":
-        own = _own_format("required", tools, tools, forced, MAX_FORCED_CALLS if parallel else 1)
+        sources = _sources(tools, tools, paths)
+        most = MAX_FORCED_CALLS if parallel else 1
+        own = _own_format("required", tools, tools, forced, most, sources)
         return own or ToolPlan(
             "required",
             StructuredOutputsParams(json=calls_schema(tools, most=None if parallel else 1)),
             partial(ForcedToolCallParser, tools),
             bare=True,
+            sources=sources,
         )
     name = _named(choice)
     tool = next((tool for tool in tools if tool["function"]["name"] == name), None)
@@ -119,12 +126,34 @@ def plan_tools(
         raise RequestError(
             f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice", value=name
         )
-    return _own_format("named", tools, [tool], forced, 1) or ToolPlan(
+    sources = _sources(tools, [tool], paths)
+    return _own_format("named", tools, [tool], forced, 1, sources) or ToolPlan(
         "named",
         StructuredOutputsParams(json=parameters_of(tool)),
         partial(NamedToolCallParser, tools, name=name),
         bare=True,
+        sources=sources,
     )
+
+
+def schema_path(index: int) -> str:
+    """Where the schema of a tool is in a chat of OpenAI's."""
+    return f"tools[{index}].function.parameters"
+
+
+def _sources(tools: Sequence[Tool], held: Sequence[Tool], paths: Sequence[str]) -> Sources:
+    """The schemas of all tools, of which some will hold.
+
+    Raises:
+        RequestError: one of those is too large, or refers to what is not there; names the place.
+    """
+    for path, tool in zip(paths, tools):
+        if any(tool is one for one in held):
+            schema = parameters_of(tool)
+            check_schema(path, schema)
+            check_references(path, schema)
+    only = tools.index(held[0]) if len(held) == 1 else None
+    return Sources([(path, parameters_of(tool)) for path, tool in zip(paths, tools)], only)
 
 
 def _own_format(
@@ -133,17 +162,18 @@ def _own_format(
     allowed: Sequence[Tool],
     parser: type[ToolCallParser] | None,
     most: int,
+    sources: Sources,
 ) -> ToolPlan | None:
     """Forced calls in a parser's format; None: it cannot write them.
 
     Args:
         allowed: the tools that may be called.
         most: largest number of calls.
+        sources: the tools' schemas, checked.
     """
     schemas: dict[str, dict[str, Any]] = {}
     for tool in allowed:
         name, schema = tool["function"]["name"], parameters_of(tool)
-        check_schema(f"tools[{tools.index(tool)}].function.parameters", schema)
         schemas[name] = {k: v for k, v in schema.items() if k not in ("$schema", "$id")}
     if parser is None or not all(map(is_name, schemas)):
         return None
@@ -159,6 +189,7 @@ def _own_format(
         StructuredOutputsParams(structural_tag=tag),
         partial(parser, tools),
         parser.needs_special_tokens,
+        sources=sources,
     )
 
 
@@ -175,8 +206,12 @@ def _framed_calls(
     return forms.answer(forms.several(forms.either(*calls), most))
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Raises RequestError, naming the tool, unless all are well-formed functions."""
+def check_tools(tools: Sequence[Tool], paths: Sequence[str] = ()) -> None:
+    """Raises RequestError, naming the tool, unless all are well-formed functions.
+
+    Args:
+        paths: where each tool's schema is in the client's request; (): as in OpenAI's chats.
+    """
     check_size("tools", list(tools), depth=MAX_SCHEMA_DEPTH)
     for index, tool in enumerate(tools):
         function = tool.get("function")
@@ -190,7 +225,8 @@ def check_tools(tools: Sequence[Tool]) -> None:
                 f"tools[{index}]: must be {{'type': 'function', 'function': {{'name': ...}}}}",
                 param="tools",
             )
-        _check_parameters(f"tools[{index}].function.parameters", function.get("parameters"))
+        path = paths[index] if paths else schema_path(index)
+        _check_parameters(path, function.get("parameters"))
 
 
 def _check_parameters(field: str, schema: object) -> None:
@@ -240,7 +276,6 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
     calls = []
     for index, tool in enumerate(tools):
         parameters = parameters_of(tool)
-        check_schema(f"tools[{index}].function.parameters", parameters)
         where = "#/items" + (f"/anyOf/{index}" if len(tools) > 1 else "") + "/properties/parameters"
         move = partial(_moved, index=index, home=where)
         definitions |= _taken_definitions(parameters, index, move)
@@ -273,7 +308,7 @@ def _taken_definitions(
     parameters.pop("$schema", None)
     parameters.pop("$id", None)
     taken: dict[str, Any] = {}
-    for keyword, kind in _DEFINITIONS.items():
+    for keyword, kind in DEFINITIONS.items():
         found = parameters.pop(keyword, None)
         if isinstance(found, dict):
             for name, definition in found.items():
@@ -283,7 +318,7 @@ def _taken_definitions(
 
 def _moved(reference: str, *, index: int, home: str) -> str:
     """A reference of one tool's schema, after the move. Others' (``http://...``) stay."""
-    for keyword, kind in _DEFINITIONS.items():
+    for keyword, kind in DEFINITIONS.items():
         if reference.startswith(f"#/{keyword}/"):
             return f"#/$defs/{kind}{index}_" + reference[len(keyword) + 3 :]
     if reference == "#" or reference.startswith("#/"):
@@ -301,16 +336,18 @@ def _rewritten(schema: Any, move: Callable[[str], str]) -> Any:
     for keyword, value in schema.items():
         if keyword == "$ref" and isinstance(value, str):
             result[keyword] = move(value)
-        elif keyword in _LITERAL_VALUES:
+        elif keyword in LITERAL_VALUES:
             result[keyword] = value
-        elif keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
             result[keyword] = {name: _rewritten(below, move) for name, below in value.items()}
         else:
             result[keyword] = _rewritten(value, move)
     return result
 
 
-def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: bool) -> ToolPlan:
+def _auto(
+    tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: bool, paths: Sequence[str]
+) -> ToolPlan:
     if chosen is None:
         raise UnsupportedFeature(
             "tools: this server does not parse tool calls; start it with "
@@ -318,15 +355,17 @@ def _auto(tools: Sequence[Tool], chosen: type[ToolCallParser] | None, parallel: 
             "'required' or one function",
             param="tools",
         )
+    strict = [tool for tool in tools if tool["function"].get("strict") is True]
+    sources = _sources(tools, strict, paths) if strict else NO_SOURCES
     frames = _frames(tools, chosen)
-    strict = any(tool["function"].get("strict") is True for tool in tools)
     return ToolPlan(
         "auto",
-        _strict_constraint(tools, chosen, frames) if strict else None,
+        _strict_constraint(tools, chosen, frames, paths) if strict else None,
         partial(chosen, tools),
         chosen.needs_special_tokens,
         frames,
         parallel,
+        sources=sources,
     )
 
 
@@ -336,19 +375,21 @@ def _frames(tools: Sequence[Tool], chosen: type[ToolCallParser]) -> list[dict[st
     Only ``strict`` tools are held to their own schemas.
     """
     frames = []
-    for index, tool in enumerate(tools):
+    for tool in tools:
         function = tool["function"]
         frame = chosen.call_frame(function["name"])
         if frame is None:
             return []
         schema = parameters_of(tool) if function.get("strict") is True else {"type": "object"}
-        check_schema(f"tools[{index}].function.parameters", schema)
         frames.append({"begin": frame.before, "schema": schema, "end": frame.after})
     return frames
 
 
 def _strict_constraint(
-    tools: Sequence[Tool], chosen: type[ToolCallParser], frames: Sequence[Mapping[str, Any]]
+    tools: Sequence[Tool],
+    chosen: type[ToolCallParser],
+    frames: Sequence[Mapping[str, Any]],
+    paths: Sequence[str],
 ) -> StructuredOutputsParams:
     """Free text, in which calls of ``strict`` tools have arguments by their schemas.
 
@@ -356,13 +397,17 @@ def _strict_constraint(
         UnsupportedFeature: the parser's format cannot be held to them.
     """
     schemas: dict[str, Mapping[str, Any] | None] = {}
-    for index, tool in enumerate(tools):
+    path_of: dict[str, str] = {}
+    for path, tool in zip(paths, tools):
         function = tool["function"]
         strict = function.get("strict") is True
         schemas[function["name"]] = parameters_of(tool) if strict else None
-        if strict:
-            check_schema(f"tools[{index}].function.parameters", schemas[function["name"]])
-    form = chosen.strict_form(schemas)
+        path_of[function["name"]] = path
+    try:
+        form = chosen.strict_form(schemas)
+    except forms.NotStrict as error:
+        where = place(path_of[error.tool], error.pointer)
+        raise UnsupportedFeature(f"{where}: {error}", param="tools") from None
     if form is not None:
         return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": form})
     if not frames:

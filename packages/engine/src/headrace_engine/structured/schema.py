@@ -4,6 +4,7 @@ use. Source: JSON Schema drafts 4 to 2020-12."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -107,12 +108,14 @@ def _inner(pointer: str, schema: Schema) -> Iterator[tuple[str, Any]]:
         at = f"{pointer}/{escape(keyword)}"
         if keyword in MAPS and isinstance(value, Mapping):
             for name, inner in value.items():
-                if isinstance(inner, (Mapping, bool)):
+                if not (
+                    keyword == "dependencies" and isinstance(inner, list)
+                ):  # names, not a schema
                     yield f"{at}/{escape(name)}", inner
         elif keyword in LISTS and isinstance(value, list):
             for index, inner in enumerate(value):
                 yield f"{at}/{index}", inner
-        elif keyword in ONE and isinstance(value, (Mapping, bool)):
+        elif keyword in ONE:
             yield at, value
 
 
@@ -175,6 +178,16 @@ def _why_not(
 def _demands_nothing(keyword: str, value: Any) -> bool:
     return any(value == nothing and type(value) is type(nothing)
                for nothing in _NOTHING.get(keyword, ()))  # fmt: skip
+
+
+def within(reason: str, pointer: str) -> str:
+    """A reason that names a place in a schema, for the document in which the schema stands.
+
+    Args:
+        reason: as :meth:`Refusal.of` makes them.
+        pointer: of the schema, in the document.
+    """
+    return re.sub(r" at (['\"])#", lambda quote: f" at {quote[1]}#{pointer}", reason, count=1)
 
 
 def malformed_at(schema: Any) -> Iterator[str]:

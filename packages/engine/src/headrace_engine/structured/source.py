@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from headrace_core.config import StructuredOutputsConfig
@@ -12,9 +12,11 @@ from headrace_core.grammar import GrammarSpec, malformed
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_engine.structured.schema import (
     depth,
+    escape,
     malformed_at,
     parse_json,
     subschemas,
+    within,
     without_additional_properties,
     without_idle_keywords,
 )
@@ -58,8 +60,8 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
     elif kind == "structural_tag":
         text = _json_text(given, kind, config)
         tag = parse_json(text, kind)
-        for schema in _schemas_in(tag):
-            _check_schema(schema, kind, config)
+        for pointer, schema in _schemas_in(tag):
+            _check_schema(schema, kind, config, pointer)
         text = _dump(_with_plain_schemas(tag, closed), kind)
     elif kind == "choice":
         text = _dump(list(dict.fromkeys(given)), kind)
@@ -115,12 +117,13 @@ def _check_count(kind: str, count: int, most: int, what: str) -> None:
         raise malformed(kind, f"{count} {what}: must be at most {most}")
 
 
-def _check_schema(schema: Any, kind: str, config: StructuredOutputsConfig) -> None:
+def _check_schema(schema: Any, kind: str, config: StructuredOutputsConfig, home: str = "") -> None:
+    """Raises RequestError unless it is a schema of usual size; ``home`` is its JSON pointer."""
     wrong = next(malformed_at(schema), None)
     if wrong is not None:
-        raise malformed(kind, wrong)
-    for pointer, found in subschemas(schema):
-        levels = pointer.count("/")
+        raise malformed(kind, within(wrong, home))
+    for pointer, found in subschemas(schema, home):
+        levels = pointer.count("/") - home.count("/")
         if levels > 2 * config.max_depth:
             raise malformed(kind, f"{levels} levels at {pointer[:80]!r}: must be at most "
                             f"{2 * config.max_depth}")  # fmt: skip
@@ -166,14 +169,15 @@ def _with_plain_schemas(tag: Any, closed: bool) -> Any:
     }
 
 
-def _schemas_in(tag: Any) -> list[Any]:
-    """The JSON schemas within a structural tag."""
-    found, pending = [], [tag]
+def _schemas_in(tag: Any) -> list[tuple[str, Any]]:
+    """(JSON pointer, schema) of the JSON schemas within a structural tag."""
+    found: list[tuple[str, Any]] = []
+    pending = [("", tag)]
     while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            found += [value[key] for key in _SCHEMA_KEYS if key in value]
-            pending += [v for k, v in value.items() if k not in _SCHEMA_KEYS]
-        elif isinstance(value, list):
-            pending += value
+        at, value = pending.pop()
+        inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        inner = enumerate(value) if isinstance(value, list) else inner
+        for key, part in inner:
+            place = (f"{at}/{escape(str(key))}", part)
+            (found if key in _SCHEMA_KEYS else pending).append(place)
     return found

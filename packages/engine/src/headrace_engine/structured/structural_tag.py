@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from headrace_core.grammar import Refusal, Vocabulary, malformed
+from headrace_engine.structured.schema import within
 
 TYPES = frozenset(
     {
@@ -158,14 +160,22 @@ def _ends(tag: Format) -> list[Any]:
     return list(end) if isinstance(end, list) else [end]
 
 
-def schemas_of(form: Format) -> Iterator[Any]:
-    """The JSON schemas in a format tree."""
-    pending: list[Any] = [form]
+def schemas_of(tag: Any) -> Iterator[tuple[str, Any]]:
+    """(JSON pointer, schema) of the JSON schemas in a structural tag."""
+    pending = [("/format", parse_tag(tag))]
     while pending:
-        found = pending.pop()
+        pointer, found = pending.pop()
         if found["type"] == "json_schema":
-            yield found["json_schema"]
-        pending += [inner for _, inner in inner_forms(found, "")]
+            yield _as_given(tag, f"{pointer}/json_schema"), found["json_schema"]
+        pending += inner_forms(found, pointer)
+
+
+def _as_given(tag: Mapping[str, Any], pointer: str) -> str:
+    """Where in a tag of the older form stands what is there in its format tree."""
+    if "structures" not in tag:
+        return pointer
+    pointer = re.sub("^/format/tags", "/structures", pointer)
+    return re.sub("^(/structures/[0-9]+)/content/json_schema", r"\1/schema", pointer)
 
 
 def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
@@ -193,7 +203,8 @@ def tag_refusals(tag: Any, of_schema: Callable[[Any], list[str]]) -> list[str]:
         if form.get("style", "json") != "json":
             reasons.append(Refusal.of("style", pointer, "only 'json'"))
         if kind == "json_schema":
-            reasons += of_schema(form["json_schema"])
+            home = _as_given(tag, f"{pointer}/json_schema")
+            reasons += [within(reason, home) for reason in of_schema(form["json_schema"])]
         if kind in ("sequence", "or"):
             reasons += _unbounded_text(form, pointer)
         if kind == "or" or (kind == "tag" and len(_ends(form)) > 1):

@@ -52,7 +52,7 @@ def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
     values["include_reasoning"] = shows_thinking(body)
     if body.messages[-1].role == "assistant":  # to be continued
         values.update(continue_final_message=True, add_generation_prompt=False)
-    _add_tools(values, body, note)
+    paths = _add_tools(values, body, note)
     if isinstance(body, MessagesRequest):
         _add_sampling(values, body)
         kwargs.update(body.chat_template_kwargs or {})
@@ -60,7 +60,9 @@ def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
         values["chat_template_kwargs"] = kwargs
     if body.output_config is not None:
         _add_output(values, body.output_config.effort, body.output_config.format)
-    return as_chat(values, SPELLING)
+    chat = as_chat(values, SPELLING)
+    chat.name_tools(paths)
+    return chat
 
 
 def shows_thinking(body: CountTokensRequest) -> bool:
@@ -101,15 +103,17 @@ def _add_output(values: dict[str, Any], effort: str | None, form: dict[str, Any]
 # Tools
 
 
-def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> None:
+def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> list[str]:
+    """Adds tools and choice; returns where the tools' schemas are in the request."""
     check_size("tools", list(body.tools))
     kept = without_foreign(body.tools, note, own=("custom",))
     tools = [_tool(f"tools[{i}]", tool) for i, tool in kept]
+    paths = [f"tools[{i}].input_schema" for i, _ in kept]
     if tools:
         values["tools"] = tools
     choice = body.tool_choice
     if choice is None or (not tools and choice.type == "auto"):
-        return
+        return paths
     if choice.disable_parallel_tool_use:
         values["parallel_tool_calls"] = False
     match choice.type:
@@ -121,6 +125,7 @@ def _add_tools(values: dict[str, Any], body: CountTokensRequest, note: Note) -> 
             values["tool_choice"] = "required"
         case other:
             values["tool_choice"] = other
+    return paths
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
@@ -128,6 +134,7 @@ class ChatRequest(SamplingBody):
     chat_template: Text | None = None
     chat_template_kwargs: FreeObject | None = None
     documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
+    _tool_paths: list[str] = PrivateAttr(default_factory=list)
 
     def check_fields(self, state: ServerState, within: str = "") -> None:
         """Check the fields of all bodies, and leave out tools that are not functions."""
@@ -136,10 +143,26 @@ class ChatRequest(SamplingBody):
             self._leave_out_tools(state)
 
     def _leave_out_tools(self, state: ServerState) -> None:
-        kept = [dict(tool) for _, tool in without_foreign(self.tools or (), state.left_out.note)]
+        kept = without_foreign(self.tools or (), state.left_out.note)
+        paths = self.tool_paths
+        self._tool_paths = [paths[index] for index, _ in kept]
         if not kept and self.tool_choice == "auto":
             self.tool_choice = None
-        self.tools = kept or None
+        self.tools = [dict(tool) for _, tool in kept] or None
+
+    @property
+    def tool_paths(self) -> list[str]:
+        """Where each tool's schema is in the client's request, for errors."""
+        given = range(len(self.tools or ()))
+        return self._tool_paths or [f"tools[{index}].function.parameters" for index in given]
+
+    def name_tools(self, paths: Sequence[str]) -> None:
+        """Say where the schemas of the tools are in the request of another protocol.
+
+        Args:
+            paths: one per tool.
+        """
+        self._tool_paths = list(paths)
 
 
 class FunctionCall(BaseModel):

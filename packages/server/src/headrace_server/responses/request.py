@@ -101,7 +101,10 @@ def chat_request(
     form = _response_format(body)
     if form is not None:
         values["response_format"] = form
-    return as_chat(values, SPELLING)
+    chat = as_chat(values, SPELLING)
+    if tools.functions:
+        chat.name_tools(tools.paths)
+    return chat
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

@@ -41,6 +41,8 @@ class ToolSet:
     functions: list[dict[str, Any]] = field(default_factory=list)
     """In the chat's form, for the prompt and the parser; built-in ones too, unless the model's
     format writes those apart."""
+    paths: list[str] = field(default_factory=list)
+    """Where the schemas of :attr:`functions` are in the request; of a server's tools, the server."""
     choice: str | dict[str, Any] | None = None
     """``tool_choice`` of the chat; None without tools."""
     builtin: dict[str, BuiltinTool] = field(default_factory=dict)
@@ -93,6 +95,7 @@ async def resolve_tools(
         where, kind = f"tools[{index}]", tool.get("type")
         if kind == "function":
             result.functions.append(_function(where, tool))
+            result.paths.append(f"{where}.parameters")
         elif kind == "mcp":
             wanted.append((where, await _mcp(where, tool, server), "mcp_call"))
         elif isinstance(kind, str) and kind in BUILTIN_TOOLS:
@@ -187,6 +190,7 @@ def _offer(result: ToolSet, where: str, space: Namespace, family: Family, harmon
         result.builtin[name] = BuiltinTool(space.label, tool.name, family)
         if not harmony:
             result.functions.append(function_tool(name, tool.description, tool.schema))
+            result.paths.append(where)
 
 
 def _choose(result: ToolSet, choice: str | Mapping[str, Any]) -> None:
@@ -224,7 +228,9 @@ def _allow(result: ToolSet, choice: Mapping[str, Any]) -> None:
         builtin = result.builtin.get(name)
         return name in names or (builtin is not None and builtin.label in labels)
 
-    kept = [f for f in result.functions if is_allowed(f["function"]["name"])]
+    pairs = zip(result.functions, result.paths)
+    allowed_ = [(f, path) for f, path in pairs if is_allowed(f["function"]["name"])]
+    kept, result.paths = [f for f, _ in allowed_], [path for _, path in allowed_]
     result.functions, result.choice = kept, _word_of(kept, mode)
     result.builtin = {n: b for n, b in result.builtin.items() if is_allowed(n)}
     result.namespaces = tuple(s for s in result.namespaces if s.label in labels)

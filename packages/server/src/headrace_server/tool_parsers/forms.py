@@ -138,14 +138,29 @@ def loose(text: str) -> list[Form]:
     return [*before, *inner, *after]
 
 
+class NotStrict(UnsupportedFeature):
+    """A format cannot hold calls of a tool to its schema.
+
+    Args:
+        tool: its name.
+        pointer: JSON pointer of the part of the schema that is to blame; "" = the whole.
+        reason: why.
+    """
+
+    def __init__(self, tool: str, pointer: str, reason: str) -> None:
+        super().__init__(
+            f"{tool[:64]!r} cannot be strict with this server's tool-call parser: {reason}; send "
+            "strict false, or tool_choice 'required' or one function",
+            param="tools",
+        )
+        self.tool = tool
+        self.pointer = pointer
+
+
 def not_strict(tool: str, pointer: str, reason: str) -> NoReturn:
     """Refuse a strict tool.
 
     Raises:
-        UnsupportedFeature: always.
+        NotStrict: always.
     """
-    raise UnsupportedFeature(
-        f"tools: {tool[:64]!r} cannot be strict with this server's tool-call parser: "
-        f"{'#' + pointer!r}: {reason}; send strict false, or tool_choice 'required' or one function",
-        param="tools",
-    )
+    raise NotStrict(tool, pointer, reason)

@@ -38,8 +38,19 @@ from headrace_engine.structured.numbers import (
     narrow_bounds,
     with_exact_bounds,
 )
-from headrace_engine.structured.schema import MAX_WHITESPACE, parse_json, subschemas, unsupported
-from headrace_engine.structured.structural_tag import regex_literal, tag_grammar, tag_refusals
+from headrace_engine.structured.schema import (
+    MAX_WHITESPACE,
+    parse_json,
+    subschemas,
+    unsupported,
+    within,
+)
+from headrace_engine.structured.structural_tag import (
+    regex_literal,
+    schemas_of,
+    tag_grammar,
+    tag_refusals,
+)
 from headrace_engine.structured.wording import place, plain
 
 if TYPE_CHECKING:
@@ -202,22 +213,33 @@ class GuidanceBackend(LibraryBackend):
         return grammar
 
     def _error(self, spec: GrammarSpec, message: str) -> RequestError:
-        if spec.kind != "json":
-            where = _place(spec.source, message) if spec.kind == "grammar" else ""
-            return not_compiled(spec.kind, message, where)
-        reason = plain(message) or UNKNOWN
-        schema = with_exact_bounds(parse_json(spec.source, spec.kind))
+        if spec.kind == "json":
+            refusal = self._refusal(spec, parse_json(spec.source, spec.kind), message)
+            return refuse(spec, [refusal])
+        if spec.kind == "structural_tag":
+            for pointer, schema in schemas_of(parse_json(spec.source, spec.kind)):
+                found = self._schema_error(spec, schema)
+                if found:
+                    return refuse(spec, [within(self._refusal(spec, schema, found), pointer)])
+        where = _place(spec.source, message) if spec.kind == "grammar" else ""
+        return not_compiled(spec.kind, message, where)
+
+    def _refusal(self, spec: GrammarSpec, schema: Any, message: str) -> Refusal:
+        """Which part of a schema the library means with its message."""
 
         def error_of(part: Any) -> str:
-            options = json.loads(json.dumps(_json_options(spec)))
-            text = self._library.LLMatcher.grammar_from_json_schema(
-                json.dumps(part), overrides=options
-            )
-            matcher = self._matcher(text)
-            return plain(matcher.get_error()) or UNKNOWN if matcher.is_error() else ""
+            message = self._schema_error(spec, part)
+            return message and (plain(message) or UNKNOWN)
 
-        keyword, pointer, reason = blame(schema, error_of, reason)
-        return refuse(spec, [Refusal.of(keyword, pointer, reason)])
+        schema = with_exact_bounds(schema)
+        return Refusal.of(*blame(schema, error_of, plain(message) or UNKNOWN))
+
+    def _schema_error(self, spec: GrammarSpec, schema: Any) -> str:
+        """What the library says against a schema; "" = nothing."""
+        text = self._library.LLMatcher.grammar_from_json_schema(
+            json.dumps(with_exact_bounds(schema)), overrides=cast(Any, _json_options(spec))
+        )
+        return str(self._matcher(text).get_error() or "")
 
 
 def _place(source: str, message: str) -> str:

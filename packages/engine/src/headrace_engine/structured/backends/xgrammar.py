@@ -16,7 +16,13 @@ from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
-from headrace_engine.structured.schema import MAX_WHITESPACE, entangled, parse_json, unsupported
+from headrace_engine.structured.schema import (
+    MAX_WHITESPACE,
+    entangled,
+    parse_json,
+    unsupported,
+    within,
+)
 from headrace_engine.structured.structural_tag import inner_forms, parse_tag, schemas_of
 
 if TYPE_CHECKING:
@@ -63,9 +69,13 @@ class XGrammarBackend(LibraryBackend):
         if spec.kind == "json":
             return _schema_refusals(parse_json(spec.source, spec.kind))
         if spec.kind == "structural_tag":
-            form = parse_tag(parse_json(spec.source, spec.kind))
-            reasons = [reason for one in schemas_of(form) for reason in _schema_refusals(one)]
-            return reasons + list(_endless(form, "/format"))
+            tag = parse_json(spec.source, spec.kind)
+            reasons = [
+                within(reason, pointer)
+                for pointer, one in schemas_of(tag)
+                for reason in _schema_refusals(one)
+            ]
+            return reasons + list(_endless(parse_tag(tag), "/format"))
         if spec.kind == "grammar" and "::=" not in spec.source:
             return ["grammar: only EBNF (root ::= ...), not Lark"]
         return []
