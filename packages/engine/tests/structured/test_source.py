@@ -93,3 +93,37 @@ def test_schemas_in_tags_are_treated_as_others_are():
         assert json.loads(found.text)["format"]["content"]["json_schema"] == plain
         found = source_of(StructuredOutputsParams(structural_tag=older), config)
         assert json.loads(found.text)["structures"][0]["schema"] == plain
+
+
+@pytest.mark.spec("SO-API")
+@pytest.mark.parametrize(
+    "more", [{"name": "n"}, {"name": "n", "strict": True}, {}, {"description": "d"}]
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_schema_in_openais_wrapper_is_the_schema(more, as_text):
+    """As a schema the wrapper would say nothing, and any answer would do."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wrapped = {**more, "schema": schema}
+    given = json.dumps(wrapped) if as_text else wrapped
+    config = StructuredOutputsConfig()
+    assert json.loads(source_of(StructuredOutputsParams(json=given), config).text) == schema
+    tag = {"format": {"type": "json_schema", "json_schema": wrapped}}
+    text = source_of(StructuredOutputsParams(structural_tag=tag), config).text
+    assert json.loads(text)["format"]["json_schema"] == schema
+    bad = {**more, "schema": {"type": "objekt"}}
+    with pytest.raises(RequestError, match=r"'type' at '#/schema': 'objekt'"):
+        source_of(StructuredOutputsParams(json=bad), config)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "schema": {}},
+        {"properties": {"name": {}, "schema": {}}},
+        {"name": "n", "schema": {}, "$defs": {}},
+        {"title": "x"},
+    ],
+)
+def test_a_schema_that_looks_like_a_wrapper_stays(schema):
+    params = StructuredOutputsParams(json=schema)
+    assert json.loads(source_of(params, StructuredOutputsConfig()).text) == schema

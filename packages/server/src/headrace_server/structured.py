@@ -178,7 +178,8 @@ def _of_format(given: ResponseFormat) -> StructuredOutputsParams | None:
         value = given.schema_ if name == "schema" else getattr(given, name)
         if value is not None and given.type not in types:
             raise RequestError(
-                f"response_format.{name}: not with type {given.type!r}, but {' or '.join(types)}",
+                f"response_format.{name}: has no meaning with type {given.type!r}; send type "
+                f"{' or '.join(map(repr, types))} with it, or leave {name} out",
                 param=f"response_format.{name}",
             )
     match given.type:
@@ -204,9 +205,15 @@ def _schema(given: ResponseFormat) -> dict[str, Any] | bool:
         name, schema = "response_format.json_schema.schema", given.json_schema.schema_
     elif schema is None:
         name = "response_format.json_schema"
-        raise RequestError(f"{name}: must be given with type 'json_schema'", param=name)
+        raise RequestError(
+            f"{name}: must be given with type 'json_schema', as {{'name': ..., 'schema': {{...}}}}; or "
+            "response_format.schema, the JSON schema itself",
+            param=name,
+        )
     if schema is None:
-        raise RequestError(f"{name}: must be given", param=name)
+        raise RequestError(
+            f"{name}: must be given: the JSON schema itself, beside 'name' and 'strict'", param=name
+        )
     check_schema(name, schema)
     # False would be read as "no constraint given"; it is the schema that nothing satisfies.
     return {"not": {}} if schema is False else schema

@@ -180,6 +180,19 @@ def _demands_nothing(keyword: str, value: Any) -> bool:
                for nothing in _NOTHING.get(keyword, ()))  # fmt: skip
 
 
+_WRAPPER = frozenset({"description", "name", "schema", "strict"})
+"""Keys of OpenAI's ``json_schema``, which holds a schema; none of them but the harmless ``description`` is a
+keyword of schemas."""
+
+
+def unwrapped(schema: Any) -> tuple[Any, str]:
+    """(the schema itself, its JSON pointer), of one that may be in OpenAI's wrapper, ``{"name": ...,
+    "schema": {...}}``. As a schema the wrapper would allow everything."""
+    if isinstance(schema, Mapping) and "schema" in schema and schema.keys() <= _WRAPPER:
+        return schema["schema"], "/schema"
+    return schema, ""
+
+
 def within(reason: str, pointer: str) -> str:
     """A reason that names a place in a schema, for the document in which the schema stands.
 

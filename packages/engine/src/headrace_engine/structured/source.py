@@ -16,6 +16,7 @@ from headrace_engine.structured.schema import (
     malformed_at,
     parse_json,
     subschemas,
+    unwrapped,
     within,
     without_additional_properties,
     without_idle_keywords,
@@ -52,8 +53,8 @@ def source_of(params: StructuredOutputsParams, config: StructuredOutputsConfig) 
     closed = params.disable_additional_properties or config.disable_additional_properties
     if kind == "json":
         text = _json_text(given, kind, config)
-        schema = parse_json(text, kind)
-        _check_schema(schema, kind, config)
+        schema, home = unwrapped(parse_json(text, kind))
+        _check_schema(schema, kind, config, home)
         if schema is False:
             raise malformed(kind, "'false' at '#': no value satisfies it")
         text = _dump({} if schema is True else _plain_schema(schema, closed), kind)
@@ -152,6 +153,7 @@ def _check_regex(text: str, pointer: str, kind: str, config: StructuredOutputsCo
 
 def _plain_schema(schema: Any, closed: bool) -> Any:
     """The schema without keywords that say nothing; ``closed``: without further properties."""
+    schema, _ = unwrapped(schema)
     return without_idle_keywords(without_additional_properties(schema) if closed else schema)
 
 
@@ -178,6 +180,10 @@ def _schemas_in(tag: Any) -> list[tuple[str, Any]]:
         inner: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
         inner = enumerate(value) if isinstance(value, list) else inner
         for key, part in inner:
-            place = (f"{at}/{escape(str(key))}", part)
-            (found if key in _SCHEMA_KEYS else pending).append(place)
+            below = f"{at}/{escape(str(key))}"
+            if key in _SCHEMA_KEYS:
+                schema, inner_home = unwrapped(part)
+                found.append((below + inner_home, schema))
+            else:
+                pending.append((below, part))
     return found
