@@ -220,12 +220,14 @@ def test_the_language_of_a_grammar(data):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
-def test_the_language_where_each_character_is_a_lexeme(data):
+def test_nothing_else_is_accepted_where_nothing_is_cut(data):
     rules, source = data.draw(grammars())
     text = some_text(rules["root"], rules, data.draw)[:40]
+    texts = [text, text + "a", text[1:], text[:-1]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lexemes, "MAX_WORK", -1)
-        assert accepts(source, text, text + "a") == [matches(rules, t) for t in (text, text + "a")]
+        for one, taken in zip(texts, accepts(source, *texts)):
+            assert matches(rules, one) or not taken
 
 
 @pytest.mark.parametrize(
@@ -243,6 +245,10 @@ def test_the_language_where_each_character_is_a_lexeme(data):
         ('root ::=\n  "a"  # first\n  | "b"\n    "c"\n', ["a", "bc"], ["ac", "b"]),
         (r'root ::= [\]\-\\^/]+ "/"', [r"]-\^//"], ["a/"]),
         ('root ::= list\nlist ::= list "," item | item\nitem ::= [0-9]+', ["1,22,3"], ["1,", ",1"]),
+        ('root ::= words\nwords ::= word | word words\nword ::= [a-z]+ " "?', ["a", "ab c"], [" a", ""]),
+        ('root ::= "x" ("," root)?', ["x", "x,x,x"], ["x,", ",x"]),
+        ('root ::= (root "," | "") [ab]', ["a", "a,b,b"], ["a,", "ab"]),
+        ('root ::= "a" root | root "b" | "c"', ["acb", "aac", "cb"], ["ab", "ca"]),
     ],
 )  # fmt: skip
 def test_some_grammars(source, good, bad):
@@ -309,6 +315,19 @@ def test_an_error_of_the_library_names_the_rules_line():
     assert guidance_module._place('start: "a" b\n', "at 1(12): unknown") == "line 1 column 12: "
     with pytest.raises(RequestError, match=r"line 2 column 8: unknown name"):
         accepts('\nstart: "a" b\n')
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'root ::= words\nwords ::= word | word words\nword ::= [a-z]+ " "?',
+        'root ::= item ("," root)?\nitem ::= [a-z]+',
+        'root ::= root "," item | item\nitem ::= [a-z]+',
+    ],
+)
+def test_recursion_that_is_a_loop_is_one_lexeme(source):
+    """Loops of single letters would be too much for the library with many tokens."""
+    assert "start: L0\n" in lexemes.as_lark(source).text
 
 
 def test_large_grammars_are_cut_in_little_time():

@@ -4,6 +4,10 @@ llguidance reads a text lexeme by lexeme, each as long as it can be. A part of a
 can be one lexeme, which is fast; but where a text could also end that lexeme earlier and go on with another,
 the library would refuse it. Such parts are cut smaller, at last into single characters, which have but one
 length. A grammar without any recursion is one lexeme as a whole.
+
+Loops of single characters cost the library much. So rules whose recursion is a loop (``list ::= item | item
+"," list``) are written as loops first; and what cannot be cut well is left as it is: every text that is
+written is of the grammar then, but not every text of the grammar can be written.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from headrace_engine.structured.gbnf import (
 )
 
 MAX_WORK = 200_000
-"""Steps, some 2 us each, in search of parts that may be lexemes; beyond them each character is one."""
+"""Steps, some 2 us each, in search of parts that must be cut; beyond them nothing is."""
 
 
 class Lark(NamedTuple):
@@ -44,27 +48,33 @@ class Lark(NamedTuple):
     """For each of its lines, the line in the source of the rule that it comes from; (): it is the source."""
 
 
-def as_lark(source: str) -> Lark:
+def as_lark(source: str, *, cut: bool = True) -> Lark:
     """A grammar in GBNF (``root ::= ...``) or Lark, as Lark.
+
+    Args:
+        source: the grammar.
+        cut: cut lexemes where they would be too long; False: some texts of a grammar in GBNF may be refused.
 
     Raises:
         RequestError: it is neither; names line and column.
     """
-    return Lark(source, ()) if is_lark(source) else to_lark(read(source))
+    return Lark(source, ()) if is_lark(source) else to_lark(read(source), cut=cut)
 
 
-def to_lark(rules: Mapping[str, Rule]) -> Lark:
-    """The same language, with ``root`` as ``start``.
+def to_lark(rules: Mapping[str, Rule], *, cut: bool = True) -> Lark:
+    """A grammar in GBNF as Lark, with ``root`` as ``start``; see :func:`as_lark`.
 
     Args:
         rules: all that are referred to, and :data:`ROOT`.
+        cut: see there.
     """
+    rules = {name: _with_loops(name, rule) for name, rule in rules.items()}
     cuts = _Cuts(rules)
     try:
-        while found := _ambiguous(cuts):
+        while cut and (found := _ambiguous(cuts)):
             cuts.cut |= found
     except (_TooMuchWork, RecursionError):
-        cuts.everywhere = True
+        cuts.cut.clear()
     return _Writer(rules, cuts.plan()).lark()
 
 
@@ -97,7 +107,6 @@ class _Cuts:
         }
         self.cut: set[int] = set()
         """Identities of nodes."""
-        self.everywhere = False
         self.work = 0
         self._automata: dict[int, _Automaton] = {}
         self._alphabet = _Alphabet(rules)
@@ -162,7 +171,7 @@ class _Cuts:
         return Lexeme(known[key])
 
     def _is_cut(self, node: Node) -> bool:
-        return self.everywhere or id(node) in self.cut
+        return id(node) in self.cut
 
     def _is_regular(self, node: Node) -> bool:
         return all(name in self.regular for name in references(node))
@@ -202,6 +211,58 @@ def _regular(rules: Mapping[str, Rule]) -> set[str]:
             if not needs[user]:
                 free.append(user)
     return set(free)
+
+
+# ---------------------------------------------------------------- recursion that is a loop
+
+
+def _with_loops(name: str, rule: Rule) -> Rule:
+    """A rule that only begins, or only ends, with itself as a loop (Arden, 1961)."""
+    if name not in references(rule.body):
+        return rule
+    for last in (True, False):
+        try:
+            again, stop = _steps(rule.body, name, last)
+        except _NoLoop:
+            continue
+        if again is not None and stop is not None:
+            loop = Repeated(again, 0, None)
+            return Rule(Parts((loop, stop) if last else (stop, loop)), rule.line)
+    return rule
+
+
+class _NoLoop(Exception):
+    """A rule's recursion is in the middle, or within a repetition."""
+
+
+def _steps(node: Node, name: str, last: bool) -> tuple[Node | None, Node | None]:
+    """(what a round of the loop is, what ends the loop); None: nothing does.
+
+    Args:
+        node: of the rule ``name``.
+        last: the rule ends with itself; False: it begins with itself.
+    """
+    if isinstance(node, Reference) and node.name == name:
+        return Parts(()), None
+    if name not in references(node):
+        return None, node
+    if isinstance(node, Repeated) and (node.least, node.most) == (0, 1):
+        node = Either((node.part, Parts(())))
+    if isinstance(node, Either):
+        found = [_steps(part, name, last) for part in node.parts]
+        rounds = tuple(again for again, _ in found if again is not None)
+        stops = tuple(stop for _, stop in found if stop is not None)
+        return Either(rounds) if rounds else None, Either(stops) if stops else None
+    if not isinstance(node, Parts):
+        raise _NoLoop
+    edge, others = (node.parts[-1], node.parts[:-1]) if last else (node.parts[0], node.parts[1:])
+    if any(name in references(part) for part in others):
+        raise _NoLoop
+    again, stop = (
+        one and Parts((*others, one) if last else (one, *others))
+        for one in _steps(edge, name, last)
+    )
+    return again, stop
 
 
 # ---------------------------------------------------------------- where lexemes would be too long

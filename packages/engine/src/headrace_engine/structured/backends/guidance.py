@@ -126,7 +126,18 @@ class GuidanceBackend(LibraryBackend):
             return self._choices(spec.source)
         if spec.whitespace_pattern is not None:
             self._check_whitespace(spec.whitespace_pattern)
-        matcher = self._matcher(self._text(spec))
+        text = self._text(spec)
+        try:
+            return self._compiled(spec, text)
+        except RequestError:
+            # Cut into characters, a grammar may be too much for the library.
+            uncut = as_lark(spec.source, cut=False).text if spec.kind == "grammar" else text
+            if uncut == text:
+                raise
+            return self._compiled(spec, uncut)
+
+    def _compiled(self, spec: GrammarSpec, text: str) -> GuidanceGrammar:
+        matcher = self._matcher(text)
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
         return self._satisfiable(spec.kind, GuidanceGrammar(matcher, self.vocabulary))
