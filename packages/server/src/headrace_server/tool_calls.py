@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -126,7 +126,7 @@ def plan_tools(
         raise RequestError(
             f"tool_choice: {name[:64]!r} is none of the tools", param="tool_choice", value=name
         )
-    sources = _sources(tools, [tool], paths)
+    sources = replace(_sources(tools, [tool], paths), only=tools.index(tool))
     return _own_format("named", tools, [tool], forced, 1, sources) or ToolPlan(
         "named",
         StructuredOutputsParams(json=parameters_of(tool)),
@@ -152,8 +152,7 @@ def _sources(tools: Sequence[Tool], held: Sequence[Tool], paths: Sequence[str]) 
             schema = parameters_of(tool)
             check_schema(path, schema)
             check_references(path, schema)
-    only = tools.index(held[0]) if len(held) == 1 else None
-    return Sources([(path, parameters_of(tool)) for path, tool in zip(paths, tools)], only)
+    return Sources([(path, parameters_of(tool)) for path, tool in zip(paths, tools)])
 
 
 def _own_format(

@@ -102,7 +102,7 @@ class Sources:
     schemas: Sequence[tuple[str, Mapping[str, Any] | bool]]
     """(path in the request, schema); the tools' first, all of them, in their order."""
     only: int | None = None
-    """Index of the one that is the constraint as it stands."""
+    """Index of the one that is the constraint as it stands, if it is JSON."""
 
     def name_in(
         self, error: RequestError, constraint: StructuredOutputsParams | None, client_field: str
@@ -124,6 +124,7 @@ class Sources:
             return found[0] if known is None else f" at {known!r}"
 
         error.args = (_PLACE.sub(named, message),)
+        error.param = client_field
 
     def _find(self, pointer: str, constraint: StructuredOutputsParams) -> str | None:
         if isinstance(constraint.structural_tag, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from headrace_engine.structured.schema import ASSERTIONS, subschemas
 
@@ -28,21 +29,35 @@ def blame(schema: Any, error_of: Callable[[Any], str], error: str) -> tuple[str,
 
 
 def _innermost(schema: Any, fails: Callable[[Any], bool]) -> tuple[str, Any]:
+    """(JSON pointer, schema) of the innermost schema that alone fails, references followed."""
+    parts = dict(subschemas(schema))
     pointer, culprit = "", schema
-    tries = 0
-    for at, found in subschemas(schema):
-        if len(at) <= len(pointer) or not at.startswith(pointer) or not isinstance(found, Mapping):
-            continue
-        tries += 1
-        if tries > MOST_TRIES:
+    tries, seen = 0, {""}
+    while tries < MOST_TRIES:
+        for at, found in parts.items():
+            deeper = len(at) > len(pointer) and at.startswith(pointer)
+            if not deeper or not isinstance(found, Mapping):
+                continue
+            tries += 1
+            if tries > MOST_TRIES:
+                break
+            if fails(_alone(found, schema)):
+                pointer, culprit = at, found
+        target = unquote(str(culprit.get("$ref", ""))[1:]) if isinstance(culprit, Mapping) else ""
+        if target in seen or target not in parts:
             break
-        if fails(_alone(found, schema)):
-            pointer, culprit = at, found
+        seen.add(target)
+        tries += 1
+        if not fails(_alone(parts[target], schema)):
+            break
+        pointer, culprit = target, parts[target]
     return pointer, culprit
 
 
-def _alone(found: Mapping[str, Any], root: Any) -> dict[str, Any]:
+def _alone(found: Any, root: Any) -> Any:
     """A part of the schema as a schema of its own, with the definitions it may refer to."""
+    if not isinstance(found, Mapping):
+        return found
     kept = {name: root[name] for name in ("$defs", "definitions", "$schema") if name in root}
     return kept | dict(found)
 
