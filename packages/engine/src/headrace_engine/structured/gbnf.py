@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 from headrace_core.grammar import malformed
 
 ROOT = "root"
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 """Groups and repetitions in each other."""
 MAX_REPEATS = 1_000_000
 """Largest number in a repetition; what a backend compiles is less."""

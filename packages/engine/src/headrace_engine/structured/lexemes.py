@@ -108,6 +108,8 @@ class _Cuts:
         self.cut: set[int] = set()
         """Identities of nodes."""
         self.work = 0
+        self._singles: dict[str, Text] = {}
+        """Characters of texts that are cut: kept, as automata are found by identity."""
         self._automata: dict[int, _Automaton] = {}
         self._alphabet = _Alphabet(rules)
 
@@ -144,7 +146,8 @@ class _Cuts:
             found.append(node.name)
             return node
         if isinstance(node, Text) and len(node.text) > 1 and self._is_cut(node):
-            return Parts(tuple(self._lexeme(Text(c), line, plan, known) for c in node.text))
+            singles = [self._singles.setdefault(c, Text(c)) for c in node.text]
+            return Parts(tuple(self._lexeme(one, line, plan, known) for one in singles))
         if isinstance(node, (Characters, Text)) or not (
             self._is_cut(node) or not self._is_regular(node)
         ):
