@@ -87,8 +87,11 @@ class AnswerPlan:
         self._hides = needs_marks and body.skip_special_tokens
         """Whether parsers read special tokens that the client is not to see."""
         self._asked = asked_of(body)
+        constraint = self._constraint()
+        self._is_made = constraint is not self._asked.constraint
+        """Whether the constraint is not what the client sent."""
         self.params = convert.chat_params(
-            body, state.engine.model, self._constraint(), keep_special_tokens=needs_marks
+            body, state.engine.model, constraint, keep_special_tokens=needs_marks
         )
         self.is_parsed = self.harmony or reasoning is not None or self.tools.make_parser is not None
         """Whether texts are anything but content."""
@@ -122,16 +125,17 @@ class AnswerPlan:
         try:
             yield
         except RequestError as error:
-            sources = self.tools.sources
-            if self._asked.is_format and self._asked.constraint is not None:
-                form = self._asked.constraint.json
-                if isinstance(form, (dict, bool)):
-                    path = "response_format.json_schema.schema"
-                    sources = Sources([*sources.schemas, (path, form)])
-            if self.tools.frames or self.constrained_by == "tools":
-                field = self.constrained_by
-                sources.name_in(error, self.params.structured_outputs, field)
+            if self._is_made:
+                self._sources().name_in(error, self.params.structured_outputs, self.constrained_by)
             raise
+
+    def _sources(self) -> Sources:
+        """The schemas of the tools, and of the form beside them."""
+        asked = self._asked.constraint
+        form = None if asked is None else asked.json
+        if not isinstance(form, (dict, bool)):
+            return self.tools.sources
+        return Sources([*self.tools.sources.schemas, ("", form)])
 
     def make_reader(self) -> HarmonyReader:
         """The reader of one choice in the gpt-oss format."""

@@ -53,8 +53,8 @@ def check_references(path: str, schema: Any) -> None:
 
 def place(path: str, pointer: str) -> str:
     """A place in a schema of the request: the schema's path, and the JSON pointer in it unless that is the
-    whole."""
-    return f"{path}#{pointer}" if pointer else path
+    whole. Without a path it is the pointer."""
+    return f"{path}#{pointer}" if pointer or not path else path
 
 
 def escaped(name: str) -> str:
@@ -100,7 +100,8 @@ class Sources:
     """The request's schemas that a constraint was made of."""
 
     schemas: Sequence[tuple[str, Mapping[str, Any] | bool]]
-    """(path in the request, schema); the tools' first, all of them, in their order."""
+    """(path in the request, schema); the tools' first, all of them, in their order. Path "": the request's
+    field says which schema it is."""
     only: int | None = None
     """Index of the one that is the constraint as it stands, if it is JSON."""
 
