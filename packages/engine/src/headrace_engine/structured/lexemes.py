@@ -528,6 +528,9 @@ def _union(masks: Iterable[int]) -> int:
 # ---------------------------------------------------------------- Lark
 
 
+_MAX_PARENTHESES = 16
+
+
 class _Writer:
     """Writes a plan as Lark: rules in lower case, lexemes in upper case."""
 
@@ -538,6 +541,9 @@ class _Writer:
         self._terminals: list[str] = []
         """Regular rules that lexemes refer to; grows while these are written."""
         self._lines: list[tuple[int, str]] = []
+        self._deep: list[tuple[str, Node]] = []
+        """Parts of the rule that is written, by the names that they get."""
+        self._num_deep = 0
 
     def lark(self) -> Lark:
         for name, place in self._plan.rules.items():
@@ -552,7 +558,13 @@ class _Writer:
         return Lark("\n".join(text for _, text in lines) + "\n", tuple(line for line, _ in lines))
 
     def _add(self, line: int, name: str, body: Node) -> None:
-        self._lines.append((line, f"{name}: {self._text(body, name.isupper())}"))
+        """Write a rule; deep parts of it become rules of their own, as the library refuses deep ones."""
+        pending = [(name, body)]
+        while pending:
+            name, body = pending.pop()
+            self._deep = []
+            self._lines.append((line, f"{name}: {self._text(body, name.isupper(), 0)}"))
+            pending += self._deep
 
     def _rule(self, name: str) -> str:
         return "start" if name == ROOT else f"r{self._numbers[name]}{_plain(name).lower()}"
@@ -560,11 +572,11 @@ class _Writer:
     def _terminal(self, name: str) -> str:
         return f"T{self._numbers[name]}{_plain(name).upper()}"
 
-    def _text(self, node: Node, in_lexeme: bool) -> str:
+    def _text(self, node: Node, in_lexeme: bool, depth: int) -> str:
         if isinstance(node, Lexeme):
             found = self._plan.lexemes[node.index]
             leaf = isinstance(found, (Characters, Text))
-            return self._text(found, True) if leaf else f"L{node.index}"
+            return self._text(found, True, depth) if leaf else f"L{node.index}"
         if isinstance(node, Text):
             return json.dumps(node.text)
         if isinstance(node, Characters):
@@ -575,10 +587,15 @@ class _Writer:
             if node.name not in self._terminals:
                 self._terminals.append(node.name)
             return self._terminal(node.name)
+        if depth == _MAX_PARENTHESES:
+            self._num_deep += 1
+            name = f"D{self._num_deep}" if in_lexeme else f"d{self._num_deep}"
+            self._deep.append((name, node))
+            return name
         if isinstance(node, Repeated):
-            return f"({self._text(node.part, in_lexeme)}){_count(node)}"
+            return f"({self._text(node.part, in_lexeme, depth + 1)}){_count(node)}"
         between = " " if isinstance(node, Parts) else " | "
-        parts = [self._text(part, in_lexeme) for part in children(node)]
+        parts = [self._text(part, in_lexeme, depth + 1) for part in children(node)]
         return f"({between.join(parts)})" if len(parts) > 1 else (parts or ['""'])[0]
 
 
