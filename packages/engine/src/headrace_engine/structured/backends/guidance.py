@@ -140,7 +140,10 @@ class GuidanceBackend(LibraryBackend):
         matcher = self._matcher(text)
         if matcher.is_error():
             raise self._error(spec, matcher.get_error())
-        return self._satisfiable(spec.kind, GuidanceGrammar(matcher, self.vocabulary))
+        return self._satisfiable(spec.kind, self._grammar(matcher))
+
+    def _grammar(self, matcher: LLMatcher) -> GuidanceGrammar:
+        return GuidanceGrammar(matcher, self.vocabulary)
 
     def is_worn(self, grammar: Grammar) -> bool:
         return isinstance(grammar, GuidanceGrammar) and grammar.worn
@@ -178,7 +181,7 @@ class GuidanceBackend(LibraryBackend):
         if alone.is_error():
             raise not_compiled(kind, alone.get_error())
         lark = f"start: W\nW: {regex_literal(f'(?:{pattern})')} & ~/[ \\t\\r\\n]*/\n"
-        others = GuidanceGrammar(self._matcher(lark), self.vocabulary).matcher()
+        others = self._grammar(self._matcher(lark)).matcher()
         found = np.zeros((1, self.vocabulary.num_words), np.int32)
         others.fill_bitmask(found, 0)
         if others.failure:
