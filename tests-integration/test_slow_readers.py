@@ -96,6 +96,7 @@ def test_a_request_waits_for_its_reader(server: RunningServer, path: str) -> Non
     try:
         wait_for(lambda: server.metric("generation_tokens_total") >= before + 8)
         wait_for(lambda: nothing_runs(server), what="work goes on for nobody")
+        wait_for(lambda: server.metric("num_requests_suspended") == 8)
         # Far from the end, and yet nothing runs: seats and blocks are there for others.
         assert server.metric("generation_tokens_total") - before < 8 * LENGTH / 2
         with ask(server, path) as another:
@@ -105,4 +106,5 @@ def test_a_request_waits_for_its_reader(server: RunningServer, path: str) -> Non
     finally:
         for client in slow:
             client.close()
+    wait_for(lambda: server.metric("num_requests_suspended") == 0)
     wait_for(lambda: nothing_runs(server), what="those who left are still worked for")

@@ -247,7 +247,10 @@ class TestMetrics:
         client = connect(FakeEngine("x"))
         await client.post("/v1/completions", json={"prompt": "a"})
         found = await self.read(client)
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        for name in (
+            "num_requests_running", "num_requests_waiting", "num_requests_suspended",
+            "kv_cache_usage_perc",
+        ):  # fmt: skip
             assert f"headrace:{name}" in found
         for name in (
             "prompt_tokens", "generation_tokens", "num_preemptions", "prefix_cache_queries",

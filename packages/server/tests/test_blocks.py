@@ -47,5 +47,7 @@ def test_logprobs_belong_to_the_text() -> None:
     entries: list[Any] = ["one", "two", "end"]
     steps = blocks.take(Piece([], entries[:1])) + blocks.take(Piece([Content("x")], entries[1:2]))
     steps += blocks.take(Piece([], entries[2:])) + blocks.finish()
-    assert [s.logprobs for s in steps if s.change is Change.GROW] == [("one", "two")]
+    grown = [(s.text, s.logprobs) for s in steps if s.change is Change.GROW]
+    assert grown == [("x", ("one", "two")), ("", ("end",))]
+    assert steps[-1].change is Change.CLOSE
     assert blocks.blocks[0].logprobs == entries

@@ -191,7 +191,8 @@ async def test_logprobs(connect: Any) -> None:
     (done,) = [e for e in events if e["type"] == "response.output_text.done"]
     assert done["logprobs"] == whole
     deltas = [e["logprobs"] for e in events if e["type"] == "response.output_text.delta"]
-    assert [entry for part in deltas for entry in part] == whole[:2]
+    assert [entry for part in deltas for entry in part] == whole
+    assert len(whole) == 3  # the end token is one, too
     assert (await refused(client, top_logprobs=2))["param"] == "top_logprobs"
     parsed = connect(FakeEngine("ab"), **PARSERS)
     assert "parsed out" in (await refused(parsed, **wanted))["message"]

@@ -387,6 +387,46 @@ async def test_special_tokens_reach_parsers_and_not_clients(connect: Any, events
     assert engine.requests[-1].params.skip_special_tokens is False
 
 
+class Ending(FakeEngine):
+    """Its outputs show the end token, as engines do that keep special tokens in the text."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        async for output in super().generate(*args, **kwargs):
+            for part in output.outputs:
+                if part.finish_reason == "stop" and not isinstance(part.stop_reason, str):
+                    part.text += "</s>"
+                    for token_id, entry in (part.logprobs or [{}])[-1].items():
+                        if token_id == part.token_ids[-1]:
+                            entry.token_bytes = b"</s>"
+            yield output
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("shows", [False, True])
+async def test_the_end_token_is_no_part_of_an_answer(
+    connect: Any, events: Any, size: int, shows: bool
+) -> None:
+    """Not even of the arguments of a call that it ends, nor of its entry; unless it was asked for."""
+    model = fake_served_model(special_tokens=("<pad>", "</s>", "/s>"))
+    for text, arguments, said in (("a", [], "a"), ('<call:add>{"a": "b', ['{"a": "b'], "")):
+        client = framed(connect, Ending(text, model=model, tokens_per_output=size))
+        body = {
+            "messages": HI, "tools": [ADD, LOOK], "logprobs": True, "max_tokens": 99,
+            "skip_special_tokens": not shows,
+        }  # fmt: skip
+        choice = (await client.post(URL, json=body)).json()["choices"][0]
+        found = [c["function"]["arguments"] for c in choice["message"].get("tool_calls") or []]
+        streamed = events((await client.post(URL, json={**body, "stream": True})).text)
+        content, calls, _ = streamed_message(streamed)
+        assert [c["arguments"] for c in calls] == found
+        assert content == (choice["message"]["content"] or "")
+        assert "".join(found) + content == "".join(arguments) + said + "</s>" * shows
+        last = choice["logprobs"]["content"][-1]
+        entries = [c["logprobs"] for e in streamed for c in e["choices"] if c.get("logprobs")]
+        assert entries[-1]["content"][-1] == last
+        assert (last["token"], bytes(last["bytes"])) == ("</s>", b"</s>" * shows)
+
+
 def test_plans() -> None:
     assert plan_tools([], None, None).choice == "none"
     assert plan_tools([ADD], "none", None).make_parser is None

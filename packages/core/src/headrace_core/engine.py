@@ -78,6 +78,8 @@ class EngineStats:
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
+    num_requests_suspended: int = 0
+    """Requests that wait for their reader; they neither run nor wait."""
     kv_cache_usage: float = 0.0
     """0..1, share of blocks that requests hold; of the fullest pool, if there are several."""
     num_blocks: int = 0

@@ -166,7 +166,7 @@ class SamplingParams:
     stop: str | list[str] | None = None
     """Texts that end the output."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output; they stay in it."""
+    """Tokens that end the output; they stay in it, and their texts unless they are special."""
     ignore_eos: bool = False
     max_tokens: int | None = 16
     """>= 1; None = until the context is full."""

@@ -31,9 +31,11 @@ def test_a_suspended_request_holds_nothing_and_goes_on_with_the_same_tokens(
     assert world.scheduler.schedule() is None
     stats = world.scheduler.stats()
     assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+    assert stats.num_requests_suspended == 1
     assert world.kv.num_free_blocks == world.kv.num_blocks
     world.scheduler.resume(["a"])
     assert not world.scheduler.is_idle
+    assert world.scheduler.stats().num_requests_suspended == 0
     world.run()
     assert world.tokens("a") == expected
     assert world.scheduler.stats().num_preemptions == 0, (

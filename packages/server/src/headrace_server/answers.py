@@ -6,13 +6,14 @@ was brought into its form, decides these things here.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace_core import plugins
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_core.grammar import GrammarBackend, GrammarSpec
-from headrace_core.output import RequestOutput
+from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import StructuredOutputsParams
 from headrace_core.text import AnswerContext
@@ -20,6 +21,7 @@ from headrace_server import convert
 from headrace_server.harmony.answer import HarmonyParser
 from headrace_server.harmony.parse import HarmonyReader
 from headrace_server.harmony.prompt import is_harmony
+from headrace_server.logprobs import without_last_bytes
 from headrace_server.parsers import Parsers
 from headrace_server.parsing import AnswerParser
 from headrace_server.protocol.chat import ChatRequest
@@ -28,7 +30,7 @@ from headrace_server.special_tokens import by_first
 from headrace_server.state import ServerState
 from headrace_server.structured import asked_of
 from headrace_server.tool_calls import form_or_calls, plan_tools
-from headrace_server.tool_parsers.harmony import OpenAIToolParser
+from headrace_server.tool_parsers.harmony import ENDS, OpenAIToolParser
 from headrace_server.tool_schemas import Sources
 
 _ANY_TAG = '{"format": {"type": "const_string", "value": "a"}}'
@@ -174,6 +176,24 @@ class AnswerPlan:
         if self._chosen.reasoning is not None:
             context = await self._context(output, prompt)
         return [self.make_parser(context) for _ in range(self._body.n)]
+
+    def without_end(self, part: CompletionOutput) -> CompletionOutput:
+        """An output without the text of the special token that ended it, where special tokens are in the
+        text only because parsers read them.
+
+        A token of ``stop_token_ids``, and the marks that end messages of the gpt-oss format, stay in
+        the text: a parser may read them, and takes them out. They have no bytes either.
+        """
+        if not self._hides or part.finish_reason != "stop" or isinstance(part.stop_reason, str):
+            return part
+        special = self._state.engine.model.special_tokens
+        end = max((t for t in special if t and part.text.endswith(t)), key=len, default="")
+        if not end:
+            return part
+        is_read = part.stop_reason is not None or (self.harmony and end in ENDS)
+        text = part.text if is_read else part.text.removesuffix(end)
+        logprobs = None if part.logprobs is None else without_last_bytes(part.logprobs)
+        return dataclasses.replace(part, text=text, logprobs=logprobs)
 
     async def _context(self, output: RequestOutput, prompt: ChatPrompt) -> AnswerContext:
         """What a reasoning parser may know; the end of a prompt that was cut is read anew."""

@@ -152,12 +152,11 @@ class Blocks:
         steps.append(Step(Change.GROW, block, text, entries))
 
     def _close(self, steps: list[Step]) -> None:
-        """Entries of tokens without a text (the end mark) go to the text before them."""
+        """Entries of tokens without a text (the end token) go to the text before them."""
         self._space = ""
         block, self._open = self._open, None
         if block is None:
             return
-        if block.kind == "text":
-            block.logprobs += self._logprobs
-            self._logprobs = []
+        if block.kind == "text" and self._logprobs:
+            self._grow(block, "", steps)
         steps.append(Step(Change.CLOSE, block))

@@ -224,7 +224,7 @@ class Chat:
         return answer
 
     def _choice(self, part: CompletionOutput) -> ChatChoice:
-        parser = self._parsers[part.index]
+        part, parser = self._plan.without_end(part), self._parsers[part.index]
         parsed = parser.feed(part.text, last=True, cut=is_cut(part))
         choice = ChatChoice(
             index=part.index,
@@ -294,7 +294,7 @@ class Chat:
 
     def _chunk(self, part: CompletionOutput) -> ChatChunkChoice | None:
         """What is new in a choice; None if there is nothing to say."""
-        parser = self._parsers[part.index]
+        part, parser = self._plan.without_end(part), self._parsers[part.index]
         parsed = parser.feed(part.text, last=part.finished(), cut=is_cut(part))
         choice = ChatChunkChoice(
             part.index,

@@ -215,6 +215,7 @@ class Turn:
         if self._keep_text:
             self._text.append(part.text)
             self.token_ids += part.token_ids
+        part = self._plan.without_end(part)
         cut = is_cut(part)
         segments = self._reader.feed(part.text, last=part.finished(), cut=cut)
         piece = Piece(segments, self._logprobs(part), part.finish_reason, part.stop_reason)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import struct
 from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -22,6 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from headrace_server.framing import StrictConnection
+
+try:
+    from fcntl import ioctl
+    from termios import TIOCOUTQ
+except ImportError:  # not a Unix
+    ioctl = None  # type: ignore[assignment]
 
 DIRECT = "headrace.direct_write"
 """Key in the scope's ``extensions``; the value is a :data:`DirectWrite`."""
@@ -34,6 +41,13 @@ cost."""
 UNSENT_BYTES = 16 * 1024
 """Bytes that wait for one reader in the system, beyond what its own window lets be sent. Without this the
 system takes megabytes of an answer that nobody reads."""
+
+UNTAKEN = "headrace.untaken_bytes"
+"""Key in the scope's ``extensions``; the value is a :data:`NumUntaken`."""
+
+NumUntaken = Callable[[], int]
+"""Bytes of the connection's answers that its client has not taken. Where the system does not say how many of
+those it holds, only the server's are counted."""
 
 DirectWrite = Callable[[bytes], bool]
 """Writes a piece of the body and returns True; False: not now, send it through ASGI."""
@@ -52,6 +66,12 @@ def replace_direct_write(scope: Scope, write: DirectWrite | None) -> None:
         extensions.pop(DIRECT, None)
     else:
         extensions[DIRECT] = write
+
+
+def num_untaken(scope: Scope) -> NumUntaken | None:
+    """What tells how much the request's client has not taken, None if its server does not say."""
+    found: NumUntaken | None = scope.get("extensions", {}).get(UNTAKEN)
+    return found
 
 
 class Connections:
@@ -160,6 +180,8 @@ class Protocol(H11Protocol):
 
     async def _offer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, which may write directly while it lasts."""
+        extensions: MutableMapping[str, Any] = scope.setdefault("extensions", {})
+        extensions[UNTAKEN] = self._num_untaken
         # Only here is the body sure to be chunked: HTTP/1.0 knows no chunks, HEAD no body.
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             replace_direct_write(scope, functools.partial(self._write_chunk, self.cycle))
@@ -167,6 +189,7 @@ class Protocol(H11Protocol):
             await self._served(scope, receive, send)
         finally:
             replace_direct_write(scope, None)
+            extensions.pop(UNTAKEN, None)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -212,6 +235,19 @@ class Protocol(H11Protocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+    def _num_untaken(self) -> int:
+        found = self.transport.get_write_buffer_size()
+        return found + _num_queued(self.transport.get_extra_info("socket"))
+
+
+def _num_queued(sock: socket.socket | None) -> int:
+    """Bytes that wait in the system for a connection's peer to take them; 0 if the system does not say."""
+    if sock is None or ioctl is None:
+        return 0
+    with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+        return int(struct.unpack("i", ioctl(sock.fileno(), TIOCOUTQ, bytes(4)))[0])
+    return 0
 
 
 def _limit_unsent(sock: socket.socket | None) -> None:

@@ -7,13 +7,14 @@ UTF-8, wherever the tokens cut its characters; ``token`` shows a part of a chara
 from __future__ import annotations
 
 import codecs
+import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
-from headrace_core.output import Logprob, PositionLogprobs
+from headrace_core.output import Logprob, Logprobs, PositionLogprobs
 from headrace_server.offload import encoded
 from headrace_server.protocol.chat import ChunkChatLogprobs, ChunkContentLogprob, ChunkToken
 from headrace_server.protocol.completions import ChunkLogprobs, ChunkPromptLogprob
@@ -207,6 +208,15 @@ def content_logprobs(
         chosen = _token(token_id, entries.get(token_id) or Logprob(LEAST), as_ids)
         top = [_token(other, entry, as_ids) for other, entry in _best(entries, count)]
         yield ChunkContentLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
+
+
+def without_last_bytes(positions: Logprobs) -> Logprobs:
+    """A copy in which the last position's token has no bytes: the text does not show it."""
+    *others, last = positions
+    entries = dict(last or {})
+    for token_id in list(entries)[:1]:
+        entries[token_id] = dataclasses.replace(entries[token_id], token_bytes=b"")
+    return [*others, entries]
 
 
 def prompt_logprobs(

@@ -56,6 +56,8 @@ class _EngineCollector(Collector):
             ("num_requests_running", "Requests that the engine runs.", stats.num_requests_running),
             ("num_requests_waiting", "Requests that wait for the engine.",
              stats.num_requests_waiting),
+            ("num_requests_suspended", "Requests that wait for their reader.",
+             stats.num_requests_suspended),
             ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", stats.kv_cache_usage),
             ("engine_healthy", "1 while the engine makes progress, as GET /health says.",
              self.healthy),

@@ -27,7 +27,7 @@ from headrace_core import failpoints
 from headrace_core.engine import OutputStream
 from headrace_core.output import RequestOutput
 from headrace_server.errors import ClientGone, ShuttingDown, report
-from headrace_server.http import DirectWrite, direct_write
+from headrace_server.http import DirectWrite, NumUntaken, direct_write, num_untaken
 from headrace_server.offload import PIECE, OffLoop, cost_of, pieces
 from headrace_server.state import Lifecycle, ServerState
 
@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_AFTER = 15.0
 """Seconds without an event after which a comment line is sent."""
-WRITE_TIMEOUT = 60.0
-"""Seconds that a client may take to read what fills the socket's buffer."""
+WRITE_TIMEOUT = 300.0
+"""Seconds that a client may go without taking a byte while the socket is full."""
+LOOKS = 12
+"""How often a client's progress is looked at in that time."""
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"
@@ -312,7 +314,7 @@ class EventStream(Response):
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, direct_write(scope), self._form)
+        writer = _Writer(send, direct_write(scope), num_untaken(scope), self._form)
         sending = asyncio.create_task(self._send_events(writer, self.raw_headers))
         gone = asyncio.create_task(wait_disconnect(receive))
         beat = asyncio.create_task(writer.keep_alive())
@@ -362,10 +364,13 @@ class EventStream(Response):
 class _Writer:
     """The sending half of a connection, with keep-alive comments in quiet times."""
 
-    def __init__(self, send: Send, direct: DirectWrite | None, form: StreamForm) -> None:
+    def __init__(
+        self, send: Send, direct: DirectWrite | None, untaken: NumUntaken | None, form: StreamForm
+    ) -> None:
         self._send = send
         self._form = form
         self._direct = direct
+        self._untaken = untaken
         self._clock = asyncio.get_running_loop().time
         self._last = self._clock()
         self._busy = False
@@ -407,11 +412,47 @@ class _Writer:
     async def _put(self, message: Message) -> None:
         self._busy = True
         try:
-            async with asyncio.timeout(WRITE_TIMEOUT):
-                await self._send(message)
+            async with asyncio.timeout(WRITE_TIMEOUT) as limit:
+                watch = None if self._untaken is None else _Progress(limit, self._untaken)
+                try:
+                    await self._send(message)
+                finally:
+                    if watch is not None:
+                        watch.stop()
         finally:
             self._busy = False
             self._last = self._clock()
+
+
+class _Progress:
+    """Puts off the time limit of a write whenever its client has taken something.
+
+    What waits for the client changes only by what it takes: nobody else writes meanwhile. Where the
+    server knows only a part of it (TLS), that part may also grow, out of the other.
+
+    Args:
+        limit: of the write that begins now.
+        untaken: bytes that the client has not taken.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, untaken: NumUntaken) -> None:
+        self._limit, self._untaken = limit, untaken
+        self._loop = asyncio.get_running_loop()
+        self._seen: int | None = None
+        # Not now: what is to be written does not wait yet.
+        self._timer: asyncio.Handle = self._loop.call_soon(self._look)
+
+    def stop(self) -> None:
+        """The write has ended."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self._limit.expired():
+            return
+        before, self._seen = self._seen, self._untaken()
+        if before is not None and self._seen != before:
+            self._limit.reschedule(self._loop.time() + WRITE_TIMEOUT)
+        self._timer = self._loop.call_later(WRITE_TIMEOUT / LOOKS, self._look)
 
 
 async def start_stream(

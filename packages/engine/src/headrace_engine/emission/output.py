@@ -95,20 +95,22 @@ class CompletionState:
         Returns:
             True if a stop string ended the completion here, before the core did.
         """
+        ids, end = output.new_token_ids, output.stop_token_id
+        if end is not None:
+            ids = ids[:-1]
         if self._seeks_stops or (self._logprobs is not None and output.logprobs):
-            for position, token_id in enumerate(output.new_token_ids):
+            for position, token_id in enumerate(ids):
                 self._add(token_id, output.logprobs[position] if output.logprobs else None)
                 if self.finish_reason is not None:
                     return output.finish_reason is None
         else:
             # Nobody needs the text before it is handed out.
-            self.token_ids += output.new_token_ids
-        if output.finish_reason is not None:
+            self.token_ids += ids
+        if end is not None:
+            self._end_with(end, output.logprobs[-1] if output.logprobs else None)
+        elif output.finish_reason is not None:
             self._dead_end = output.dead_end
-            reason = self._reason(output.stop_token_id)
-            self._finish(
-                output.finish_reason, reason if output.dead_end is None else output.dead_end
-            )
+            self._finish(output.finish_reason, output.dead_end)
         return False
 
     def end(self, finish_reason: str) -> None:
@@ -223,6 +225,33 @@ class CompletionState:
             self._new_text.append(self._detokenizer.feed(self.token_ids[self._num_decoded :]))
             self._num_decoded = len(self.token_ids)
 
+    def _end_with(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take the token that ends the completion. No stop string is sought in its text."""
+        named = token_id in (self._params.stop_token_ids or ())
+        self.finish_reason, self.stop_reason = "stop", token_id if named else None
+        detokenizer = self._detokenizer
+        if detokenizer is None:
+            self.token_ids.append(token_id)
+            self._add_logprobs(logprobs, self._bytes_of(token_id), self._bytes_of)
+            return
+        self._decode()
+        self._new_text.append(self._stops.finish())
+        others = {} if logprobs is None else {i: self._bytes_of(i) for i in logprobs.token_ids}
+        text, piece = detokenizer.feed_one(token_id) if self._shows_end(named) else ("", b"")
+        text += detokenizer.finish()
+        self.token_ids.append(token_id)
+        self._num_decoded += 1
+        self._new_text.append(text)
+        self._add_logprobs(logprobs, piece, others.__getitem__)
+        if self._held is not None:
+            self._held.add(piece, text, inside=False)
+
+    def _shows_end(self, named: bool) -> bool:
+        """Whether the text of the token that ends the completion is shown if that token is not special:
+        of special ones the detokenizer knows. The model's own end tokens count as special."""
+        params = self._params
+        return named or params.include_stop_str_in_output or not params.skip_special_tokens
+
     def _finish(self, finish_reason: str, stop_reason: int | str | None) -> None:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
         if self._detokenizer is None:
@@ -238,11 +267,6 @@ class CompletionState:
         if self._held is not None:
             self._held.show(text)
         self._cut_logprobs()
-
-    def _reason(self, stop_token_id: int | None) -> int | None:
-        """The stop token if the caller named it; None for the model's own end tokens."""
-        named = self._params.stop_token_ids or ()
-        return stop_token_id if stop_token_id in named else None
 
 
 class RequestState:

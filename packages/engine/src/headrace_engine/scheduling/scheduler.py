@@ -278,6 +278,7 @@ class Scheduler:
         stats = EngineStats(
             num_requests_running=len(self._roster.running),
             num_requests_waiting=len(self._roster.waiting),
+            num_requests_suspended=self._roster.num_suspended,
             kv_cache_usage=kv.usage,
             num_blocks=kv.num_blocks,
             num_free_blocks=kv.num_free_blocks,

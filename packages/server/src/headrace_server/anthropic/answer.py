@@ -109,10 +109,11 @@ class MessageAnswer:
         last = self._last
         assert last is not None, "an engine's last output has a finish reason"
         reason, sequence = STOP_REASONS.get(last.finish_reason or "", "end_turn"), None
-        if last.finish_reason == "stop" and isinstance(last.stop_reason, str):
-            reason, sequence = "stop_sequence", last.stop_reason
-        elif last.finish_reason == "stop" and self._blocks.calls:
-            reason = "tool_use"
+        if last.finish_reason == "stop":
+            if isinstance(last.stop_reason, str):
+                reason, sequence = "stop_sequence", last.stop_reason
+            if self._blocks.calls and not last.ends_in_call:
+                reason = "tool_use"  # a complete call wins, as in chats
         elif last.finish_reason == "length" and self._turn.params.max_tokens is None:
             reason = "model_context_window_exceeded"
         return {"stop_reason": reason, "stop_sequence": sequence}
