@@ -74,7 +74,8 @@ async def test_a_client_that_reads_100_bytes_a_second_stays(
     await until(is_full)
     clock = HeldClock(monkeypatch)
     try:
-        for _ in range(100):  # sixteen minutes, of which each read is a third of what the socket holds
+        # Sixteen minutes, of which each read is a third of what the socket holds.
+        for _ in range(100):
             await clock.move(10)
             await asyncio.get_running_loop().sock_recv(client, 1000)
             assert not engine.aborted
