@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from servers import WatchedCommand, wait_for
 
@@ -42,6 +43,15 @@ class Terminal(WatchedCommand):
     def press(self, keys: str) -> None:
         """Type; a line ends with a line break."""
         os.write(self._keys, keys.encode())
+
+    def waits(self) -> None:
+        """Wait until the command sleeps, for a key after the prompt that was shown.
+
+        A prompt is on the screen before ``select`` listens for keys and signals: a Ctrl-C in between
+        would be seen with the next key only.
+        """
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_for(lambda: self.has_ended or stat.read_text().rpartition(")")[2].split()[0] == "S")
 
     def shows(self, text: str) -> str:
         """Wait until a text is shown, after the one waited for before; returns all that came up to it."""

@@ -134,8 +134,10 @@ def test_ctrl_c_stops_the_answer_and_twice_the_chat(where, tmp_path):
             chat.shows("> ")
             chat.press("/clear\n")
             chat.shows("> ")
+            chat.waits()
             chat.press(CTRL_C)
             chat.shows("> ")
+            chat.waits()
             chat.press(CTRL_C)
             assert chat.process.wait(PATIENCE) == 0
 

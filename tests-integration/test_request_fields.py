@@ -77,6 +77,53 @@ def test_constraints_of_other_servers_hold(server, kind, fields, pattern):
 
 
 @pytest.mark.spec("API-STRUCT")
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [*FORMS[1:], ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right")],
+)
+def test_constraints_hold_on_other_wires(server, path, fields, pattern):
+    is_response = path == "/v1/responses"
+    said = {"input": "Hi", "max_output_tokens": 60} if is_response else {
+        "model": "headrace-demo", "max_tokens": 60, "messages": HI,
+    }  # fmt: skip
+    status, answer = post(server, path, {**said, "seed": 1, **fields})
+    assert status == 200, answer
+    [block] = answer["output"][0]["content"] if is_response else answer["content"]
+    assert re.fullmatch(pattern, block["text"]), block["text"]
+    status, refused = post(server, path, {**said, "regex": "a", "guided_choice": ["a"]})
+    assert status == 400, refused
+    assert "exactly one constraint" in refused["error"]["message"]
+
+
+@pytest.mark.spec("API-CHAT")
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_sampling_fields_hold_on_other_wires(server, path):
+    is_response = path == "/v1/responses"
+    said = {"input": "Hi", "max_output_tokens": 9} if is_response else {
+        "model": "headrace-demo", "max_tokens": 9, "messages": HI,
+    }  # fmt: skip
+    fields = {"ignore_eos": True, "allowed_token_ids": [70, 71], "temperature": 0}
+    status, answer = post(server, path, {**said, **fields})
+    assert status == 200, answer
+    assert answer["usage"]["output_tokens"] == 9
+    [block] = answer["output"][0]["content"] if is_response else answer["content"]
+    status, chat = post(
+        server, "/v1/chat/completions", {"messages": HI, "max_completion_tokens": 9, **fields}
+    )
+    assert block["text"] == chat["choices"][0]["message"]["content"]
+
+
+@pytest.mark.spec("API-RENDER")
+def test_an_empty_prompt_is_not_rendered(server):
+    body = {"prompt": "", "add_special_tokens": False}
+    for path in ("/v1/completions", "/v1/completions/render"):
+        status, told = post(server, path, body)
+        assert (status, told["error"]["param"]) == (400, "prompt"), told
+        assert told["error"]["message"] == "prompt: must hold at least one token"
+
+
+@pytest.mark.spec("API-STRUCT")
 @pytest.mark.parametrize(
     "grammar", ['root ::= <think> "a"', 'root ::= "a" (="b")', "no grammar", r"root ::= [\d]"]
 )

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import headrace
+from headrace.batch.journal import Journal
+from headrace.batch.lines import BatchInput
 from headrace.cli import main as command
-from headrace_core.errors import CapacityError, ConfigError, WeightsError
+from headrace.cli.terminal import piped_lines
+from headrace_core.catalogue import CATALOGUE
+from headrace_core.errors import CapacityError, ConfigError, RequestError, WeightsError
 
 
 def _run(*words: str, **kwargs) -> subprocess.CompletedProcess:
@@ -130,6 +138,70 @@ def test_a_bug_shows_its_traceback_then_a_hint_then_its_cause(monkeypatch, capsy
     assert lines[0].startswith("Traceback")
     assert lines[-2].startswith("hint: ")
     assert lines[-1].startswith("headrace plugins: HR-BUG-001: KeyError: ")
+
+
+@pytest.mark.parametrize("command_name", ["chat", "complete"])
+def test_text_that_is_not_utf8_is_a_usage_error(command_name):
+    words = (command_name, "-q", "ab\udcff", "--url", "http://127.0.0.1:9/v1")
+    done = _run(*words)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == (
+        f"headrace {command_name}: HR-REQ-001: --quick: character 3 is not UTF-8; must be text in UTF-8"
+    )
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_lines_that_are_not_utf8(locale, monkeypatch):
+    """Python hands them on as they are in the C locale, and fails in others."""
+    errors = "surrogateescape" if locale == "C" else "strict"
+    lines = io.TextIOWrapper(io.BytesIO(b"\n\xc3\xa9\nb\xff\nc\n"), "utf-8", errors)
+    monkeypatch.setattr(sys, "stdin", lines)
+    found = piped_lines()
+    assert next(found) == "\u00e9"
+    with pytest.raises(RequestError, match="standard input, line 3: character 2 is not UTF-8"):
+        next(found)
+
+
+@pytest.mark.req("F10")
+@pytest.mark.parametrize("words", [("plugins",), ("complete", "-q", "Hi", "--device", "sim")])
+def test_a_full_standard_output_is_named(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace", *words], stdout=full, stderr=subprocess.PIPE,
+            text=True, timeout=120,
+        )  # fmt: skip
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == f"headrace {words[0]}: HR-FIL-002: standard output: No space left on device"
+    assert done.returncode == 8
+
+
+@pytest.mark.req("F10")
+def test_a_full_disk_is_named_with_its_file(tmp_path, monkeypatch, capsys):
+    def write(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    journal = Journal(tmp_path / "out.jsonl.partial", BatchInput(1, "digest"), "model")
+    journal.add(1, b"{}")
+    with pytest.raises(OSError, match="No space left") as caught:
+        journal.write_output(Path("/dev/full"))
+    assert command.told("run-batch", caught.value) == 8
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(OSError, match="No space left") as caught:
+        journal.add(2, b"{}")
+    assert command.told("run-batch", caught.value) == 8
+    first, second = (line for line in capsys.readouterr().err.splitlines() if "HR-FIL-002:" in line)
+    assert first == "headrace run-batch: HR-FIL-002: /dev/full: No space left on device"
+    assert f"{tmp_path}/out.jsonl.partial: No space left on device" in second
+
+
+def test_hints_of_commands_do_not_speak_of_answers(capsys):
+    command.told("generate", RequestError("temperature = -1: must be at least 0"))
+    assert "error.param" not in capsys.readouterr().err
+    for entry in CATALOGUE:
+        if entry.exit_status is not None:
+            assert not re.search(r"\berror\.[a-z]", entry.hint), entry.code
 
 
 def test_statuses_by_class():

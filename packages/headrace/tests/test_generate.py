@@ -104,6 +104,31 @@ def test_sampling_options_by_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("flag", "value", "field", "other"),
+    [("--temperature", "0", "temperature", 1), ("--max-tokens", "3", "max_tokens", 4),
+     ("--sampling-seed", "1", "seed", None)],
+)  # fmt: skip
+def test_a_flag_that_sampling_contradicts(flag: str, value: str, field: str, other: Any) -> None:
+    with pytest.raises(
+        RequestError, match=f"{field} = {other!r}: contradicts {flag} {value}"
+    ) as caught:
+        sampled(flag, value, "--sampling", json.dumps({field: other}))
+    assert caught.value.param == field
+    same = sampled(flag, value, "--sampling", json.dumps({field: float(value)}))
+    assert same == {field: float(value)} == sampled("--sampling", json.dumps({field: float(value)}))
+
+
+def test_short_forms() -> None:
+    parsed = _parser().parse_args(["-i", "in.txt", "-o", "out.jsonl"])
+    assert (parsed.input, parsed.output) == ("in.txt", "out.jsonl")
+
+
+def test_a_typed_prompt_is_text() -> None:
+    with pytest.raises(RequestError, match="--prompt: character 3 is not UTF-8"):
+        read_prompts(["fine", "ab\udcff"], None)
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ('{"validate": 1}', "--sampling: validate: unknown field; fields are n, "),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import socket
+from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from headrace.cli.serve import Prepared, make_parser, settings_from
+from headrace.http_processes import process as process_module
 from headrace.http_processes import supervisor as module
-from headrace.http_processes.hello import CoreEnded
-from headrace.http_processes.process import SharedListener
+from headrace.http_processes.hello import CoreEnded, EngineStarted
+from headrace.http_processes.process import EngineNews, SharedListener
 from headrace.http_processes.supervisor import MOST_RESTARTS, Sockets, Supervisor
 from headrace_core.config import EngineConfig, SchedulerConfig
 from headrace_core.errors import EngineDead
@@ -99,6 +103,47 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(module, "threading", SimpleNamespace(Event=Pause))
     return SimpleNamespace(supervisor=supervisor, core=core, script=script)
+
+
+FACTS = {
+    "seconds": 2.0,
+    "accounted": 1.0,
+    "phases": [{"name": "load model", "seconds": 2.0, "pieces": []}],
+}
+
+
+def test_each_process_is_told_of_the_engines_start(watched: Any) -> None:
+    watched.supervisor.tell_start(FACTS)
+    watched.script += [
+        end(FakeProcess.made[0], -9),
+        lambda: setattr(watched.supervisor, "_signals", 1),
+        lambda: None,
+    ]
+    watched.supervisor.run()
+    assert [p.said for p in FakeProcess.made] == [[EngineStarted(FACTS)]] * 3
+
+
+def heard(*lines: Any) -> tuple[Any, list[str]]:
+    """What a process knows of the start after these lines, and of the engine's ends."""
+    ends: list[str] = []
+    client: Any = SimpleNamespace(core_ended=ends.append)
+    news = EngineNews(client)
+    reading, writing = os.pipe()
+    for line in lines:
+        os.write(writing, msgspec.json.encode(line) + b"\n")
+    os.close(writing)
+    with FileIO(reading) as supervisor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_module, "ORPHAN_SECONDS", 0.0)
+        patch.setattr(os, "_exit", lambda status: None)
+        news.hear(supervisor)
+    return news.startup(), ends
+
+
+def test_the_news_of_an_engine() -> None:
+    gone = "the process that watches it is gone"
+    assert heard(EngineStarted(FACTS), CoreEnded("killed")) == (FACTS, ["killed", gone])
+    assert heard(CoreEnded("killed")) == (None, ["killed", gone])
+    assert heard() == (None, [gone])
 
 
 def end(process: FakeProcess, status: int) -> Any:

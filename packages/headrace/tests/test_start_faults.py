@@ -59,6 +59,10 @@ FAULTS: Mapping[str, Fault] = {
     "value": fault("serve --port many", "--port", "'many'", code="HR-CFG-002"),
     "config file missing": fault("serve --config {none}.yaml", "none.yaml", code="HR-CFG-002"),
     "config file not a mapping": fault("serve --config {list_yaml}", "list.yaml", code="HR-CFG-002"),
+    "folder of traces": fault(
+        f"{SERVE} --profiler-config.profiler torch --profiler-config.torch_profiler_dir /proc/none",
+        "profiler_config.torch_profiler_dir", "'/proc/none'", "cannot be written into",
+    ),
     "models file missing": fault(f"{SIM} --models-config {{none}}", "none"),
     "partner of a key": fault("serve --ssl-keyfile {key_pem}", "ssl_certfile", "ssl_keyfile"),
     "partner of tools": fault("serve --enable-auto-tool-choice", "tool_call_parser"),

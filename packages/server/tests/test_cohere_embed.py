@@ -171,6 +171,31 @@ async def test_refusals_name_the_field(connect: Any, body: Any, param: str) -> N
     assert told["param"].startswith(param), told
 
 
+@pytest.mark.parametrize(
+    ("body", "begins"),
+    [
+        ({"texts": ["a"], "output_dimension": 5}, "output_dimension = 5: must be"),
+        ({"texts": ["a"], "output_dimension": 50}, "output_dimension = 50: must be"),
+        ({"texts": ["a", "b"]}, "texts: the answer would have 2 rows"),
+        ({"inputs": [{"content": [{"type": "text", "text": "a"}]}] * 2}, "inputs: the answer would have"),
+    ],
+)  # fmt: skip
+async def test_messages_name_the_client_s_fields(connect: Any, body: Any, begins: str) -> None:
+    engine = fake(matryoshka=(4, 8))
+    limits = {} if "output_dimension" in body else {"max_answer_numbers": 8}
+    told = await refused(connect(engine, **limits), **body)
+    assert told["message"].startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("field", "near"), [("text", "texts"), ("dimensions", "output_dimension"), ("zzz", None)]
+)
+async def test_only_near_fields_are_suggested(connect: Any, field: str, near: str | None) -> None:
+    told = await refused(connect(fake(), strict_requests=True), texts=["a"], **{field: 1})
+    hint = "" if near is None else f"; the nearest known field is {near!r}"
+    assert told["message"] == f"{field!r}: unknown field{hint}"
+
+
 async def test_errors_are_cohere_s_on_the_whole_way(connect: Any) -> None:
     keyed = await connect(fake(), api_key=["secret"]).post(URL, json={"texts": ["a"]})
     assert (keyed.status_code, keyed.json()["message"]) == (401, "Unauthorized")

@@ -159,7 +159,7 @@ CASES: list[tuple[str, dict[str, Any], str, str, str]] = [
         {**CLAUDE, "messages": [{"role": "user", "content": "a", "naem": 1}]},
         "messages[].naem",
         "messages[0].naem",
-        "content",
+        "",
     ),
     (
         MESSAGES,
@@ -257,7 +257,8 @@ async def test_unknown_fields_at_every_depth(
     answer = await connect(engine_for(url), strict_requests=True, **TOOLS).post(url, json=body)
     assert answer.status_code == 400, answer.text
     text = answer.text
-    assert f"{place!r}: unknown field; the nearest known field is {near!r}" in text
+    hint = f"; the nearest known field is {near!r}" if near else '"'
+    assert f"{place!r}: unknown field{hint}" in text
     if not url.startswith(MESSAGES):
         assert answer.json()["error"]["param"] == place
 

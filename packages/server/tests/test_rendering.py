@@ -10,6 +10,7 @@ from headrace_core.testing.engine import FakeEngine, fake_served_model
 
 pytestmark = pytest.mark.spec("API-RENDER")
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+LONG = "context_length_exceeded"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
@@ -83,6 +84,38 @@ async def test_refusals(connect: Any, path: str, body: Any, param: str) -> None:
     status = 404 if param == "model" else 400
     told = await post(connect(), path + "/render", body, status)
     assert told["error"]["param"] == param, told
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/v1/completions", {"prompt": "", "add_special_tokens": False}, "prompt", 400),
+        ("/v1/completions", {"prompt": ["a", ""], "add_special_tokens": False}, "prompt", 400),
+        ("/v1/completions", {"prompt": "x" * 4096}, "prompt", LONG),
+        ("/v1/completions", {"prompt": "x" * 90, "max_tokens": 4090}, "max_tokens", LONG),
+        ("/v1/completions", {"prompt": "x", "truncate_prompt_tokens": 5000},
+         "truncate_prompt_tokens", 400),
+        ("/v1/completions", {"prompt": "x", "min_tokens": 9, "max_tokens": 3}, "min_tokens", 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages",
+         LONG),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 4095}, "max_completion_tokens",
+         LONG),
+    ],
+)  # fmt: skip
+async def test_what_is_not_generated_is_not_rendered(
+    connect: Any, path: str, body: Any, param: str, code: Any
+) -> None:
+    client = connect()
+    told = (await post(client, path + "/render", body, 400))["error"]
+    assert told["param"] == param
+    assert told["code"] == code
+
+
+async def test_a_prompt_that_truncation_makes_fit_is_rendered(connect: Any) -> None:
+    for keep in (-1, 7):
+        body = {"prompt": "x" * 5000, "truncate_prompt_tokens": keep}
+        (one,) = await post(connect(), "/v1/completions/render", body)
+        assert one["sampling_params"]["truncate_prompt_tokens"] == keep
 
 
 async def test_forced_calls_keep_their_grammar(connect: Any) -> None:

@@ -135,6 +135,114 @@ async def test_log_probabilities_have_ids_and_ranks(connect: Any, events: Any, r
         assert position["top_logprobs"][0]["token_id"] == position["token_id"]
 
 
+# What a body leaves out, or says twice
+
+
+@pytest.mark.spec("API-CHAT")
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool", "assistant"])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.parametrize("url", [CHAT, CHAT + "/render", "/tokenize"])
+async def test_a_message_says_something(connect: Any, url: str, role: str, content: Any) -> None:
+    body = {"messages": [*HI, {"role": role, **content}]}
+    answer = await connect().post(url, json=body)
+    assert answer.status_code == 400, answer.text
+    told = answer.json()["error"]
+    assert told["param"] == "messages[1].content"
+    assert f"must be given for role {role!r}" in told["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": [{"id": "a", "type": "function",
+                                              "function": {"name": "f", "arguments": "{}"}}]},
+        {"role": "assistant", "content": None, "reasoning": "Hm"},
+        {"role": "assistant", "content": None, "refusal": "No"},
+        {"role": "assistant", "content": ""}, {"role": "user", "content": []}, {"role": "critic"},
+    ],
+)  # fmt: skip
+async def test_a_message_that_says_it_otherwise(connect: Any, message: Any) -> None:
+    answer = await connect().post(CHAT, json={"messages": [*HI, message, *HI]})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "where"),
+    [
+        ("/v1/responses", {"input": [{"role": "user"}]}, "input[0]"),
+        ("/v1/responses", {"input": [{"role": "user", "content": None}]}, "input[0]"),
+        ("/v1/messages", {**CLAUDE, "messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/v1/messages", {**CLAUDE, "messages": [{"role": "user", "content": None}]},
+         "messages[0].content"),
+    ],
+)  # fmt: skip
+async def test_other_wires_want_content_too(connect: Any, url: str, body: Any, where: str) -> None:
+    answer = await connect().post(url, json=body)
+    assert answer.status_code == 400, answer.text
+    assert where in answer.json()["error"]["message"]
+    assert "content" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+async def test_the_last_of_equal_names_counts(connect: Any, strict: bool) -> None:
+    engine = FakeEngine("x")
+    text = b'{"prompt": "Hi", "max_tokens": 3, "seed": 1, "max_tokens": 5}'
+    answer = await connect(engine, strict_requests=strict).post(
+        TEXT, content=text, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 200, answer.text
+    assert engine.requests[0].params.max_tokens == 5
+
+
+# Paths, and the model in a query
+
+
+@pytest.mark.parametrize("root", ["", "/x"])
+async def test_links_have_the_prefix(connect: Any, root: str) -> None:
+    client = connect(root_path=root)
+    links = (await client.get(root + "/")).json()["links"]
+    assert links == {
+        "models": root + "/v1/models", "health": root + "/health", "docs": root + "/docs",
+        "openapi": root + "/openapi.json",
+    }  # fmt: skip
+    page = (await client.get(root + "/", headers={"Accept": "text/html"})).text
+    for link in links.values():
+        assert f'href="{link}"' in page
+        assert (await client.get(link)).status_code == 200
+
+
+@pytest.mark.parametrize("root", ["", "/x"])
+async def test_docs_with_a_slash(connect: Any, root: str) -> None:
+    answer = await connect(root_path=root).get(root + "/docs/", follow_redirects=True)
+    assert answer.status_code == 200
+    assert answer.url.path == root + "/docs"
+    assert (await connect(disable_fastapi_docs=True).get("/docs/")).status_code == 404
+
+
+NAMING = [
+    ("GET", "/v1/system/startup"), ("GET", "/v1/system/determinism"), ("GET", "/tokenizer_info"),
+    ("GET", "/is_paused"), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/reset_prefix_cache"),
+    ("POST", "/start_profile"), ("GET", "/server_info"), ("GET", "/v1/responses/resp_1"),
+    ("GET", "/v1/responses/resp_1/input_items"), ("DELETE", "/v1/responses/resp_1"),
+    ("POST", "/v1/responses/resp_1/cancel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path"), NAMING)
+async def test_a_model_in_the_query_must_be_served(connect: Any, method: str, path: str) -> None:
+    client = connect(
+        dev_mode=True, enable_tokenizer_info_endpoint=True, enable_responses_store=True
+    )
+    url = "http://localhost:8000" + path
+    answer = await client.request(method, url, params={"model": "zz"})
+    assert answer.status_code == 404, answer.text
+    told = answer.json()["error"]
+    assert (told["param"], told["headrace_code"]) == ("model", "HR-REQ-004")
+    assert "'zz' is not served" in told["message"]
+    served = await client.request(method, url, params={"model": "fake-model"})
+    assert served.status_code == (await client.request(method, url)).status_code
+
+
 STREAMS = [
     (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 1, "return_token_ids": True}),
     (CHAT, {"messages": HI, "tools": [TOOL], "tool_choice": "required"}),
@@ -221,7 +329,7 @@ async def test_the_start_is_told_if_it_was_timed() -> None:
         refused = await client.get("/v1/system/startup")
         assert (refused.status_code, "timed" in refused.text) == (400, True)
         app.state.headrace.startup = facts
-        assert (await client.get("/v1/system/startup")).json() == facts
+        assert (await client.get("/v1/system/startup")).json() == {**facts, "engine": None}
 
 
 async def test_a_dead_engine_is_asked_nothing(connect: Any) -> None:

@@ -29,9 +29,9 @@ class ErrorCode(NamedTuple):
 CATALOGUE: tuple[ErrorCode, ...] = (
     ErrorCode(
         "HR-REQ-001", "A value of a request is wrong",
-        "A field of the request has a value that is out of range, or does not go with another one.",
-        "The message names the field, its value and what would be accepted; error.param is the "
-        "field.",
+        "A field of the request has a value that is out of range, or does not go with another one. In "
+        "an answer over HTTP, error.param is the field.",
+        "The message names the field, its value and what would be accepted.",
         400, 2, ("RequestError",),
     ),
     ErrorCode(
@@ -43,10 +43,11 @@ CATALOGUE: tuple[ErrorCode, ...] = (
     ),
     ErrorCode(
         "HR-REQ-003", "The prompt is too long",
-        "The prompt, or the prompt and the output that was asked for, exceed the context.",
+        "The prompt, or the prompt and the output that was asked for, exceed the context. In an answer "
+        "over HTTP, error.code is context_length_exceeded, by which clients of OpenAI's API know the "
+        "case; Anthropic's know the message.",
         "Shorten the prompt, ask for fewer max_tokens, set truncate_prompt_tokens, or start the "
-        "server with a larger --max-model-len. error.code is context_length_exceeded, by which "
-        "clients of OpenAI's API know the case; Anthropic's know the message.",
+        "server with a larger --max-model-len.",
         400, 2, ("PromptTooLong",),
     ),
     ErrorCode(

@@ -70,19 +70,42 @@ def test_throughput_of_chats_counts_the_template(tmp_path):
 
 
 @pytest.mark.spec("CLI-BENCH-STARTUP")
-def test_startup_has_both_series_and_leaves_the_cache_alone(tmp_path, monkeypatch, capsys):
-    cache = tmp_path / "cache"
-    monkeypatch.setenv(startup.CACHE_VARIABLE, str(cache))
+def test_startup_has_both_series(tmp_path, monkeypatch, capsys):
+    evicted = []
+    monkeypatch.setattr(startup, "_evict", evicted.append)
     file = tmp_path / "s.json"
-    assert startup.main(["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1",
-                         "--output-json", str(file), *SMALL]) == 0  # fmt: skip
+    assert startup.main(["--evict-files", "--num-iters-cold", "1", "--num-iters-warmup", "0",
+                         "--num-iters-warm", "1", "--output-json", str(file), *SMALL]) == 0  # fmt: skip
+    assert len(evicted) == 1
     report = json.loads(file.read_text())
     for kind in ("cold", "warm"):
         [total], [phases] = report[f"{kind}_startup_times"], report[f"{kind}_phases"]
         assert total == pytest.approx(sum(phases.values()))
         assert {"start Python", "load model", "first token"} <= set(phases)
-    assert not cache.exists()
     assert "total, median" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ((), (0, 3)),
+        (("--evict-files",), (3, 3)),
+        (("--evict-files", "--num-iters-cold", "1"), (1, 3)),
+    ],
+)
+def test_starts_are_called_cold_only_if_files_are_evicted(monkeypatch, tmp_path, words, counts):
+    """Nothing else differs between two starts: each gets the same environment."""
+    begun = []
+    monkeypatch.setattr(startup, "_evict", lambda model: begun.append("evict"))
+    monkeypatch.setattr(startup, "_offline_start", lambda *given: begun.append(given) or {"a": 1.0})
+    file = tmp_path / "s.json"
+    startup.main([*words, "--num-iters-warmup", "1", "--output-json", str(file), *SMALL])
+    cold, warm = counts
+    report = json.loads(file.read_text())
+    assert (len(report["cold_startup_times"]), len(report["warm_startup_times"])) == counts
+    starts = [given for given in begun if given != "evict"]
+    assert all(given == starts[0] for given in starts)
+    assert begun == ["evict", starts[0]] * cold + [starts[0]] * (1 + warm)
 
 
 @pytest.mark.spec("CLI-BENCH-SERVE")
@@ -111,6 +134,7 @@ def test_serve_with_our_own_server(tmp_path):
         (throughput.main, ("--async-engine", "--backend", "hf"), "--async-engine"),
         (startup.main, ("--num-iters-cold", "-1"), "--num-iters-cold -1"),
         (startup.main, ("--num-iters-cold", "0", "--num-iters-warm", "0"), "nothing to measure"),
+        (startup.main, ("--num-iters-cold", "2"), "--num-iters-cold 2: needs --evict-files"),
     ],
 )
 def test_wrong_flags_are_named(main, words, said):

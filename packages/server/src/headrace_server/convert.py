@@ -440,6 +440,8 @@ def _message(index: int, message: ChatMessage, modalities: Sequence[str]) -> dic
     check_size(where, message.model_extra or {})
     result: dict[str, Any] = dict(message.model_extra or {})
     result["role"] = message.role
+    if message.content is None:
+        _check_absent_content(where, message)
     result["content"] = _content(where, message.content, modalities)
     for name in ("name", "tool_call_id"):
         value = getattr(message, name)
@@ -452,6 +454,31 @@ def _message(index: int, message: ChatMessage, modalities: Sequence[str]) -> dic
         check_size(where, message.tool_calls)
         result["tool_calls"] = message.tool_calls
     return result
+
+
+_SAYS_SOMETHING: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(("user", "system", "developer", "tool", "function"), frozenset()),
+    "assistant": frozenset(
+        {"tool_calls", "function_call", "refusal", "audio", "reasoning", "reasoning_content",
+         "reasoning_details", "thinking", "tool_plan"}
+    ),
+}  # fmt: skip
+"""Roles whose messages need content -> fields that may stand in its place. Templates define others."""
+
+
+def _check_absent_content(where: str, message: ChatMessage) -> None:
+    """Raises RequestError if a message says nothing: it has neither content nor what may replace it."""
+    instead = _SAYS_SOMETHING.get(message.role)
+    if instead is None:
+        return
+    extra = message.model_extra or {}
+    if any(getattr(message, name, None) or extra.get(name) for name in instead):
+        return
+    other = ", or tool_calls in its place" if instead else ""
+    raise RequestError(
+        f"{where}.content: must be given for role {message.role!r}: a text or a list of parts{other}",
+        param=f"{where}.content",
+    )
 
 
 def _content(where: str, content: Any, modalities: Sequence[str]) -> Any:

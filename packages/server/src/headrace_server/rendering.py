@@ -14,7 +14,7 @@ import msgspec
 from fastapi import Request
 from starlette.responses import Response
 
-from headrace_core.errors import RequestError, UnsupportedFeature
+from headrace_core.errors import PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.request import Prompt, brings_media
 from headrace_core.sampling import SamplingParams
 from headrace_server import convert
@@ -61,6 +61,8 @@ class Rendering:
         self._prompts: Sequence[Prompt]
         if isinstance(body, ChatRequest):
             params = AnswerPlan(body, state).params
+            if body.max_completion_tokens is not None:
+                self.spelling = {**self.spelling, "max_tokens": "max_completion_tokens"}
             prompt = spelled(chat_of(body, state), state)
             self._prompts, self._special = [prompt], special_tokens(prompt)
             if brings_media(prompt):
@@ -77,6 +79,8 @@ class Rendering:
             raise UnsupportedFeature(
                 f"stop: is sought in text, {_ELSEWHERE}; send stop_token_ids", param="stop"
             )
+        params.clone().validate()
+        self._limits = params
         self._params = wire_params(params)
 
     async def respond(self) -> Response:
@@ -89,11 +93,38 @@ class Rendering:
 
         async def tokens(_: int, prompt: Prompt) -> list[int]:
             found = await engine.tokenize(prompt, add_special_tokens=self._special)
-            return list(found.token_ids)
+            ids = list(found.token_ids)
+            self._check_length(len(ids))
+            return ids
 
         ids = await in_order(tokens, self._prompts, _AT_ONCE)
         cost = sum(map(len, ids)) // _TOKENS
         return JsonAnswer(await self.state.off_loop(cost, self._encode, ids))
+
+    def _check_length(self, count: int) -> None:
+        """Refuse a prompt that would not be run: an empty one, or one too long.
+
+        Args:
+            count: its tokens.
+        """
+        source = "messages" if self._is_chat else "prompt"
+        if not count:
+            raise RequestError(f"{source}: must hold at least one token", param=source)
+        params, limit = self._limits, self.state.engine.model.max_model_len
+        keep = params.truncate_prompt_tokens
+        if keep is not None and keep > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens = {keep}: must be at most {limit}, or -1",
+                param="truncate_prompt_tokens",
+            )
+        least = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        if keep == -1:
+            keep = max(1, limit - least)
+        count = count if keep is None else min(count, keep)
+        room = limit - count
+        if room < least:
+            param = source if room < 1 or params.max_tokens is None else "max_tokens"
+            raise PromptTooLong(limit, count, least, param=param, source=source)
 
     def _encode(self, ids: Sequence[list[int]]) -> bytes:
         if self._is_chat:

@@ -182,9 +182,25 @@ async def answer_with(call: Call, request: Request) -> Response:
             return await start_stream(call.events(), request, call.state, call.id)
         result = await wait_watching(call.whole(), request, call.state.lifecycle, call.id)
     except RequestError as error:
-        error.param = call.spelling.get(error.param or "", error.param)
+        respell(error, call.spelling)
         raise
     return JsonAnswer(encode_answer(result))
+
+
+def respell(error: RequestError, spelling: Mapping[str, str]) -> None:
+    """Name the field as the client spells it: in ``param``, and where the message begins with it.
+
+    Args:
+        spelling: the engine's names of fields -> the client's.
+    """
+    ours = error.param or ""
+    theirs = spelling.get(ours)
+    if theirs is None:
+        return
+    error.param = theirs
+    told = str(error)
+    if told.startswith(ours) and told[len(ours) :].startswith((":", " = ", ".", "[")):
+        error.args = (theirs + told[len(ours) :],)
 
 
 class JsonAnswer(Response):

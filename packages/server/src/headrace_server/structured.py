@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from headrace_core.errors import RequestError
 from headrace_core.sampling import CONSTRAINTS, StructuredOutputsParams
 from headrace_server.protocol.base import check_size
-from headrace_server.protocol.sampling import SamplingBody
+from headrace_server.protocol.sampling import RequestExtensions, SamplingBody
 from headrace_server.protocol.structured import (
     MAX_GRAMMAR,
     ResponseFormat,
@@ -106,6 +106,29 @@ def asked_of(body: SamplingBody) -> Asked:
 
 
 _WAYS = ("structured_outputs", *SPELLINGS)
+
+
+def constrained_by(body: RequestExtensions, form: str | None = None) -> str | None:
+    """The field that asks for a constraint: the first of those that all wires take, or a wire's own.
+
+    Args:
+        form: the wire's own field for the form of answers, if the request has it.
+    """
+    given = (name for name in _WAYS if _is_given(name, getattr(body, name)))
+    return next(given, form)
+
+
+def check_one_form(body: RequestExtensions, form: str) -> None:
+    """Raises RequestError if a constraint stands beside a wire's own field for the form of answers.
+
+    Args:
+        form: that field, which the request has.
+    """
+    other = constrained_by(body)
+    if other is not None:
+        raise RequestError(
+            f"{other}: cannot be combined with {form}: exactly one constraint can hold", param=other
+        )
 
 
 def _is_given(name: str, value: Any) -> bool:

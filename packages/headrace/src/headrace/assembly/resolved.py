@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from headrace import demo
@@ -17,7 +19,7 @@ from headrace.assembly.served import SAMPLING_DEFAULTS
 from headrace.assembly.transcription import without_faults
 from headrace.environment import with_cpu_variables
 from headrace_core import plugins
-from headrace_core.config import EngineConfig
+from headrace_core.config import EngineConfig, ProfilerConfig
 from headrace_core.errors import ConfigError, DeviceError, RequestError
 from headrace_core.model import ModelInfo
 from headrace_core.platform import CpuPlatform, Platform, detect
@@ -54,6 +56,7 @@ def resolve_engine(config: EngineConfig) -> Resolved:
     config = with_cpu_variables(config, platform)
     check_named(config, platform)
     _check_overrides(config)
+    _try_profiler_folder(config.profiler)
     info = without_faults(resolve_model(config.model, config.load, platform))
     _check_extensions(config, info)
     _check_sampling_defaults(info)
@@ -81,6 +84,26 @@ def _check_extensions(config: EngineConfig, info: ModelInfo) -> None:
                 "no text",
                 field=f"model.{name}",
             )
+
+
+def _try_profiler_folder(config: ProfilerConfig) -> None:
+    """Make the folder of traces and try it: when a recording ends is too late.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    if config.profiler != "torch":
+        return
+    folder = Path(config.torch_profiler_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(
+            f"profiler_config.torch_profiler_dir = {str(folder)!r}: cannot be written into: "
+            f"{error.strerror}",
+            field="profiler_config.torch_profiler_dir",
+        ) from error
 
 
 GENERATION_KEYS = frozenset(

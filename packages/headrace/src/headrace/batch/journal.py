@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 from headrace.batch.lines import BatchInput
+from headrace.disk import naming
 from headrace_core.errors import ConfigError
 
 _Form = TypeVar("_Form")
@@ -104,12 +105,12 @@ class Journal:
         A link stays and its target is replaced; a device or a pipe is written to.
         """
         if is_stream(path):  # as it was named: /dev/stdout leads to a name that cannot be opened
-            with path.open("wb") as file:
+            with naming(path), path.open("wb") as file:
                 self.copy_to(file)
             return
         path = path.resolve()
         partial = path.with_name(path.name + ".tmp")
-        with partial.open("wb") as file:
+        with naming(partial), partial.open("wb") as file:
             self.copy_to(file)
             file.flush()
             os.fsync(file.fileno())
@@ -146,9 +147,10 @@ class Journal:
 
     def _append(self, data: bytes) -> None:
         # Straight to the system: what was appended outlives this process.
-        written = os.write(self._file.fileno(), data)
-        while written < len(data):
-            written += os.write(self._file.fileno(), data[written:])
+        with naming(self.path):
+            written = os.write(self._file.fileno(), data)
+            while written < len(data):
+                written += os.write(self._file.fileno(), data[written:])
         self._end += len(data)
 
     def _read(self, header: _Header) -> int:

@@ -66,10 +66,11 @@ def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> 
             and others as text, where a line that looks like JSON is refused, not guessed at.
 
     Raises:
-        RequestError: there are no prompts, no line can be used, or the format must be said.
+        RequestError: there are no prompts, no line can be used, the format must be said, or a typed
+            prompt is not UTF-8.
         OSError: the file cannot be read.
     """
-    every = [Prompt(text) for text in typed]
+    every = [Prompt(check_text("--prompt", text)) for text in typed]
     content = b""
     if file is not None:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -91,6 +92,22 @@ def read_prompts(typed: Sequence[str], file: str | None, form: str = "auto") -> 
         )
     digest = hashlib.sha256(json.dumps(list(typed)).encode() + b"\n" + content).hexdigest()
     return Prompts(every, BatchInput(len(every), digest))
+
+
+def check_text(place: str, text: str) -> str:
+    """The text, if it is one: bytes that are not UTF-8 reach Python as halves of surrogate pairs.
+
+    Raises:
+        RequestError: it is not UTF-8; names the place.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{place}: character {error.start + 1} is not UTF-8; must be text in UTF-8",
+            param=place.removeprefix("--"),
+        ) from None
+    return text
 
 
 def _refuse_json(file: str, number: int, raw: bytes) -> None:

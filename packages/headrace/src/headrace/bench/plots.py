@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from headrace.bench.metrics import Outcome, percentile
 from headrace.bench.results import check_output
+from headrace.disk import naming
 from headrace_core.errors import ConfigError, MissingDependency
 
 SUFFIXES = (".png", ".svg", ".pdf", ".html")
@@ -201,12 +202,14 @@ def _figure(
     yield figure
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if Path(path).suffix != ".html":
-        figure.savefig(path, bbox_inches="tight", pad_inches=0.25)
+        with naming(path):
+            figure.savefig(path, bbox_inches="tight", pad_inches=0.25)
         return
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg", bbox_inches="tight", pad_inches=0.25)
     svg = drawn.getvalue()
-    Path(path).write_text(_page(title, svg[svg.index("<svg") :], figures), encoding="utf-8")
+    with naming(path):
+        Path(path).write_text(_page(title, svg[svg.index("<svg") :], figures), encoding="utf-8")
 
 
 def _page(title: str, svg: str, figures: Mapping[str, Any]) -> str:

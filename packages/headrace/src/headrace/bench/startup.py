@@ -1,4 +1,7 @@
-"""``headrace bench startup``: process start to first token, with empty and with filled caches."""
+"""``headrace bench startup``: process start to first token, from the disk and from memory.
+
+headrace keeps nothing on disk that makes a later start faster (ADR 0013). What a start before may have left
+is the checkpoint in the system's memory: its page cache."""
 
 from __future__ import annotations
 
@@ -25,21 +28,21 @@ from headrace_core.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from headrace.arguments import Parser
 
-CACHE_VARIABLE = "HEADRACE_CACHE_DIR"
-"""Where headrace keeps what makes the next start faster."""
+COLD_STARTS = 3
+"""With ``--evict-files``, unless another number is given."""
 LONGEST = 1800.0
 """Seconds until a start that gives no token has failed."""
 
 EPILOG = """\
-Each start is a new process. Cold starts have an empty cache folder of their own, warm ones share a folder
-that starts before them have filled; your own cache is neither read nor written. The checkpoint's files
-stay in the system's page cache unless --evict-files asks for them to be dropped.
+Each start is a new process. headrace keeps no cache on disk, so starts differ only in what the system
+has in memory: warm starts find the checkpoint's files there. Cold starts, which --evict-files adds, read
+them from the disk. Libraries stay in memory in both.
 
 Try:
   headrace bench startup                                       # the demo model
   headrace bench startup /path/to/model --plot startup.png     # where the time goes, as a picture
   headrace bench startup /path/to/model --through serve        # until a server's first token
-  headrace bench startup /path/to/model --evict-files          # as after a reboot"""
+  headrace bench startup /path/to/model --evict-files          # cold starts, too"""
 
 Phases = Mapping[str, float]
 """Phase -> seconds, in order."""
@@ -49,16 +52,15 @@ def main(words: Sequence[str]) -> int:
     args = make_parser().parse_args(words)
     configure("WARNING")
     _check(args)
+    if args.num_iters_cold is None:
+        args.num_iters_cold = COLD_STARTS if args.evict_files else 0
     settings = offline.engine_settings(args)
     counts = {"cold": args.num_iters_cold, "warm": args.num_iters_warm}
     total = sum(counts.values()) + args.num_iters_warmup
-    with (
-        tempfile.TemporaryDirectory() as shared,
-        results.progress(total, "starts", "start", enabled=not args.disable_tqdm) as bar,
-    ):
+    with results.progress(total, "starts", "start", enabled=not args.disable_tqdm) as bar:
         series = {
             "cold": [_cold(args, settings, bar) for _ in range(counts["cold"])],
-            "warm": _warm(args, settings, Path(shared), bar),
+            "warm": _warm(args, settings, bar),
         }
     report = _report(args, series)
     print(_shown(report, series))
@@ -75,10 +77,14 @@ def main(words: Sequence[str]) -> int:
 def make_parser() -> Parser:
     """The parser of ``headrace bench startup``."""
     parser = offline.parser("startup", "Time a start, from the process to the first token.", EPILOG)
+    parser.add_argument(
+        "--num-iters-cold", type=int,
+        help=f"starts that read the checkpoint from the disk (default: {COLD_STARTS} with "
+        "--evict-files, else 0)",
+    )  # fmt: skip
     for flag, default, text in (
-        ("num-iters-cold", 3, "starts with an empty cache folder"),
-        ("num-iters-warmup", 1, "starts that fill the cache folder of the warm ones"),
-        ("num-iters-warm", 3, "starts with a filled cache folder"),
+        ("num-iters-warmup", 1, "starts before the warm ones, which are not counted"),
+        ("num-iters-warm", 3, "starts with the checkpoint in memory"),
     ):
         parser.add_argument(
             f"--{flag}", type=int, default=default, help=f"{text} (default: {default})"
@@ -87,7 +93,8 @@ def make_parser() -> Parser:
                         help="LLM, with a timeline of its phases, or a server's completion "
                         "(default: offline)")  # fmt: skip
     parser.add_argument("--evict-files", action="store_true",
-                        help="have the checkpoint's files read from disk in cold starts")  # fmt: skip
+                        help="also time cold starts: before each, the system drops the "
+                        "checkpoint's files from its memory")  # fmt: skip
     parser.add_argument("--output-json", metavar="FILE", help="write both series here")
     parser.add_argument("--plot", metavar="FILE", help=plots.HELP)
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
@@ -102,10 +109,17 @@ def medians(starts: Sequence[Phases]) -> dict[str, float]:
 
 def _check(args: Namespace) -> None:
     for name in ("num_iters_cold", "num_iters_warmup", "num_iters_warm"):
-        if getattr(args, name) < 0:
+        if (getattr(args, name) or 0) < 0:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {getattr(args, name)}: must not be negative", field=name)
-    if args.num_iters_cold + args.num_iters_warm == 0:
+    if args.num_iters_cold and not args.evict_files:
+        raise ConfigError(
+            f"--num-iters-cold {args.num_iters_cold}: needs --evict-files; nothing else of a start is "
+            "kept for the next one",
+            field="num_iters_cold",
+        )
+    cold = args.num_iters_cold is None and args.evict_files
+    if not (args.num_iters_cold or args.num_iters_warm or cold):
         raise ConfigError(
             "--num-iters-cold 0 and --num-iters-warm 0: nothing to measure", field="num_iters_cold"
         )
@@ -116,40 +130,35 @@ def _check(args: Namespace) -> None:
 
 
 def _cold(args: Namespace, settings: Mapping[str, Any], bar: results.Bar) -> Phases:
-    if args.evict_files:
-        _evict(settings.get("model"))
-    with tempfile.TemporaryDirectory() as folder:
-        return _start(args, settings, Path(folder), bar)
+    _evict(settings.get("model"))
+    return _start(args, settings, bar)
 
 
-def _warm(
-    args: Namespace, settings: Mapping[str, Any], folder: Path, bar: results.Bar
-) -> list[Phases]:
+def _warm(args: Namespace, settings: Mapping[str, Any], bar: results.Bar) -> list[Phases]:
     if args.num_iters_warm:
         for _ in range(args.num_iters_warmup):
-            _start(args, settings, folder, bar)
-    return [_start(args, settings, folder, bar) for _ in range(args.num_iters_warm)]
+            _start(args, settings, bar)
+    return [_start(args, settings, bar) for _ in range(args.num_iters_warm)]
 
 
-def _start(args: Namespace, settings: Mapping[str, Any], cache: Path, bar: results.Bar) -> Phases:
-    environment = {**os.environ, CACHE_VARIABLE: str(cache)}
+def _start(args: Namespace, settings: Mapping[str, Any], bar: results.Bar) -> Phases:
     once = _offline_start if args.through == "offline" else _serve_start
-    phases = once(settings, environment)
+    phases = once(settings)
     bar.update(1)
     return phases
 
 
-def _offline_start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> Phases:
+def _offline_start(settings: Mapping[str, Any]) -> Phases:
     content = json.dumps({"use_tqdm_on_load": False, **settings})
     words = [sys.executable, "-m", "headrace.bench.first_token", content, repr(time.monotonic())]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LONGEST)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LONGEST)
     if done.returncode != 0:
         raise EngineError(f"a start failed: {_last_line(done.stderr)}")
     phases: Phases = json.loads(done.stdout)
     return phases
 
 
-def _serve_start(settings: Mapping[str, Any], environment: Mapping[str, str]) -> Phases:
+def _serve_start(settings: Mapping[str, Any]) -> Phases:
     """``headrace serve``, polled for its health, then asked for one token."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -161,7 +170,7 @@ def _serve_start(settings: Mapping[str, Any], environment: Mapping[str, str]) ->
         words = [sys.executable, "-m", "headrace", "serve", "--config", str(config)]
         begin = time.monotonic()
         with log.open("w") as out:
-            server = subprocess.Popen(words, env=environment, stdout=out, stderr=out)
+            server = subprocess.Popen(words, stdout=out, stderr=out)
         try:
             _poll(url + "/health", None, server, log)
             ready = time.monotonic()

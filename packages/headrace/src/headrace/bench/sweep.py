@@ -24,6 +24,7 @@ from typing import Any
 
 from headrace.arguments import Parser
 from headrace.bench import plots, results
+from headrace.disk import naming
 from headrace_core.errors import ConfigError, EngineError
 
 Options = Mapping[str, Any]
@@ -351,7 +352,8 @@ def _summary(cells: Sequence[Cell], folder: Path) -> list[dict[str, Any]]:
         rows.append({**plain, **options, "run": cell.number, "swept": sorted(options)})
     results.write_json(folder / "summary.json", rows)
     names = dict.fromkeys(name for row in rows for name in row if name != "swept")
-    with (folder / "summary.csv").open("w", newline="", encoding="utf-8") as file:
+    path = folder / "summary.csv"
+    with naming(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(names), extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)

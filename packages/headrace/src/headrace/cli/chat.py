@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace import demo
+from headrace.batch.prompts import check_text
 from headrace.cli.chat_commands import QUIT, run_command
 from headrace.cli.conversation import AnswerReport, Conversation
 from headrace.cli.line_input import LineReader, history_file
@@ -41,6 +42,9 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     configure("WARNING")
     options = sampling_options(args)
+    for flag, text in (("--quick", args.quick), ("--system-prompt", args.system_prompt)):
+        if text is not None:
+            check_text(flag, text)
     if args.thinking:
         options["chat_template_kwargs"] = {"enable_thinking": True}
     model = connect_model(args)
@@ -137,6 +141,8 @@ def talk(chat: Chat) -> None:
                 return
             interrupted = True
             note("[stopped; Ctrl-C again or Ctrl-D ends the chat]")
+        except UnicodeDecodeError:
+            note("[the line is not UTF-8]")
 
 
 def _take(chat: Chat, line: str) -> None:

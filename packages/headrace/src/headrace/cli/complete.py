@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headrace import demo
+from headrace.batch.prompts import check_text
 from headrace.cli.terminal import (
     TerminalModel,
     connect_model,
@@ -27,6 +28,8 @@ def main(words: Sequence[str]) -> int:
     args = parser.parse_args(words)
     configure("WARNING")
     options = sampling_options(args)
+    if args.quick is not None:
+        check_text("--quick", args.quick)
     model = connect_model(args)
     try:
         if model.name == demo.NAME:

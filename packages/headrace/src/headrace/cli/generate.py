@@ -71,7 +71,7 @@ def _parser() -> Parser:
     parser.add_model()
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; repeatable")
     parser.add_argument(
-        "--input", metavar="FILE",
+        "-i", "--input", metavar="FILE",
         help="prompts, one a line: as they stand, or as JSON objects with \"prompt\" (and \"custom_id\", "
         "which comes back) if the file's name ends in .jsonl or .ndjson; - for standard input",
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _parser() -> Parser:
         help="what the lines of --input are: text, jsonl, or auto: by the file's name (default: auto)",
     )  # fmt: skip
     parser.add_argument(
-        "--output", metavar="FILE", help="write JSON lines here; - is standard output"
+        "-o", "--output", metavar="FILE", help="write JSON lines here; - is standard output"
     )
     parser.add_argument(
         "--restart", action="store_true", help="drop what an interrupted run has finished"
@@ -101,14 +101,24 @@ def _sampling_of(args: Namespace) -> dict[str, Any]:
     """The sampling fields that were given, in Python's form.
 
     Raises:
-        RequestError: ``--sampling`` has a field that does not exist.
+        RequestError: ``--sampling`` has a field that does not exist, or contradicts another flag.
     """
-    given = {
-        "max_tokens": args.max_tokens,
-        "temperature": args.temperature,
-        "seed": args.sampling_seed,
-        **args.sampling,
+    flags = {
+        "max_tokens": ("--max-tokens", args.max_tokens),
+        "temperature": ("--temperature", args.temperature),
+        "seed": ("--sampling-seed", args.sampling_seed),
     }
+    given = dict(args.sampling)
+    for name, (flag, value) in flags.items():
+        if value is None:
+            continue
+        if name in given and given[name] != value:
+            raise RequestError(
+                f"--sampling: {name} = {given[name]!r:.100}: contradicts {flag} {value}; give one of "
+                "the two",
+                param=name,
+            )
+        given[name] = value
     for name in NOT_WRITTEN:
         if args.sampling.get(name) is not None:
             raise RequestError(

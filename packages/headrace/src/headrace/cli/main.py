@@ -6,6 +6,7 @@ headrace, so that help is there at once.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -69,7 +70,10 @@ def run(name: str, words: Sequence[str]) -> int:
 
     try:
         module: Command = importlib.import_module("headrace.cli." + name.replace("-", "_"))
-        return module.main(words)
+        status = module.main(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here its failure can be told
+        return status
     except HeadraceError as error:
         return told(name, error)
     except KeyboardInterrupt:
@@ -90,6 +94,7 @@ def run(name: str, words: Sequence[str]) -> int:
 
 def told(name: str, error: Exception) -> int:
     """Tell what ended a command, the cause last; returns the exit status."""
+    from headrace.disk import FULL
     from headrace.logs import flush
     from headrace_core.catalogue import entry_of
     from headrace_core.errors import HeadraceError
@@ -98,12 +103,21 @@ def told(name: str, error: Exception) -> int:
     entry = entry_of(error)
     cause = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror and not isinstance(error, HeadraceError):
-        cause = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        place = error.filename or ("standard output" if error.errno in FULL else None)
+        cause = f"{place}: {error.strerror}" if place else error.strerror
+        if error.filename is None and error.errno in FULL:
+            _leave_output()
     elif not isinstance(error, HeadraceError):
         cause = f"{type(error).__name__}: {cause}"
     print(f"hint: {entry.hint} (docs/errors/{entry.code}.md)", file=sys.stderr)
     print(f"headrace {name}: {entry.code}: {cause}", file=sys.stderr)
     return status_of(error)
+
+
+def _leave_output() -> None:
+    """Write what standard output still holds to nowhere, or the interpreter's end would fail of it."""
+    with contextlib.suppress(OSError, ValueError):  # it is closed, or not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def status_of(error: BaseException) -> int:

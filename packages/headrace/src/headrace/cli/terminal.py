@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.arguments import Parser
+from headrace.batch.prompts import check_text
 from headrace.cli.conversation import AnswerReport
 from headrace.engine_args import EngineArgs
 from headrace.interrupts import ending_at_once
@@ -88,16 +91,22 @@ def is_terminal() -> bool:
 
 
 def piped_lines() -> Iterator[str]:
-    """Lines of standard input that are not blank, until they end."""
+    """Lines of standard input that are not blank, until they end.
+
+    Raises:
+        RequestError: a line is not UTF-8; those before it have come.
+    """
     is_typed = sys.stdin.isatty()
-    while True:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # see check_text
+    for number in itertools.count(1):
         if is_typed:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
             return
         if line.strip():
-            yield line.rstrip("\n")
+            yield check_text(f"standard input, line {number}", line.rstrip("\n"))
 
 
 def show(pieces: Iterable[str]) -> str:

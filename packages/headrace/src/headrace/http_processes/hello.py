@@ -5,6 +5,8 @@ The end of that input is the supervisor's end.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 
@@ -26,7 +28,14 @@ class Hello(msgspec.Struct, frozen=True):
     """Descriptor to write a byte to when requests are served."""
 
 
-class CoreEnded(msgspec.Struct, frozen=True):
+class EngineStarted(msgspec.Struct, frozen=True, tag="started"):
+    """A later line, once: the engine has started."""
+
+    startup: dict[str, Any]
+    """Time of its start by phases, as :meth:`headrace_engine.startup.StartupTimeline.facts` has it."""
+
+
+class CoreEnded(msgspec.Struct, frozen=True, tag="ended"):
     """A later line: the engine's process has ended."""
 
     how: str

@@ -8,8 +8,10 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -18,7 +20,7 @@ from headrace.assembly.inspection import start_block
 from headrace.cli.main import told
 from headrace.cli.serve import Prepared, prepare
 from headrace.environment import leave_warnings_to_another
-from headrace.http_processes.hello import CoreEnded, Hello
+from headrace.http_processes.hello import CoreEnded, EngineStarted, Hello
 from headrace.logs import RESOLUTION, flush, leave_to_another
 from headrace_core.errors import HeadraceError
 from headrace_core.log_lines import log_block
@@ -29,6 +31,9 @@ logger = logging.getLogger("headrace")
 EXIT_ORPHANED = 70
 ORPHAN_SECONDS = 10.0
 """How long a process whose supervisor is gone may take to tell its clients."""
+
+TOLD_SECONDS = 30.0
+"""How long the supervisor may take to tell of a start that has ended."""
 
 
 def main() -> int:
@@ -65,8 +70,9 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             if hello.admin is not None:
                 admin = stack.enter_context(SharedListener(fileno=hello.admin))
             client = JoinedClient(folder, hello.name, timeline)
+            news = EngineNews(client)
             threading.Thread(
-                target=_hear, args=(supervisor, client), name="headrace-supervisor", daemon=True
+                target=news.hear, args=(supervisor,), name="headrace-supervisor", daemon=True
             ).start()
             config = prepared.share_of_config()
             engine = connect(config, prepared.templates, timeline, client)
@@ -77,7 +83,7 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
             paths = sorted(app.state.headrace.paths)
             log_block(logger, "the model, as served here", start_block(engine.model, paths))
         logger.debug("start-up of HTTP process %d took:\n%s", hello.rank, timeline.describe())
-        app.state.headrace.startup = timeline.facts()
+        app.state.headrace.startup = {**timeline.facts(), "engine": news.startup()}
 
         def started() -> None:
             flush()  # the supervisor's line with the address is to be the last of the start
@@ -87,14 +93,38 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
         return run(app, listening, prepared.settings, admin, started)
 
 
-def _hear(supervisor: FileIO, client: JoinedClient) -> None:
-    """Pass on the news of the core's end; the supervisor's own end is that, too."""
-    for line in supervisor:
-        client.core_ended(msgspec.json.decode(line, type=CoreEnded).how)
-    client.core_ended("the process that watches it is gone")
-    # Clients hear of it and this process leaves, as with any engine that died; if not:
-    threading.Event().wait(ORPHAN_SECONDS)
-    os._exit(EXIT_ORPHANED)
+class EngineNews:
+    """What the supervisor tells of the engine.
+
+    Args:
+        client: is told of the engine's end.
+    """
+
+    def __init__(self, client: JoinedClient) -> None:
+        self._client = client
+        self._startup: Mapping[str, Any] | None = None
+        self._has_come = threading.Event()
+
+    def startup(self) -> Mapping[str, Any] | None:
+        """The engine's start by phases, which the supervisor tells once the engine serves; None: the
+        engine or the supervisor ended first, or said nothing for :data:`TOLD_SECONDS`."""
+        self._has_come.wait(TOLD_SECONDS)
+        return self._startup
+
+    def hear(self, supervisor: FileIO) -> None:
+        """Take the supervisor's lines, to their end, which is the engine's end, too."""
+        for line in supervisor:
+            told = msgspec.json.decode(line, type=EngineStarted | CoreEnded)
+            if isinstance(told, EngineStarted):
+                self._startup = told.startup
+            else:
+                self._client.core_ended(told.how)
+            self._has_come.set()
+        self._has_come.set()
+        self._client.core_ended("the process that watches it is gone")
+        # Clients hear of it and this process leaves, as with any engine that died; if not:
+        threading.Event().wait(ORPHAN_SECONDS)
+        os._exit(EXIT_ORPHANED)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
 from headrace.assembly import shared_core, starting
 from headrace.cli.serve import Prepared, try_server
-from headrace.http_processes.hello import CoreEnded, Hello
+from headrace.http_processes.hello import CoreEnded, EngineStarted, Hello
 from headrace_core.errors import EngineDead
 from headrace_core.log_lines import log_block
 from headrace_engine.clients.process import ProcessClient, describe_status
@@ -69,6 +70,7 @@ def serve(words: Sequence[str], prepared: Prepared) -> int:
             supervisor = Supervisor(words, prepared, sockets, core)
             stack.callback(supervisor.end)
             supervisor.start()
+        supervisor.tell_start(timeline.facts())
         log_block(logger, "start-up of the engine took", timeline.describe(), timeline.summary())
         return supervisor.run()
 
@@ -169,6 +171,7 @@ class Supervisor:
         self._status = 0
         self._core_is_dead = False
         self._told_address = False
+        self._engine_started: EngineStarted | None = None
 
     def start(self) -> None:
         """Start everything; returns when the engine is ready.
@@ -181,6 +184,16 @@ class Supervisor:
         self._core.start(_Nobody())
         for process in self._processes.values():
             self._core.let_in(process.name)
+
+    def tell_start(self, startup: dict[str, Any]) -> None:
+        """Tell all processes, and those that come, how the engine's start went.
+
+        Args:
+            startup: its phases (:meth:`headrace_engine.startup.StartupTimeline.facts`).
+        """
+        self._engine_started = EngineStarted(startup)
+        for process in self._processes.values():
+            process.say(self._engine_started)
 
     def run(self) -> int:
         """Watch until everybody has left; returns the server's exit status."""
@@ -205,6 +218,8 @@ class Supervisor:
     def _spawn(self, rank: int) -> HttpProcess:
         process = HttpProcess(rank, next(self._names), self._words, self._sockets)
         self._processes[rank] = process
+        if self._engine_started is not None:
+            process.say(self._engine_started)
         return process
 
     @contextlib.contextmanager

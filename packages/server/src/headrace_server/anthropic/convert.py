@@ -18,9 +18,11 @@ from headrace_server.convert import as_chat
 from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
+from headrace_server.protocol.sampling import CHAT_EXTENSIONS
+from headrace_server.structured import check_one_form
 from headrace_server.tool_calls import function_tool
 
-_COPIED = ("stream", "temperature", "top_p", "top_k")
+_COPIED = frozenset({*CHAT_EXTENSIONS, "stream", "temperature", "top_p"}) - {"chat_template_kwargs"}
 _LEAST_BUDGET = 1024
 SPELLING: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
@@ -53,12 +55,16 @@ def chat_request(body: CountTokensRequest, note: Note) -> ChatRequest:
     if body.messages[-1].role == "assistant":  # to be continued
         values.update(continue_final_message=True, add_generation_prompt=False)
     paths = _add_tools(values, body, note)
+    given = _COPIED & body.model_fields_set & type(body).model_fields.keys()
+    values.update({name: getattr(body, name) for name in given})
     if isinstance(body, MessagesRequest):
-        _add_sampling(values, body)
-        kwargs.update(body.chat_template_kwargs or {})
+        _add_limits(values, body)
+    kwargs.update(body.chat_template_kwargs or {})
     if kwargs:
         values["chat_template_kwargs"] = kwargs
     if body.output_config is not None:
+        if body.output_config.format is not None and isinstance(body, MessagesRequest):
+            check_one_form(body, "output_config.format")
         _add_output(values, body.output_config.effort, body.output_config.format)
     chat = as_chat(values, SPELLING)
     chat.name_tools(paths)
@@ -71,8 +77,7 @@ def shows_thinking(body: CountTokensRequest) -> bool:
     return thinking is not None and thinking.type != "disabled" and thinking.display != "omitted"
 
 
-def _add_sampling(values: dict[str, Any], body: MessagesRequest) -> None:
-    values.update({n: getattr(body, n) for n in _COPIED if n in body.model_fields_set})
+def _add_limits(values: dict[str, Any], body: MessagesRequest) -> None:
     values["max_completion_tokens"] = body.max_tokens
     if body.stop_sequences:
         values["stop"] = body.stop_sequences

@@ -15,9 +15,16 @@ from headrace_server.protocol.base import (
     StopText,
     Text,
 )
+from headrace_server.protocol.chat import REPORTED_OTHERWISE
 from headrace_server.protocol.known import Known, RequestObject, known
+from headrace_server.protocol.sampling import (
+    RequestExtensions,
+    SamplingExtensions,
+    TemplateExtensions,
+)
 
 ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
+    **REPORTED_OTHERWISE,
     "container": Refusal("there are no containers here"),
     "mcp_servers": Refusal("tool servers are the operator's; they serve /v1/responses", []),
     "diagnostics": Refusal("is not served"),
@@ -27,7 +34,21 @@ ANTHROPIC_REFUSALS: Mapping[str, Refusal] = {
     "user_profile_id": Refusal("there are no profiles here"),
     "stop": Refusal("is called stop_sequences here"),
     "output_format": Refusal("is called output_config.format here"),
+    "response_format": Refusal("is called output_config.format here"),
+    "max_completion_tokens": Refusal("is called max_tokens here"),
+    "reasoning_effort": Refusal("is called output_config.effort here"),
+    "thinking_token_budget": Refusal("is called thinking.budget_tokens here"),
+    "include_reasoning": Refusal("thinking decides it", True),
+    "parallel_tool_calls": Refusal("is called tool_choice.disable_parallel_tool_use here", True),
+    "verbosity": Refusal("is not part of this protocol; send it within chat_template_kwargs"),
+    "stream_options": Refusal("usage is in every stream here"),
+    "logprobs": Refusal("the answer has no place for log-probabilities", False),
+    "top_logprobs": Refusal("the answer has no place for log-probabilities", 0),
+    "return_tokens_as_token_ids": Refusal("the answer has no place for tokens", False),
+    "truncate_prompt_tokens": Refusal("whole prompts are counted"),
 }
+"""Fields that a request declares are not refused: prompts are counted without sampling, and more is known
+of a message."""
 
 
 _CACHE = known("type ttl")
@@ -122,7 +143,7 @@ _EDITS = known(
 )  # fmt: skip
 
 
-class CountTokensRequest(RequestBody):
+class CountTokensRequest(TemplateExtensions, RequestBody):
     """A conversation whose prompt is to be counted."""
 
     refused: ClassVar[Mapping[str, Refusal]] = ANTHROPIC_REFUSALS
@@ -158,7 +179,7 @@ class CountTokensRequest(RequestBody):
 _REQUIRED = frozenset({"model", "messages", "max_tokens"})
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(RequestExtensions, SamplingExtensions, CountTokensRequest):
     """Answer a conversation."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
@@ -166,11 +187,8 @@ class MessagesRequest(CountTokensRequest):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    chat_template_kwargs: FreeObject | None = None
-    request_id: ShortText | None = None
 
 
 class AnswerBlock(BaseModel):

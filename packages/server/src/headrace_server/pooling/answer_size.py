@@ -38,7 +38,7 @@ async def check_answer_size(
         rows = await _count_rows(prompts, params, state, special, limit // max(1, width))
     if rows * width > limit:
         raise RequestError(
-            f"input: the answer would have {rows} rows of {width} numbers, {rows * width} in all; one "
+            f"prompt: the answer would have {rows} rows of {width} numbers, {rows * width} in all; one "
             f"answer may have {limit} (--max-answer-numbers); send fewer or shorter inputs",
             param="prompt",
             value=rows * width,

@@ -23,6 +23,7 @@ from headrace_server.protocol.cohere import CohereEmbedRequest
 from headrace_server.protocol.pooling import PoolingBody
 from headrace_server.protocol.usage import PromptTokensDetails, Usage
 from headrace_server.request_log import log_request
+from headrace_server.routing import respell
 from headrace_server.side_by_side import in_order
 from headrace_server.state import ServerState
 from headrace_server.stream import wait_watching
@@ -61,7 +62,7 @@ async def answer_pooled(call: Respondent, request: Request) -> Response:
     try:
         return await wait_watching(call.respond(), request, call.state.lifecycle, call.id)
     except RequestError as error:
-        error.param = call.spelling.get(error.param or "", error.param)
+        respell(error, call.spelling)
         raise
 
 

@@ -21,6 +21,9 @@ MAX_DEPTH = 32
 """Nesting of free-form values."""
 MAX_NODES = 100_000
 """Values inside free-form values."""
+NEAR = 0.6
+"""Names at least so alike are near (:class:`difflib.SequenceMatcher`, ratio): ``temprature`` and
+``temperature`` (0.95) are, ``beam`` and ``best_of`` (0.36) are not."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)]
@@ -99,7 +102,7 @@ def _take_note(unknown: Unknown, prefix: str, state: ServerState) -> None:
         state.unknown_fields.note(prefix + unknown.name)
         return
     last = str(unknown.path[-1])[:MAX_NAME]
-    near = difflib.get_close_matches(last, unknown.known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(last, unknown.known, n=1, cutoff=NEAR)
     hint = f"; the nearest known field is {near[0]!r}" if near else ""
     place = prefix + unknown.place
     raise RequestError(f"{place!r}: unknown field{hint}", param=place)

@@ -18,7 +18,11 @@ from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import FreeObject, Refusal, ShortText, Text
 from headrace_server.protocol.completions import PromptLogprobsField
 from headrace_server.protocol.known import Known, RequestObject, known
-from headrace_server.protocol.sampling import SAMPLING_REFUSALS, SamplingBody
+from headrace_server.protocol.sampling import (
+    SAMPLING_REFUSALS,
+    SamplingBody,
+    TemplateExtensions,
+)
 from headrace_server.protocol.usage import Usage
 from headrace_server.state import ServerState
 
@@ -92,7 +96,22 @@ class ChatMessage(RequestObject):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=16384)]
 
 
-class ChatRequest(SamplingBody):
+REPORTED_OTHERWISE: Mapping[str, Refusal] = {
+    **CHAT_REFUSALS,
+    "n": Refusal("an answer is one here", 1),
+    "best_of": Refusal("an answer is one here", 1),
+    "use_beam_search": Refusal("is served by /v1/chat/completions and /v1/completions", False),
+    "length_penalty": Refusal("belongs to use_beam_search, which is not served here", 1, 1.0),
+    "echo": Refusal("the answer holds no prompt here", False),
+    "prompt_logprobs": Refusal("the answer has no place for it; send it to /v1/chat/completions"),
+    "return_token_ids": Refusal("the answer has no place for it", False),
+    "add_generation_prompt": Refusal("the last message decides it", True),
+    "continue_final_message": Refusal("the last message decides it", False),
+}
+"""Fields of a chat that other wires for conversations cannot serve, whatever their own names."""
+
+
+class ChatRequest(TemplateExtensions, SamplingBody):
     """Answer a conversation."""
 
     refused: ClassVar[Mapping[str, Refusal]] = CHAT_REFUSALS
@@ -130,10 +149,6 @@ class ChatRequest(SamplingBody):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template: Text | None = None
-    chat_template_kwargs: FreeObject | None = None
-    documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
     _tool_paths: list[str] = PrivateAttr(default_factory=list)
 
     def check_fields(self, state: ServerState, within: str = "") -> None:

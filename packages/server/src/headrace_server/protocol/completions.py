@@ -42,13 +42,31 @@ PromptField = Annotated[
 EmbedsText = Annotated[str, Field(min_length=1, max_length=MAX_EMBEDS)]
 
 
+_CHATS = "belongs to /v1/chat/completions; no template is applied here"
+COMPLETION_REFUSALS: Mapping[str, Refusal] = {
+    **SAMPLING_REFUSALS,
+    "suffix": Refusal("insertion is not supported"),
+    "max_completion_tokens": Refusal("is called max_tokens here"),
+    "top_logprobs": Refusal("is called logprobs here, and is a number", 0),
+    "messages": Refusal(_CHATS),
+    "chat_template": Refusal(_CHATS),
+    "chat_template_kwargs": Refusal(_CHATS, {}),
+    "documents": Refusal(_CHATS, []),
+    "tools": Refusal(_CHATS, []),
+    "tool_choice": Refusal(_CHATS, "none", "auto"),
+    "parallel_tool_calls": Refusal(_CHATS, True),
+    "reasoning_effort": Refusal(_CHATS),
+    "verbosity": Refusal(_CHATS),
+    "include_reasoning": Refusal("texts are not parsed here", True),
+    "add_generation_prompt": Refusal(_CHATS, True),
+    "continue_final_message": Refusal(_CHATS, False),
+}
+
+
 class CompletionRequest(SamplingBody):
     """Continue one prompt or several."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        **SAMPLING_REFUSALS,
-        "suffix": Refusal("insertion is not supported"),
-    }
+    refused: ClassVar[Mapping[str, Refusal]] = COMPLETION_REFUSALS
 
     prompt: PromptField | None = Field(
         None, description="A text, token ids, or a list whose items are either."

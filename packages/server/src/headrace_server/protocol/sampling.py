@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from headrace_server.protocol.base import (
     MAX_N,
@@ -58,12 +58,9 @@ Xargs = Annotated[dict[ShortText, XargValue], Field(max_length=256)]
 """Arguments for plug-ins: names to texts, numbers, or lists of them."""
 
 
-class SamplingFields(RequestBody):
-    """Fields of :class:`~headrace_core.sampling.SamplingParams` as clients spell them."""
+class SamplingExtensions(BaseModel):
+    """Sampling fields that a wire takes beside those of its own protocol."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -73,7 +70,6 @@ class SamplingFields(RequestBody):
         None, description="Token id (as text) -> added to its logit; clamped to -100..100."
     )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=1024)] | None = None
     min_tokens: Count = 0
     include_stop_str_in_output: bool = False
@@ -85,6 +81,15 @@ class SamplingFields(RequestBody):
         Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=2**20)] | None
     ) = None
     bad_words: Annotated[list[StopText], Field(max_length=1024)] | None = None
+
+
+class SamplingFields(SamplingExtensions, RequestBody):
+    """Fields of :class:`~headrace_core.sampling.SamplingParams` as clients spell them."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     thinking_token_budget: Count | None = Field(
         None, description="After so many tokens the end of the reasoning is forced."
@@ -96,7 +101,36 @@ class SamplingFields(RequestBody):
         return without_nulls(data, _NULL_MATTERS)
 
 
-class SamplingBody(ConstraintSpellings, SamplingFields):
+class RequestExtensions(ConstraintSpellings):
+    """A constraint, and how a request is run: fields that every wire which writes text takes."""
+
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    request_id: ShortText | None = None
+    headrace_xargs: Xargs | None = Field(None, description="For plug-ins; handed on as extra_args.")
+    vllm_xargs: Xargs | None = Field(None, description="The same as headrace_xargs.")
+
+
+class TemplateExtensions(BaseModel):
+    """Fields that decide how a conversation is written."""
+
+    chat_template: Text | None = None
+    chat_template_kwargs: FreeObject | None = None
+    documents: Annotated[list[FreeObject], Field(max_length=4096)] | None = None
+    add_special_tokens: bool = False
+
+
+CHAT_EXTENSIONS: tuple[str, ...] = tuple(
+    name
+    for part in (SamplingExtensions, RequestExtensions, TemplateExtensions)
+    for name in part.model_fields
+    if name != "request_id"
+)
+"""Fields that wires which become chats hand on under the chat's names."""
+
+
+class SamplingBody(RequestExtensions, SamplingFields):
     """What completions and chats share: sampling, the answer's form, and how it is reported."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -110,17 +144,11 @@ class SamplingBody(ConstraintSpellings, SamplingFields):
         1.0, description="With use_beam_search: above 1 favours long completions."
     )
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    request_id: ShortText | None = None
-    headrace_xargs: Xargs | None = Field(None, description="For plug-ins; handed on as extra_args.")
-    vllm_xargs: Xargs | None = Field(None, description="The same as headrace_xargs.")
     user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
         None, description="Has no effect."

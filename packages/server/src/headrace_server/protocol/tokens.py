@@ -45,6 +45,7 @@ class GenerateRequest(RequestBody):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "features": Refusal("media input is not served by this version; leave it out"),
         "kv_transfer_params": Refusal("KV transfer is not served by this version; leave it out"),
+        **{name: Refusal("belongs into sampling_params") for name in TokenSampling.model_fields},
     }
 
     token_ids: TokenIds

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from headrace_server.protocol.base import (
+    Count,
     FreeObject,
     Refusal,
     RequestBody,
@@ -15,8 +16,13 @@ from headrace_server.protocol.base import (
     StopText,
     Text,
 )
-from headrace_server.protocol.chat import Effort
+from headrace_server.protocol.chat import REPORTED_OTHERWISE, Effort
 from headrace_server.protocol.known import Known, RequestObject, known
+from headrace_server.protocol.sampling import (
+    RequestExtensions,
+    SamplingExtensions,
+    TemplateExtensions,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -31,6 +37,7 @@ INCLUDABLE = (
 )
 
 RESPONSES_REFUSALS: Mapping[str, Refusal] = {
+    **REPORTED_OTHERWISE,
     "prompt": Refusal("prompt templates are not kept here; send input and instructions"),
     "conversation": Refusal("conversations are not kept here; use previous_response_id"),
     "context_management": Refusal("is not served; use truncation", []),
@@ -38,15 +45,20 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
     "access_programs": Refusal("are OpenAI's own"),
     "image": Refusal("images are not made here", {}),
     "previous_input_messages": Refusal("is not served; send the messages as items of input", []),
-    "mm_processor_kwargs": Refusal("media input is not served by this version"),
     "prompt_cache_retention": Refusal("the cache has no retention times", "in_memory"),
     "background_options": Refusal("is not served"),
     "n": Refusal("a response is one answer", 1),
+    "logprobs": Refusal(f"is asked for by include: [{LOGPROBS!r}]", False),
+    "include_reasoning": Refusal("reasoning is an item of the output", True),
+    "return_token_ids": Refusal("is called enable_response_messages here", False),
+    "add_generation_prompt": Refusal("an answer is a new message here", True),
+    "continue_final_message": Refusal("an answer is a new message here", False),
     "max_tokens": Refusal("is called max_output_tokens here"),
     "max_completion_tokens": Refusal("is called max_output_tokens here"),
     "response_format": Refusal("is called text.format here"),
     "messages": Refusal("is called input here"),
     "reasoning_effort": Refusal("is called reasoning.effort here"),
+    "verbosity": Refusal("is called text.verbosity here"),
     "functions": Refusal("is the old form of tools, which is not served"),
 }
 
@@ -259,7 +271,7 @@ class ResponseStreamOptions(RequestObject):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
-class ResponsesRequest(RequestBody):
+class ResponsesRequest(TemplateExtensions, RequestExtensions, SamplingExtensions, RequestBody):
     """Answer a list of items."""
 
     refused: ClassVar[Mapping[str, Refusal]] = RESPONSES_REFUSALS
@@ -294,11 +306,11 @@ class ResponsesRequest(RequestBody):
     stream_options: ResponseStreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    thinking_token_budget: Count | None = Field(
+        None, description="After so many tokens the end of the reasoning is forced."
+    )
+    return_tokens_as_token_ids: bool | None = None
     text: TextOptions | None = None
     tool_choice: ShortText | FreeObject = "auto"
     tools: Annotated[list[FreeObject], Field(max_length=1024)] = Field([])
@@ -314,15 +326,9 @@ class ResponsesRequest(RequestBody):
     prompt_cache_options: FreeObject | None = Field(
         None, description="Has no effect: as prompt_cache_key."
     )
-    chat_template_kwargs: FreeObject | None = None
     enable_response_messages: bool = Field(
         False, description="Return the prompts and outputs of each turn, as text and token ids."
     )
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
-    request_id: ShortText | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -9,8 +9,10 @@ from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server.convert import as_chat
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
+from headrace_server.protocol.sampling import CHAT_EXTENSIONS
 from headrace_server.responses.protocol import INCLUDABLE, LOGPROBS, ResponsesRequest
 from headrace_server.responses.toolset import ToolSet
+from headrace_server.structured import check_one_form, constrained_by, spelling_of
 
 SPELLING: Mapping[str, str] = {
     "messages": "input",
@@ -18,16 +20,22 @@ SPELLING: Mapping[str, str] = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
-    "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }
 """Fields of a chat -> the client's."""
 _COPIED = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias", "parallel_tool_calls",
-    "chat_template_kwargs", "skip_special_tokens", "include_stop_str_in_output", "cache_salt",
-    "priority", "stream",
+    *CHAT_EXTENSIONS,
+    "temperature", "top_p", "stop", "parallel_tool_calls", "stream", "thinking_token_budget",
+    "return_tokens_as_token_ids",
 )  # fmt: skip
+
+
+def spelling_in(body: ResponsesRequest) -> Mapping[str, str]:
+    """Fields of the chat that a request becomes -> the client's."""
+    form = body.text.format if body.text is not None else None
+    own = "text.format" if form is not None and form.get("type") != "text" else None
+    return {**SPELLING, **spelling_of(constrained_by(body, own) or "tools")}
 
 
 def check(body: ResponsesRequest, *, stores: bool) -> None:
@@ -100,6 +108,7 @@ def chat_request(
         values["verbosity"] = body.text.verbosity
     form = _response_format(body)
     if form is not None:
+        check_one_form(body, "text.format")
         values["response_format"] = form
     chat = as_chat(values, SPELLING)
     if tools.functions:

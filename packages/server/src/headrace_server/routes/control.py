@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
@@ -22,6 +22,7 @@ from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError, UnsupportedFeature
 from headrace_server import together
 from headrace_server.errors import Answer, ErrorResponse
+from headrace_server.routes.named import check_named
 from headrace_server.routing import ERROR_RESPONSES, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
@@ -69,7 +70,7 @@ class WorkerResults(BaseModel):
 
 def build(engine: EngineClient, settings: ServerSettings) -> list[APIRouter]:
     """Routers of the control routes that the settings switch on; [] if there are none."""
-    router = APIRouter(tags=["control"])
+    router = APIRouter(tags=["control"], dependencies=[Depends(check_named)])
     if settings.enable_control_routes or settings.dev_mode:
         _add_pause(router, engine)
         _add_cache(router, engine)
@@ -165,6 +166,7 @@ def _refusing(reason: str) -> Any:
 
 def _dev_routes(engine: EngineClient, settings: ServerSettings) -> APIRouter:
     router = json_router()
+    router.dependencies.append(Depends(check_named))
 
     @router.post("/collective_rpc", responses={504: {"model": ErrorResponse}})
     async def collective_rpc(body: WorkerCall) -> WorkerResults:

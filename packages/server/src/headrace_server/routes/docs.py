@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 
 PATH = "/docs"
 POLICY = (
@@ -53,6 +53,11 @@ def docs_router() -> APIRouter:
     @router.get(PATH, include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(_PAGE, headers=_HEADERS)
+
+    @router.get(PATH + "/", include_in_schema=False)
+    async def without_slash() -> Response:
+        # Relative, as are the page's references: it holds behind a proxy's prefix, too.
+        return RedirectResponse(".." + PATH)
 
     for name, media_type in FILES.items():
         router.add_api_route(

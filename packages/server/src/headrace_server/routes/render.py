@@ -9,6 +9,7 @@ from headrace_server.protocol.chat import ChatRequest
 from headrace_server.protocol.completions import CompletionRequest
 from headrace_server.protocol.render import RenderedRequest
 from headrace_server.rendering import Rendering
+from headrace_server.routing import respell
 from headrace_server.state import state_of
 from headrace_server.stream import wait_watching
 
@@ -38,5 +39,5 @@ async def _answer(body: ChatRequest | CompletionRequest, request: Request) -> Re
     try:
         return await wait_watching(call.respond(), request, call.state.lifecycle, call.id)
     except RequestError as error:
-        error.param = call.spelling.get(error.param or "", error.param)
+        respell(error, call.spelling)
         raise

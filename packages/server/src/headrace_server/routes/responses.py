@@ -9,7 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.routing import APIRoute
 
 from headrace_core.engine import EngineClient
@@ -23,10 +23,11 @@ from headrace_server.responses.protocol import (
     ResponseObject,
     ResponsesRequest,
 )
-from headrace_server.responses.request import SPELLING
+from headrace_server.responses.request import spelling_in
 from headrace_server.responses.service import ResponseService, UnknownResponse, owner_of
 from headrace_server.responses.store import Record
-from headrace_server.routing import JsonAnswer, json_router, streamed
+from headrace_server.routes.named import check_named
+from headrace_server.routing import JsonAnswer, json_router, respell, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import ServerState, state_of
 from headrace_server.stream import Pour, StreamForm, named_event, start_stream, wait_watching
@@ -77,7 +78,7 @@ def _add_create(router: APIRouter, service: ResponseService) -> None:
             return await _create(body, request, service)
         except RequestError as error:
             if error.param not in (body.model_extra or {}):  # those are the client's words already
-                error.param = SPELLING.get(error.param or "", error.param)
+                respell(error, spelling_in(body))
             raise
         except UnknownResponse as error:
             return error.answer.response()
@@ -100,7 +101,14 @@ async def _create(body: ResponsesRequest, request: Request, service: ResponseSer
 
 
 def _add_stored(router: APIRouter, service: ResponseService) -> None:
-    @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=_STREAMED)
+    named = [Depends(check_named)]
+
+    @router.get(
+        "/v1/responses/{response_id}",
+        response_model=ResponseObject,
+        responses=_STREAMED,
+        dependencies=named,
+    )
     async def show(
         response_id: str, request: Request, stream: bool = False, starting_after: After = None
     ) -> Response:
@@ -118,7 +126,9 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
         after = -1 if starting_after is None else starting_after
         return await _replay(record, after, request, state_of(request))
 
-    @router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+    @router.delete(
+        "/v1/responses/{response_id}", response_model=DeletedResponse, dependencies=named
+    )
     async def delete(response_id: str, request: Request) -> Response:
         record = _find(service, response_id, request)
         if isinstance(record, Response):
@@ -128,7 +138,9 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
         service.store.remove(record)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
-    @router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+    @router.get(
+        "/v1/responses/{response_id}/input_items", response_model=ItemList, dependencies=named
+    )
     async def input_items(
         response_id: str,
         request: Request,
@@ -153,6 +165,7 @@ def _add_stored(router: APIRouter, service: ResponseService) -> None:
         cancel,
         methods=["POST"],
         response_model=ResponseObject,
+        dependencies=named,
         route_class_override=APIRoute,  # a POST without a body, so of no content type
     )
 

@@ -30,28 +30,26 @@ def root_router(state: Serving, names: Callable[[], Sequence[str]], has_docs: bo
 
     @router.get("/", include_in_schema=False)
     async def show(request: Request) -> Response:
+        root = request.scope.get("root_path", "")
         facts = {
             "name": "headrace",
             "version": installed_version(),
             "models": list(names()),
-            "links": links,
+            "links": {name: root + path for name, path in links.items()},
             "paths": sorted(path for path in state.paths if path != "/"),
         }
         headers = {"Vary": "Accept"}
         if "text/html" not in request.headers.get("accept", ""):
             return JSONResponse(facts, headers=headers)
-        root = request.scope.get("root_path", "")
-        return HTMLResponse(
-            _page(facts, root), headers={**headers, "Content-Security-Policy": POLICY}
-        )
+        return HTMLResponse(_page(facts), headers={**headers, "Content-Security-Policy": POLICY})
 
     return router
 
 
-def _page(facts: dict[str, Any], root: str) -> str:
+def _page(facts: dict[str, Any]) -> str:
     models = ", ".join(html.escape(name) for name in facts["models"]) or "none"
     links = "".join(
-        f'<li><a href="{html.escape(root + path)}">{html.escape(path)}</a></li>'
+        f'<li><a href="{html.escape(path)}">{html.escape(path)}</a></li>'
         for path in facts["links"].values()
     )
     paths = "".join(f"<li><code>{html.escape(path)}</code></li>" for path in facts["paths"])

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse
 from headrace_core.engine import EngineClient
 from headrace_core.errors import RequestError
 from headrace_core.speech import SpeechTask
-from headrace_server.routing import ERROR_RESPONSES, JsonAnswer, encode_answer
+from headrace_server.routing import ERROR_RESPONSES, JsonAnswer, encode_answer, respell
 from headrace_server.settings import ServerSettings
 from headrace_server.speech.protocol import (
     SpeechRequest,
@@ -77,7 +77,7 @@ async def _answer(kind: type[SpeechRequest], task: SpeechTask, request: Request)
             return await start_stream(call.events(), request, state, call.id)
         result = await wait_watching(call.whole(), request, state.lifecycle, call.id)
     except RequestError as error:
-        error.param = SpeechCall.spelling.get(error.param or "", error.param)
+        respell(error, SpeechCall.spelling)
         raise
     if isinstance(result, BaseModel):
         return JsonAnswer(encode_answer(result))

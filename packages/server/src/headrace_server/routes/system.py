@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel
 
 from headrace_core.errors import EngineDead, UnsupportedFeature
+from headrace_server.routes.named import check_named
 from headrace_server.routing import ERROR_RESPONSES
 from headrace_server.state import state_of
 
@@ -28,14 +29,22 @@ class Phase(Piece):
     pieces: list[Piece]
 
 
-class Startup(BaseModel):
-    """Answer of ``GET /v1/system/startup``."""
+class ProcessStart(BaseModel):
+    """The start of one process."""
 
     seconds: float
     """From the process's beginning until requests were taken."""
     accounted: float
     """Share of them that phases cover, 0..1."""
     phases: list[Phase]
+
+
+class Startup(ProcessStart):
+    """Answer of ``GET /v1/system/startup``."""
+
+    engine: ProcessStart | None = None
+    """With several HTTP processes: the start of the engine that they share; the rest is the start of the
+    process that answers."""
 
 
 class Worker(BaseModel):
@@ -68,7 +77,12 @@ class Determinism(BaseModel):
 
 def system_router() -> APIRouter:
     """The router."""
-    router = APIRouter(prefix="/v1/system", tags=["system"], responses=ERROR_RESPONSES)
+    router = APIRouter(
+        prefix="/v1/system",
+        tags=["system"],
+        responses=ERROR_RESPONSES,
+        dependencies=[Depends(check_named)],
+    )
 
     @router.get("/startup")
     async def startup(request: Request) -> Startup:

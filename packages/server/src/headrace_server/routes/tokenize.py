@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from headrace_core.engine import EngineClient, TokenizedPrompt
 from headrace_core.errors import RequestError, UnsupportedFeature
@@ -21,6 +21,7 @@ from headrace_server.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from headrace_server.routes.named import check_named
 from headrace_server.routing import JsonAnswer, json_router
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
@@ -80,7 +81,7 @@ class TokenizeRouter:
 
         if settings.enable_tokenizer_info_endpoint:
 
-            @router.get("/tokenizer_info")
+            @router.get("/tokenizer_info", dependencies=[Depends(check_named)])
             async def tokenizer_info() -> Mapping[str, Any]:
                 return engine.model.tokenizer_info
 

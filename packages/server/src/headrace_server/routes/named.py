@@ -1,0 +1,21 @@
+"""``?model=NAME`` of routes whose requests have no body that could name a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Request
+
+from headrace_server.convert import check_model
+from headrace_server.state import state_of
+
+
+async def check_named(
+    request: Request,
+    model: Annotated[
+        str | None,
+        Query(max_length=1024, description="A served name; needed where there are several."),
+    ] = None,
+) -> None:
+    """A dependency of routes. Raises UnknownModel unless the query names a served model, or none."""
+    check_model(model, state_of(request).engine.model)
