@@ -6,8 +6,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/headrace
 ENV PATH=/opt/headrace/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# Mirrors: --build-arg TORCH_INDEX=URL for torch's CPU build, --build-arg PIP_INDEX_URL=URL for all else.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG PIP_INDEX_URL
 # First, and from this index: PyPI's torch brings CUDA's libraries. A layer of its own: it changes rarely.
-RUN pip install "torch>=2.11" --index-url https://download.pytorch.org/whl/cpu
+RUN pip install "torch>=2.11" --index-url "$TORCH_INDEX"
 COPY packages /src/packages
 RUN pip install /src/packages/*
 

@@ -33,6 +33,8 @@ VENV_WITHOUT_PIP = VENV.replace("venv .venv", "venv --without-pip .venv")
 NOT_RUN = {
     "pip install -q nox && nox": "this test runs in it",
     "docker build -t headrace .": "no Docker in CI; test_install_page.py reads the Dockerfile",
+    "docker build -t headrace --build-arg TORCH_INDEX=https://mirror/whl/cpu"
+    " --build-arg PIP_INDEX_URL=https://mirror/simple .": "as above",
     "docker run --rm -p 127.0.0.1:8000:8000 headrace": "as above",
     "docker run --rm -p 127.0.0.1:8000:8000 -v /path/to/checkpoint:/model:ro headrace serve /model"
     " --host 0.0.0.0": "as above",

@@ -57,3 +57,10 @@ def test_the_image_runs_without_rights_and_without_a_compiler():
     command, *flags = [word.strip(' "') for word in words.split(",")]
     assert command == "serve"
     assert make_parser().parse_args(flags).host == "0.0.0.0"
+
+
+def test_mirrors_of_the_image_are_on_the_page():
+    arguments = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert arguments == ["TORCH_INDEX", "PIP_INDEX_URL"]
+    for name in arguments:
+        assert f"--build-arg {name}=" in PAGE, name

@@ -1,7 +1,8 @@
 """Install built wheels into fresh environments and use them: ``smoke_wheels.py DIST TORCH``.
 
 Three sets, each in an environment of its own: the kernels alone, the server alone (which must bring
-no torch), and ``headrace[all]``.
+no torch), and ``headrace[all]``. DIST is the folder of the wheels; TORCH is a folder in which torch is
+installed (``pip install --target``), which the first and the third environment see beside their own.
 """
 
 from __future__ import annotations
@@ -46,20 +47,21 @@ assert "5" in output.outputs[0].text
 """
 
 
-def smoke(dist: Path, torch: str | None, requirement: str, code: str) -> None:
-    """Fresh environment, install, run."""
+def smoke(dist: Path, torch: Path | None, requirement: str, code: str) -> None:
+    """Make a fresh environment, install the requirement from the wheels, run the code."""
     with tempfile.TemporaryDirectory(prefix="headrace-smoke-") as folder:
         venv.create(folder, with_pip=True)
         python = str(Path(folder) / "bin" / "python")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if torch is not None:
-            subprocess.run([*pip, torch], check=True)
-        subprocess.run([*pip, "--find-links", str(dist), requirement], check=True)
+            site = next(Path(folder).rglob("site-packages"))
+            (site / "torch.pth").write_text(f"{torch.resolve()}\n")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+                        "--find-links", str(dist), requirement], check=True)  # fmt: skip
         subprocess.run([python, "-I", "-c", code], check=True, cwd=folder, timeout=300)
 
 
 def main() -> None:
-    dist, torch = Path(sys.argv[1]), sys.argv[2]
+    dist, torch = Path(sys.argv[1]), Path(sys.argv[2])
     smoke(dist, torch, "headrace-kernels", KERNELS)
     smoke(dist, None, "headrace-server", SERVER)
     smoke(dist, torch, "headrace[all]", EVERYTHING)
