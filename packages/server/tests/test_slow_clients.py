@@ -83,7 +83,7 @@ async def test_a_client_that_reads_100_bytes_a_second_stays(
         while not engine.aborted:
             await clock.move(1)
             waited += 1
-            assert waited < stream.WRITE_TIMEOUT + 30, "it reads nothing and is not cut off"
+            assert waited < 2 * stream.WRITE_TIMEOUT, "it reads nothing and is not cut off"
         assert waited >= stream.WRITE_TIMEOUT - 30
     finally:
         client.close()
