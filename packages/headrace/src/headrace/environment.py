@@ -49,7 +49,14 @@ VARIABLES: Mapping[str, str] = {
     "HEADRACE_USE_MODELSCOPE": "1 is refused: downloads from ModelScope are not built",
 }
 """Every variable with headrace's prefix that is read -> what it does."""
-_OF_TESTS = frozenset({"HEADRACE_TEST_SPLITS", "HEADRACE_DISCONNECTS"})
+_OF_TESTS = frozenset(
+    PREFIX + name
+    for name in (
+        "DISCARD", "DISCONNECTS", "ENDURANCE", "FUZZ", "KILLS", "MUTANTS", "TEST_SPLITS", "TORCH",
+        "TORCH_INDEX", "TRITON",
+    )
+)  # fmt: skip
+"""Variables of the project's own builds and tests, which start headrace."""
 
 _warned: set[str] = set()
 
