@@ -26,6 +26,7 @@ from headrace_core.grammar import (
     malformed,
     refuse,
 )
+from headrace_core.sampling import CONSTRAINTS
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
@@ -96,6 +97,7 @@ class GuidanceBackend(LibraryBackend):
     name = "guidance"
     library = "llguidance"
     install = "pip install 'llguidance>=1.9,<2'"
+    releases_gil = frozenset(CONSTRAINTS) - {"choice"}
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
