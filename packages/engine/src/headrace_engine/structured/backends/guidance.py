@@ -148,8 +148,11 @@ class GuidanceBackend(LibraryBackend):
         return self._satisfiable(spec.kind, self._grammar(matcher))
 
     def _grammar(self, matcher: LLMatcher) -> GuidanceGrammar:
-        consume = _ReleasingConsumer(self._executor, self._matcher('start: "a"'))
-        return GuidanceGrammar(matcher, self.vocabulary, consume)
+        return GuidanceGrammar(matcher, self.vocabulary, self._consume)
+
+    @functools.cached_property
+    def _consume(self) -> _ReleasingConsumer:
+        return _ReleasingConsumer(self._executor, self._matcher('start: "a"'))
 
     def is_worn(self, grammar: Grammar) -> bool:
         return isinstance(grammar, GuidanceGrammar) and grammar.worn
@@ -407,7 +410,10 @@ class GuidanceMatcher:
             return False
         if self._is_slow and len(tokens) == 1 and self._allows(tokens[0]):
             self._is_slow = False
-            return self._grammar.consume(self.library_matcher, tokens[0])
+            if self._grammar.consume(self.library_matcher, tokens[0]):
+                return True
+            self._grammar.worn |= bool(self.failure)
+            return False
         self._is_slow = False
         taken = self.library_matcher.try_consume_tokens(tokens)
         if taken < len(tokens):
