@@ -223,7 +223,10 @@ class RowConstraint:
 
     @property
     def failure(self) -> str | None:
-        """Reason other than the constraint itself why no token is possible; None: there is none."""
+        """Reason other than the constraint itself why no token is possible; None: there is none, or
+        none is known while it is matched beside the steps."""
+        if self.matching is not None:
+            return None
         if self.budget.exceeded:
             return TOO_SLOW
         gave_up = self._matcher.failure if self._matcher is not None else ""
