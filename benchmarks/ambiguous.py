@@ -7,6 +7,7 @@ beside requests with a plain regex, and beside ones with a grammar of 110 bytes 
 of ways which grows with every token, one after the other. Reports the time between two of a stream's
 events, and its 99th percentile against the plain neighbour's: a fifth stream costs its share of compute in
 either case. The demo model's steps take a millisecond; ``--step-ms`` makes them as long as a real one's.
+``--clients`` has several send such requests at the same time.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ MODEL = "headrace-demo"
 
 
 @contextmanager
-def serving(step_seconds: float, words: Sequence[str]) -> Iterator[int]:
-    """A server on a port of its own, whose steps take so much longer for all five requests together."""
-    slower = f"engine.step.forward=delay(match=,seconds={step_seconds / (STREAMS + 1)})"
+def serving(step_seconds: float, clients: int, words: Sequence[str]) -> Iterator[int]:
+    """A server on a port of its own, whose steps take so much longer for all requests together."""
+    slower = f"engine.step.forward=delay(match=,seconds={step_seconds / (STREAMS + clients)})"
     process = subprocess.Popen(
         [sys.executable, "-m", "headrace", "serve", "--port", "0", "--disable-uvicorn-access-log", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -74,10 +75,10 @@ def stream(port: int, body: dict[str, Any]) -> tuple[list[float], str | None]:
     return arrivals, reason
 
 
-def measured(port: int, beside: dict[str, Any] | None) -> tuple[list[float], int]:
+def measured(port: int, clients: int, beside: dict[str, Any] | None) -> tuple[list[float], int]:
     """Times between events of all streams, in seconds, and how many such neighbours ended meanwhile."""
     found: list[list[float]] = []
-    running, ended = threading.Event(), 0
+    running, seeds, ended = threading.Event(), itertools.count(), list[int]()
 
     def free(index: int) -> None:
         body = {"prompt": f"{index} once", "max_tokens": TOKENS, "ignore_eos": True, "seed": index}
@@ -85,21 +86,21 @@ def measured(port: int, beside: dict[str, Any] | None) -> tuple[list[float], int
         found.append([b - a for a, b in itertools.pairwise(arrivals)])
 
     def neighbour() -> None:
-        nonlocal ended
         while beside is not None and not running.is_set():
-            stream(port, {"prompt": "x", "max_tokens": TOKENS, "seed": ended, **beside})
-            ended += 1
+            seed = next(seeds)
+            stream(port, {"prompt": "x", "max_tokens": TOKENS, "seed": seed, **beside})
+            ended.append(seed)
 
     threads = [threading.Thread(target=free, args=(index,)) for index in range(STREAMS)]
-    other = threading.Thread(target=neighbour)
-    other.start()
-    for thread in threads:
+    others = [threading.Thread(target=neighbour) for _ in range(clients)]
+    for thread in others + threads:
         thread.start()
     for thread in threads:
         thread.join()
     running.set()
-    other.join()
-    return [gap for gaps in found for gap in gaps], ended
+    for thread in others:
+        thread.join()
+    return [gap for gaps in found for gap in gaps], len(ended)
 
 
 def p99(gaps: Sequence[float]) -> float:
@@ -113,6 +114,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument(
+        "--clients", type=int, default=1, help="that send constrained requests at the same time"
+    )
+    parser.add_argument(
         "--serve", type=str.split, default=[], help="further words of headrace serve"
     )
     args = parser.parse_args()
@@ -122,12 +126,12 @@ def main() -> None:
         "ambiguous": {"structured_outputs": {"grammar": GRAMMAR}, "min_tokens": TOKENS},
     }
     figures: dict[str, list[float]] = {kind: [] for kind in kinds}
-    with serving(args.step_ms / 1e3, args.serve) as port:
+    with serving(args.step_ms / 1e3, args.clients, args.serve) as port:
         for beside in kinds.values():
-            measured(port, beside)
+            measured(port, args.clients, beside)
         for _ in range(args.rounds):
             for kind, beside in kinds.items():
-                gaps, ended = measured(port, beside)
+                gaps, ended = measured(port, args.clients, beside)
                 figures[kind].append(p99(gaps))
                 print(f"{kind:12} median {statistics.median(gaps) * 1e3:6.2f} ms  p99 {p99(gaps):7.2f} ms"
                       f"  longest {max(gaps) * 1e3:7.2f} ms  neighbours {ended}", flush=True)  # fmt: skip

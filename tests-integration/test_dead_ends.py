@@ -245,6 +245,57 @@ def test_an_ambiguous_grammar_ends_alone(http, server):
     assert [ending(answer) for answer in others] == [("length", None)] * 3
 
 
+class Watched(threading.Thread):
+    """A streamed completion, and how many tokens have come."""
+
+    def __init__(self, url, **body):
+        super().__init__()
+        self.url, self.body = url, {"model": MODEL, "temperature": 1, "stream": True, **body}
+        self.count, self.reason = 0, None
+        self.begun = threading.Event()
+
+    def run(self):
+        with (
+            httpx.Client(base_url=self.url, timeout=120) as own,
+            own.stream("POST", "/v1/completions", json=self.body) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    (choice,) = json.loads(line[6:])["choices"]
+                    self.reason = choice["finish_reason"]
+                    self.count += 1
+                    self.begun.set()
+
+
+@pytest.mark.spec("SO-API")
+def test_neighbours_of_an_ambiguous_grammar_take_more_steps_than_it(server):
+    """Masks that take long are computed beside the steps: its neighbour goes on meanwhile, where both
+    got a token from each step before. Steps are counted, not timed."""
+    beside = Watched(
+        server.url,
+        prompt="x",
+        max_tokens=2000,
+        ignore_eos=True,
+        stream_options={"include_usage": False},
+    )
+    slow = Watched(
+        server.url, prompt="y", max_tokens=600, min_tokens=600, seed=1,
+        structured_outputs={"grammar": AMBIGUOUS},
+    )  # fmt: skip
+    beside.start()
+    assert beside.begun.wait(60)
+    slow.start()
+    assert slow.begun.wait(60)
+    before = beside.count
+    slow.join()
+    more = beside.count - before
+    assert slow.reason == "error"
+    assert slow.count > 20
+    beside.join()  # it may have ended before
+    assert beside.reason == "length"
+    assert more > 1.2 * slow.count
+
+
 def constraint(**fields):
     return {"structured_outputs": fields}
 

@@ -241,6 +241,9 @@ class GrammarBackend(ABC):
     """Import name of the library that it needs; "" = none."""
     install: ClassVar[str] = ""
     """The command that provides it."""
+    releases_gil: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of constraints (:data:`headrace_core.sampling.CONSTRAINTS`) whose matchers let other threads
+    run Python while they work. Slow ones are matched beside the steps."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary

@@ -65,6 +65,9 @@ class ScheduledStep:
     """Finished, aborted or preempted since the last step: forget them, before anything else. Ids
     that the worker does not hold are ignored."""
     connector_metadata: dict[str, Any] | None = None
+    allows_late: bool = False
+    """Tokens that this step samples may come with a later one (:attr:`StepResult.late`). A step
+    without requests gives late tokens time to become known."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +102,10 @@ class RequestStepResult:
     dead_end: str | None = None
     """Why the request's own parameters leave it no next token: it will be ended with reason error,
     and this is told to its client. Nothing has failed."""
+    is_slow: bool = False
+    """It takes long to find out which tokens may be next: as long as a sampled token is not known
+    here, no step after it should be scheduled. Without a token, where the step samples one: the
+    token is late."""
 
 
 @dataclass(slots=True)
@@ -113,6 +120,9 @@ class StepResult:
     execute_seconds: float = 0.0
     """The worker's whole step, from its inputs to its tokens, but for what is left to :meth:`finish`
     (and with what it finished of the step before); 0 = nobody asked."""
+    late: dict[str, RequestStepResult] = field(default_factory=dict)
+    """By request id: tokens that earlier steps sampled and did not return
+    (:attr:`RequestStepResult.is_slow`). They come before this step's own."""
     remaining: Callable[[], None] | None = None
     """Fills in what is missing yet; None: nothing is. See :meth:`finish`."""
 

@@ -17,7 +17,9 @@ class StepPace:
         self._per_token = 0.0
 
     def record(self, step: ScheduledStep, seconds: float) -> None:
-        """A step took so long."""
+        """A step took so long. One without requests says nothing of the others."""
+        if not step.num_tokens:
+            return
         if _decodes(step):
             self._decoding = seconds
         else:

@@ -30,7 +30,8 @@ from headrace_core.sampling import SamplingParams
 from headrace_core.step import NewRequest, ScheduledStep, StepResult
 from headrace_engine.execution import ModelWorker
 
-sys.path.insert(0, str(Path(__file__).parent))
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "structured"):
+    sys.path.insert(0, str(folder))
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 37, 16, 4, 2, 4
 BLOCK_SIZE = 4
@@ -274,6 +275,8 @@ class Harness:
         scheduled: Mapping[str, int],
         new: Sequence[NewRequest] = (),
         gone: Sequence[str] = (),
+        *,
+        allows_late: bool = False,
     ) -> StepResult:
         self.num_steps += 1
         fresh = {request.request_id for request in new}
@@ -289,6 +292,7 @@ class Harness:
                 new_requests=list(new),
                 new_block_ids=grown,
                 gone_request_ids=list(gone),
+                allows_late=allows_late,
             )
         )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from headrace_core.testing.scheduling import CheckingWorker, expected_tokens
 from headrace_engine.kv.manager import PagedKVCacheManager
 from headrace_engine.messages import CoreOutput
 from headrace_engine.scheduling.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 VOCAB_SIZE = 1000
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from late_worker import LateWorker
 
 from headrace_core.config import SchedulerConfig
 from headrace_core.errors import QueueFull, RequestError
@@ -58,6 +59,7 @@ worlds = st.fixed_dictionaries(
         "chunked": st.booleans(),
         "caching": st.sampled_from([True, True, True, False]),
         "overlapped": st.booleans(),
+        "late": st.sampled_from([(0, 1), (1, 1), (2, 1), (3, 2)]),
     }
 )
 
@@ -127,7 +129,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=world["overlapped"],
         )
-        self.worker = CheckingWorker(cache, VOCAB_SIZE)
+        longest, every = world["late"]
+        self.worker = LateWorker(
+            CheckingWorker(cache, VOCAB_SIZE),
+            delay=lambda request_id, count: (len(request_id) + count) % (longest + 1),
+            is_slow=lambda request_id: (len(request_id) + self.num_added) % every == 0,
+        )
         self.budget, self.max_num_seqs = budget, world["max_num_seqs"]
         self.in_flight: deque[ScheduledStep] = deque()
         self.live: dict[str, CoreRequest] = {}
@@ -207,13 +214,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.in_flight.popleft()
         self.take(self.scheduler.update(step, self.worker.execute(step)))
 
-    @precondition(lambda self: self.in_flight)
+    @precondition(lambda self: self.in_flight and self.in_flight[0].num_scheduled_tokens)
     @rule(which=st.integers(0, 9))
     def land_with_one_error(self, which: int) -> None:
         step = self.in_flight.popleft()
         result = self.worker.execute(step)
         request_id = list(result.requests)[which % len(result.requests)]
         result.requests[request_id] = RequestStepResult(error="broken")
+        result.late.pop(request_id, None)
         self.take(self.scheduler.update(step, result), errors={request_id: "broken"})
 
     @precondition(lambda self: self.in_flight)

@@ -6,6 +6,7 @@ import pytest
 from headrace_core.grammar import Constraint, GrammarSpec, Vocabulary
 from headrace_core.testing.grammar import BYTES, bits
 from headrace_engine.structured import matching
+from headrace_engine.structured.backends import guidance
 from headrace_engine.structured.backends.guidance import GuidanceBackend
 from headrace_engine.structured.budget import SECONDS_PER_TOKEN, MatchingBudget
 from headrace_engine.structured.matching import ConstraintMaker, fill_masks
@@ -62,6 +63,36 @@ def test_a_step_makes_a_bounded_number_of_items():
         assert matcher.advance([ord("a")])
         length += 1
     assert 10 < length < 150, "the library gave up, neither at once nor late"
+
+
+def test_a_token_behind_a_slow_mask_is_taken_the_same(monkeypatch):
+    """By a thread of the library, which leaves the interpreter to others."""
+    vocabulary = Vocabulary([*BYTES, b"ab", b"ba"])
+    grammar = GuidanceBackend(vocabulary).compile(GrammarSpec("guidance", "grammar", AMBIGUOUS))
+    plain, slow = grammar.matcher(), grammar.matcher()
+    masks = np.zeros((2, vocabulary.num_words), np.int32)
+
+    def fill():
+        monkeypatch.setattr(guidance, "SLOW_MASK", 1e9)
+        plain.fill_bitmask(masks, 0)
+        monkeypatch.setattr(guidance, "SLOW_MASK", -1.0)
+        slow.fill_bitmask(masks, 1)
+        assert (masks[0] == masks[1]).all()
+        assert plain.complete == slow.complete
+
+    for _ in range(9):
+        fill()
+        assert not slow.advance([ord("z")]), "not in the mask"
+        fill()
+        assert (plain.advance([ord("a")]), slow.advance([ord("a")])) == (True, True)
+    fill()
+    for matcher in (plain, slow):
+        matcher.roll_back(3)
+    fill()
+    assert slow.advance([ord("a"), ord("a"), ord("a")])
+    assert plain.advance([ord("a"), ord("a"), ord("a")])
+    fill()
+    assert (plain.failure, slow.failure) == ("", "")
 
 
 @pytest.fixture

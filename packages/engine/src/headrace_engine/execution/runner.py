@@ -6,9 +6,10 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +24,13 @@ from headrace_core.step import RequestStepResult, ScheduledStep, StepResult, Tok
 from headrace_engine.execution.alignment import Alignments
 from headrace_engine.execution.cache import cross_groups, state_groups
 from headrace_engine.execution.inputs import InputBuilder, PromptRows, StepInputs
+from headrace_engine.execution.late import LateRow, LateRows
 from headrace_engine.execution.media import embed, encode
 from headrace_engine.execution.populate import CachePopulator
 from headrace_engine.execution.requests import Ints, RequestTable
 from headrace_engine.sampling.processors import ProcessorStage
 from headrace_engine.sampling.sampler import Sampler, SamplerOutput
-from headrace_engine.structured.matching import ConstraintMaker
+from headrace_engine.structured.matching import ConstraintMaker, RowConstraint
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,8 @@ class ModelRunner:
         self.inputs = InputBuilder(
             self.requests, block_size=cache.block_size, device=device, token_types=token_types
         )
+        self.late = LateRows()
+        """Rows whose tokens earlier steps left open."""
         self.alignments = Alignments(model, self.inputs, self._whole_batch, self._count_computed)
 
     @torch.inference_mode()
@@ -101,6 +105,9 @@ class ModelRunner:
         if failpoints.PLAN is not None:
             pass_failpoint("engine.step.prepare", step)
         self.apply_changes(step)
+        late: dict[str, RequestStepResult] = {}
+        if self.late:
+            self._sample_late(self.late.overdue(step.num_scheduled_tokens), late)
         self._embed_media(step)
         scheduled = step.num_scheduled_tokens
         results = self.alignments.run(scheduled)
@@ -115,22 +122,28 @@ class ModelRunner:
                 else RequestStepResult(error=reason)
             )
         seconds = 0.0
+        if inputs.batch is None and self.late:
+            self._sample_late(self.late.matched(scheduled, wait_for_one=not late), late)
         if inputs.batch is not None:
             if self.processors is not None:
                 self.processors.begin_step(inputs.sampled_ids)
             self.launching()
             if failpoints.PLAN is not None:
                 pass_failpoint("engine.step.forward", step)
-            hidden, logits, seconds = self._forward(inputs)
+            hidden, logits, unknown, seconds = self._forward(inputs, allows_late=step.allows_late)
             if hidden is not None:
                 self._collect_prompt_logprobs(inputs, hidden, results)
             self._count_computed(inputs)
             if logits is not None:
-                self._sample(inputs, logits, results)
+                rows, sampled_ids = inputs.sampled_rows, inputs.sampled_ids
+                late_rows = self._keep_late(unknown, rows, sampled_ids, logits)
+                self._sample(rows, sampled_ids, logits, results, late_rows)
+            if self.late:
+                self._sample_late(self.late.matched(step.num_scheduled_tokens), late)
         ids = step.num_scheduled_tokens
         if len(inputs.sampled) < len(ids) or inputs.prompt_rows:  # some have other results, or none
             results = {i: results.get(i) or RequestStepResult() for i in ids}
-        return StepResult(step.step_id, results, forward_seconds=seconds)
+        return StepResult(step.step_id, results, forward_seconds=seconds, late=late)
 
     def apply_changes(self, step: ScheduledStep) -> None:
         """First who is gone, then who is new, then further blocks."""
@@ -143,6 +156,7 @@ class ModelRunner:
                 if self.inputs.token_types is not None:
                     self.inputs.token_types.clear(row)
             self.alignments.forget(request_id)
+            self.late.forget(request_id)
             if self.processors is not None:
                 self.processors.forget(request_id)
         for new in step.new_requests:
@@ -172,21 +186,27 @@ class ModelRunner:
         """A whole step but for sampling (:data:`headrace_core.graph.Step`)."""
         return self.model.compute_logits(self.model.forward(self.with_metadata(batch)))
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor | None, Tensor | None, float]:
+    def _forward(
+        self, inputs: StepInputs, *, allows_late: bool
+    ) -> tuple[Tensor | None, Tensor | None, Sequence[RowConstraint], float]:
         """Hidden states of the wanted rows if prompt rows are among them, the sampled requests'
-        logits if there are any, seconds for both."""
+        logits if there are any, constraints that are not matched yet, seconds for all of it."""
         assert inputs.batch is not None
         start = time.perf_counter()
         batch = self._with_encoder_states(inputs, inputs.batch)
         hidden, logits = None, self._replay(inputs, batch)
         if logits is None:
             hidden, logits = self._run_eagerly(inputs, batch)
+        unknown: Sequence[RowConstraint] = ()
         if self.requests.sampling.constraints:  # here, as a GPU is still computing
-            self.requests.sampling.fill_masks(inputs.sampled_rows)
+            unknown = self.requests.sampling.fill_masks(
+                inputs.sampled_rows, allows_late=allows_late
+            )
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         sampled = logits if len(inputs.sampled) else None
-        return hidden if inputs.prompt_rows else None, sampled, time.perf_counter() - start
+        wanted = hidden if inputs.prompt_rows else None
+        return wanted, sampled, unknown, time.perf_counter() - start
 
     def _count_computed(self, inputs: StepInputs) -> None:
         self.requests.num_computed_tokens[inputs.rows] = inputs.seq_lens
@@ -245,21 +265,60 @@ class ModelRunner:
         rows = hidden if num_sampled == hidden.shape[0] else hidden[:num_sampled]
         return hidden, self.model.compute_logits(rows)
 
-    def _sample(
-        self, inputs: StepInputs, logits: Tensor, results: dict[str, RequestStepResult]
+    def _keep_late(
+        self, unknown: Sequence[RowConstraint], rows: Ints, ids: Sequence[str], logits: Tensor
+    ) -> Collection[int]:
+        """Keep the logits of rows whose constraint is not matched yet; returns their indices."""
+        if not unknown:
+            return ()
+        found, constraints = set(), self.requests.sampling.constraints
+        for r, row in enumerate(rows.tolist()):
+            constraint = constraints.get(row)
+            if constraint is not None and constraint in unknown:
+                self.late.keep(LateRow(ids[r], row, logits[r : r + 1].clone(), constraint))
+                found.add(r)
+        return found
+
+    def _sample_late(
+        self, late_rows: Sequence[LateRow], results: dict[str, RequestStepResult]
     ) -> None:
-        """Choose tokens, append them to the requests' lists, fill in the results."""
-        rows, ids = inputs.sampled_rows, inputs.sampled_ids
+        """Choose the tokens of rows that earlier steps left open. One by one: what raises is that
+        request's failure, which computing this step's requests again would not find."""
+        for request_id, row, logits, _ in late_rows:
+            try:
+                self._sample(np.array([row], np.int64), [request_id], logits, results)
+            except Exception as error:
+                logger.exception("the late token of request %s could not be chosen", request_id)
+                results[request_id] = RequestStepResult(error=f"{type(error).__name__}: {error}")
+                self.requests.fail(row, f"{type(error).__name__}: {error}")
+
+    def _sample(
+        self,
+        rows: Ints,
+        ids: list[str],
+        logits: Tensor,
+        results: dict[str, RequestStepResult],
+        late_rows: Collection[int] = (),
+    ) -> None:
+        """Choose tokens, append them to the requests' lists, fill in the results.
+
+        Args:
+            rows: [R]; of the request table.
+            ids: R request ids.
+            logits: [R, V]; changed.
+            results: gains what was chosen.
+            late_rows: indices (0..R-1) of rows whose tokens are left open.
+        """
         if failpoints.PLAN is not None:
-            _spoil(logits, ids)
+            _spoil(logits, ids, late_rows)
         batch = self.requests.sampling.batch(rows, self.requests)
         if self.processors is not None:
             batch = self.processors.bind(batch, ids)
         output = self.sampler(logits, batch)
-        tokens = output.token_ids
-        if output.errors or output.dead_ends:
-            self._record_errors(output, rows, ids, results)
-            bad = {*output.errors, *output.dead_ends}
+        tokens, all_ids = output.token_ids, ids
+        if output.errors or output.dead_ends or late_rows:
+            self._record_errors(output, rows, ids, results, late_rows)
+            bad = {*output.errors, *output.dead_ends, *late_rows}
             good = [r for r in range(len(ids)) if r not in bad]
             ids, rows, tokens = [ids[r] for r in good], rows[good], tokens[good]
         self.requests.append_tokens(rows, tokens)
@@ -273,9 +332,14 @@ class ModelRunner:
                 if result.error is None and result.dead_end is None:
                     result.token_ids = [token]
         for r, logprobs in output.logprobs.items():
-            result = results[inputs.request_ids[inputs.sampled[r]]]
-            if result.error is None and result.dead_end is None:
+            result = results[all_ids[r]]
+            if result.error is None and result.dead_end is None and r not in late_rows:
                 result.logprobs = [logprobs]
+        constraints = self.requests.sampling.constraints
+        if constraints:
+            for request_id, row in zip(ids, rows.tolist()):
+                if row in constraints and constraints[row].is_slow:
+                    results[request_id].is_slow = True
 
     def _record_errors(
         self,
@@ -283,15 +347,24 @@ class ModelRunner:
         rows: Ints,
         ids: list[str],
         results: dict[str, RequestStepResult],
+        late_rows: Collection[int],
     ) -> None:
-        """Report the rows that failed, and keep them from running again."""
-        for r, reason in output.errors.items():
+        """Report the rows that have no token, and keep those that failed from running again."""
+        errors, dead_ends = dict(output.errors), dict(output.dead_ends)
+        for r in late_rows:
+            results.setdefault(ids[r], RequestStepResult()).is_slow = True
+            errors.pop(r, None)  # seen again when its token is chosen, with its mask
+            dead_ends.pop(r, None)
+        for r, reason in errors.items():
             results.setdefault(ids[r], RequestStepResult()).error = reason
             self.requests.fail(int(rows[r]), reason)
-        for r, reason in output.dead_ends.items():
+        for r, reason in dead_ends.items():
             constraint = self.requests.sampling.constraints.get(int(rows[r]))
-            reason = (constraint and constraint.failure) or reason
-            results.setdefault(ids[r], RequestStepResult()).dead_end = reason
+            result = results.setdefault(ids[r], RequestStepResult())
+            if constraint is not None and constraint.error is not None:
+                reason = result.error = constraint.error
+            else:
+                reason = result.dead_end = (constraint and constraint.failure) or reason
             self.requests.fail(int(rows[r]), reason)
 
     def _collect_prompt_logprobs(
@@ -329,8 +402,11 @@ def pass_failpoint(point: str, step: ScheduledStep) -> None:
         failpoints.hit(point, request_id)
 
 
-def _spoil(logits: Tensor, request_ids: Sequence[str]) -> None:
-    """Pass ``engine.step.sample`` for each row; NaN for those whose failpoint says so."""
+def _spoil(logits: Tensor, request_ids: Sequence[str], late_rows: Collection[int]) -> None:
+    """Pass ``engine.step.sample`` for each row that gets a token; NaN for those whose failpoint says
+    so."""
     for row, request_id in enumerate(request_ids):
+        if row in late_rows:
+            continue
         if failpoints.hit("engine.step.sample", request_id):
             logits[row] = math.nan

@@ -145,6 +145,7 @@ class ModelWorker:
         self._pooling = pooling
         self._rebuild_model = rebuild_model
         self._load_changes: Mapping[str, str] = {}
+        self._constraints: ConstraintMaker | None = None
         self._processors: ProcessorStage | None = None
         self._profiler = StepProfiler(profiler or ProfilerConfig(), self._device)
         self._meter: MemoryMeter = memory_meter(self._device)
@@ -251,6 +252,8 @@ class ModelWorker:
         self._cache = config
         if self._device.type == "cpu":
             self._populators = list(self._make_populators(config))
+        if self._grammars is not None:
+            self._constraints = ConstraintMaker(self._grammars)
         make_runner = ModelRunner if self._pooling is None else PoolingRunner
         self._runner = make_runner(
             model,
@@ -261,7 +264,7 @@ class ModelWorker:
             sampler=self._sampler,
             seed=self._seed,
             populators=self._populators,
-            constraints=ConstraintMaker(self._grammars) if self._grammars is not None else None,
+            constraints=self._constraints,
             processors=self._processors,
             token_types=self._takes_token_types,
         )
@@ -398,6 +401,9 @@ class ModelWorker:
         for populator in self._populators:
             populator.close()
         self._populators = []
+        if self._constraints is not None:
+            self._constraints.close()
+            self._constraints = None
         if self._runner is not None and self._runner.graph is not None:
             self._runner.graph.close()
         unbind(self._layers, self._states)

@@ -216,7 +216,9 @@ class SamplingTable:
         self._last = None
         self.logprob_ids.pop(row, None)
         self.rules.pop(row, None)
-        self.constraints.pop(row, None)
+        constraint = self.constraints.pop(row, None)
+        if constraint is not None:
+            constraint.drop()
         self.num_prompt_logprobs[row] = NOT_WANTED
 
     def observe(self, rows: Ints, token_ids: Ints) -> None:
@@ -228,10 +230,12 @@ class SamplingTable:
             if rules is not None:
                 rules.observe(token)
 
-    def fill_masks(self, rows: Ints) -> None:
-        """Find out which tokens the constraints of these rows allow next."""
+    def fill_masks(self, rows: Ints, *, allows_late: bool = False) -> list[RowConstraint]:
+        """Find out which tokens the constraints of these rows allow next; see
+        :func:`~headrace_engine.structured.matching.fill_masks`."""
         constraints = self.constraints
-        fill_masks([constraints[row] for row in rows.tolist() if row in constraints])
+        found = [constraints[row] for row in rows.tolist() if row in constraints]
+        return fill_masks(found, allows_late=allows_late)
 
     def wants_prompt_logprobs(self, rows: Ints) -> list[int]:
         """Indices into ``rows`` of the requests that asked for prompt log-probabilities."""

@@ -77,6 +77,8 @@ class StepFiller:
             num_tokens = len(state.all_token_ids) + state.num_placeholders
             if num_tokens >= state.max_num_tokens:
                 continue  # the steps in flight bring it to its end
+            if state.is_slow and state.num_placeholders:
+                continue  # its next token takes long: a step with it might have to wait
             num_tokens -= state.num_computed_tokens
             decodes, most = num_tokens == 1, num_tokens
             if not decodes:

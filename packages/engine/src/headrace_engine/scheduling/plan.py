@@ -90,13 +90,16 @@ class StepPlan:
             for block_ids, more in zip(known, gained):
                 block_ids.extend(more)
 
-    def build(self, step_id: int, gone_request_ids: list[str]) -> ScheduledStep:
+    def build(
+        self, step_id: int, gone_request_ids: list[str], *, allows_late: bool = False
+    ) -> ScheduledStep:
         return ScheduledStep(
             step_id=step_id,
             num_scheduled_tokens=self.num_scheduled_tokens,
             new_requests=self.new_requests,
             new_block_ids=self.new_block_ids,
             gone_request_ids=gone_request_ids,
+            allows_late=allows_late,
         )
 
 

@@ -65,6 +65,10 @@ class RequestState:
     num_computed_tokens: int = 0
     num_placeholders: int = 0
     num_steps_in_flight: int = 0
+    is_slow: bool = False
+    """Nothing is scheduled behind a placeholder of it: its constraint takes long to match."""
+    is_late: bool = False
+    """Its placeholder is of a step that has ended without the token, which comes with a later one."""
     epoch: int = 0
     """Raised when results of steps in flight must not be taken any more."""
     status: RequestStatus = RequestStatus.WAITING

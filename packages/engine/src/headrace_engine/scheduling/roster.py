@@ -156,9 +156,17 @@ class Roster:
         if any(state.finished for state in self.running):
             self.running = [state for state in self.running if not state.finished]
 
+    @property
+    def has_late(self) -> bool:
+        """Whether a token that an ended step sampled is not known yet."""
+        return any(state.is_late for state in self.running)
+
     def _forget_in_worker(self, state: RequestState) -> None:
         if state.held_by_worker:
             state.held_by_worker = False
+            if state.is_late:  # the worker forgets the logits, too: the token is sampled again
+                state.is_late = False
+                state.num_placeholders -= 1
             self.gone.append(state.request_id)
 
 

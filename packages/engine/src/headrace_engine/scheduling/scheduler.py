@@ -23,6 +23,11 @@ requests raises, nobody knows whose fault it was: all of them become *suspects* 
 again, each in a step of its own, until it has yielded a token; the one whose own step raises is
 ended. Others wait meanwhile. As outputs do not depend on what else is in a step, nobody else sees
 a difference (ADR 0029).
+
+**Late tokens.** Where it takes long to find out which tokens a request's constraint allows, the worker
+keeps the logits and returns no token; it samples when the mask is there, and returns the token with
+whichever step runs then. Until that the request keeps its blocks and its placeholder, and is left out
+of steps. If nothing else can run, a step without requests gives the worker time (ADR 0071).
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ import bisect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from headrace_core import failpoints
 from headrace_core.config import SchedulerConfig
@@ -184,13 +189,16 @@ class Scheduler:
         if len(self._in_flight) >= most_in_flight:
             return None
         plan = self._filler.fill()
-        if not plan.entries:
+        if not plan.entries and (self._in_flight or not self._roster.has_late):
             return None
-        step = plan.build(self._next_step_id, self._roster.gone)
+        # A suspect's own step must show what is wrong with it, however long that takes.
+        allows_late = not self._filler.suspects
+        step = plan.build(self._next_step_id, self._roster.gone, allows_late=allows_late)
         self._roster.gone = []
         self._next_step_id += 1
         self._in_flight.append((step.step_id, plan.entries))
-        self._counters.count_step(plan.size - plan.budget)
+        if plan.entries:
+            self._counters.count_step(plan.size - plan.budget)
         return step
 
     def take_refused(self) -> list[CoreOutput]:
@@ -205,7 +213,8 @@ class Scheduler:
         """
         if result.step_id != step.step_id:
             raise RuntimeError(f"result of step {result.step_id} given for step {step.step_id}")
-        outputs, num_unfinished = [], len(self._roster.requests)
+        num_unfinished = len(self._roster.requests)
+        outputs = self._take_late(result.late) if result.late else []
         find, ended = result.requests.get, RequestStatus.FINISHED
         for state, epoch, samples in self._land(step):
             if state.epoch != epoch or state.status is ended:
@@ -303,6 +312,24 @@ class Scheduler:
             raise RuntimeError(f"step {step.step_id} has ended, but {expected} is the oldest")
         return self._in_flight.popleft()[1]
 
+    def _take_late(self, late: Mapping[str, RequestStepResult]) -> list[CoreOutput]:
+        """Take tokens that earlier steps left open."""
+        outputs = []
+        for request_id, result in late.items():
+            # Its request may have ended or been preempted since, and a new one have its id.
+            state = self._roster.requests.get(request_id)
+            if state is None or not state.is_late:
+                continue
+            state.is_late = False
+            state.num_placeholders -= 1
+            try:
+                output = self._take(state, True, result)
+            except Exception as error:
+                output = self._roster.end_raising(state, error)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
     def _take(
         self, state: RequestState, samples: bool, result: RequestStepResult | None
     ) -> CoreOutput | None:
@@ -320,7 +347,8 @@ class Scheduler:
             return output
         if state.request.pooling is not None:
             return self._take_pooled(state, samples, result)
-        if len(result.token_ids) != samples:
+        is_late = samples and result.is_slow and not result.token_ids
+        if len(result.token_ids) != samples and not is_late:
             found = len(result.token_ids)
             return self._roster.end(
                 state, "error", error=f"the worker returned {found} tokens instead of {samples:d}"
@@ -328,6 +356,13 @@ class Scheduler:
         if state.prompt_logprobs_pending and result.prompt_logprobs:
             state.prompt_logprobs += result.prompt_logprobs
         if not samples:
+            return None
+        state.is_slow = result.is_slow
+        if is_late:
+            # Preempted or suspended meanwhile, it samples the token again.
+            if state.status is RequestStatus.RUNNING:
+                state.is_late = True
+                state.num_placeholders += 1
             return None
         if state.num_output_tokens == 0:
             self._counters.prompt_tokens += state.num_prompt_tokens

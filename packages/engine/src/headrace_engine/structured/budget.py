@@ -27,6 +27,8 @@ class MatchingBudget:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
         self._left = seconds
         self._clock = clock
+        self.last = 0.0
+        """Seconds that :meth:`one_token` measured last."""
 
     @property
     def exceeded(self) -> bool:
@@ -40,4 +42,5 @@ class MatchingBudget:
         try:
             yield
         finally:
-            self._left -= max(0.0, self._clock() - start - SECONDS_PER_TOKEN)
+            self.last = self._clock() - start
+            self._left -= max(0.0, self.last - SECONDS_PER_TOKEN)

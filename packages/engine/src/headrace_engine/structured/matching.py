@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from headrace_core.grammar import Constraint, GrammarMatcher, Vocabulary
 from headrace_engine.structured.budget import MatchingBudget
 from headrace_engine.structured.marker import MarkerGate, MarkerTokens
+from headrace_engine.structured.matching_threads import MatchingThreads
 from headrace_engine.structured.store import Compiled, GrammarStore
 
 logger = logging.getLogger(__name__)
@@ -25,6 +28,11 @@ holds requests back until it is, so nothing waits here but what was evicted in b
 SLOW_FILL = 5e-3
 """Seconds for the masks of several requests together, above which each of them is filled and
 charged by itself in the next step."""
+SLOW_MATCH = 1e-3
+"""Processor time, in seconds, to take a token or to fill a mask, above which a constraint is matched
+beside the steps from the next token on."""
+QUICK_TOKENS = 4
+"""Tokens in a row below it, after which it is matched within the steps again."""
 MAX_MARKERS = 16
 """Markers whose tokens are remembered: as many as there are reasoning formats in use, one."""
 
@@ -44,6 +52,7 @@ class RowConstraint:
         vocabulary: the tokens' bytes.
         marker: the text from which on the constraint holds; None: it holds from the first token on.
         budget: what matching may take; beyond it no token is possible any more.
+        threads: match it while it is slow; None: it is matched within the steps in any case.
     """
 
     def __init__(
@@ -53,11 +62,19 @@ class RowConstraint:
         vocabulary: Vocabulary,
         marker: MarkerTokens | None,
         budget: MatchingBudget,
+        threads: MatchingThreads | None = None,
     ) -> None:
         self.backend = compiled.backend
         self.budget = budget
         self.alone = False
         """True where its mask is filled in a batch of its own, as it may be the slow one."""
+        self.is_slow = False
+        """True where it is matched beside the steps: the next mask may not be there in time."""
+        self.matching: Future[None] | None = None
+        """Ends when the next mask is there; None: it is not matched beside the steps. Nothing else
+        of the constraint may be used until :meth:`settle`."""
+        self.error: str | None = None
+        """What was raised beside the steps; no token is possible then."""
         self.words: Words | None = None
         """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
         self.banned: Sequence[int] = ()
@@ -82,13 +99,91 @@ class RowConstraint:
             self._shut()
         self._ended = False
         self._broken = False
+        kind = constraint.grammar.kind
+        self._threads = threads if kind in compiled.backend.releases_gil else None
+        self._longest = 0.0
+        """Seconds of the longest piece of what was matched beside the steps last."""
+        self._num_quick = 0
 
     def observe(self, token_id: int) -> None:
         """The output has grown by a token."""
-        if self._ended or self.budget.exceeded:
+        if self._is_over:
+            self.is_slow = False
+        elif self.is_slow:
+            self._match_beside([token_id])
+        else:
+            with self.budget.one_token():
+                self._observe(token_id)
+            if self.judge():
+                self._match_beside([])
+
+    def replay(self, output: Sequence[int]) -> None:
+        """Observe an output that is there already; where that takes long, beside the steps."""
+        seconds = 0.0
+        for done, token_id in enumerate(output):
+            if self._is_over:
+                return
+            with self.budget.one_token():
+                self._observe(token_id)
+            seconds += self.budget.last
+            if self.judge() or (seconds > SLOW_FILL and self._threads is not None):
+                self.is_slow = True
+                self._match_beside(output[done + 1 :])
+                return
+
+    def judge(self) -> bool:
+        """Whether the last piece of matching was slow, and the next ones can be done beside the
+        steps: they are, from now on."""
+        if self.budget.last > SLOW_MATCH and self._threads is not None:
+            self.is_slow, self._num_quick = True, 0
+            return True
+        return False
+
+    def settle(self) -> None:
+        """Take what was matched beside the steps, after waiting for it."""
+        if self.matching is None:
             return
-        with self.budget.one_token():
-            self._observe(token_id)
+        self.matching.result()
+        self.matching = None
+        self._num_quick = 0 if self._longest > SLOW_MATCH else self._num_quick + 1
+        self.is_slow = self._num_quick < QUICK_TOKENS
+
+    def drop(self) -> None:
+        """The request is gone: what has not begun of its matching never does."""
+        if self.matching is not None:
+            self.matching.cancel()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether further tokens change nothing."""
+        return self._ended or self.budget.exceeded
+
+    def _match_beside(self, token_ids: Sequence[int]) -> None:
+        assert self._threads is not None
+        self.matching = self._threads.submit(partial(self._match, token_ids))
+
+    def _match(self, token_ids: Sequence[int]) -> None:
+        """Take tokens and fill the next mask; runs in a thread."""
+        self._longest = 0.0
+        try:
+            for token_id in token_ids:
+                if self._is_over:
+                    break
+                with self.budget.one_token():
+                    self._observe(token_id)
+                self._longest = max(self._longest, self.budget.last)
+            matcher = self.matcher
+            if matcher is None:
+                self.take_none()
+                return
+            with self.budget.one_token():
+                _fill([(self, matcher)])
+            self._longest = max(self._longest, self.budget.last)
+        except Exception as error:  # of a library: this request's failure, and nobody else's
+            logger.exception("matching a constraint failed")
+            self.error = f"{type(error).__name__}: {error}"
+            self._broken = True
+            self.take_none()
 
     def _observe(self, token_id: int) -> None:
         if token_id in self._ends:
@@ -128,7 +223,10 @@ class RowConstraint:
 
     @property
     def failure(self) -> str | None:
-        """Reason other than the constraint itself why no token is possible; None: there is none."""
+        """Reason other than the constraint itself why no token is possible; None: there is none, or
+        none is known while it is matched beside the steps."""
+        if self.matching is not None:
+            return None
         if self.budget.exceeded:
             return TOO_SLOW
         gave_up = self._matcher.failure if self._matcher is not None else ""
@@ -195,10 +293,24 @@ def _bit(token_id: int) -> np.int32:
     return np.int32(bit if bit < 1 << 31 else bit - (1 << 32))
 
 
-def fill_masks(constraints: Iterable[RowConstraint]) -> None:
-    """Find out for each which tokens may be next; those of one backend together."""
+def fill_masks(
+    constraints: Iterable[RowConstraint], *, allows_late: bool = False
+) -> list[RowConstraint]:
+    """Find out for each which tokens may be next; those of one backend together.
+
+    Args:
+        constraints: of the rows that get a token.
+        allows_late: do not wait for those that are matched beside the steps.
+
+    Returns:
+        Those that are not known yet; [] unless ``allows_late``.
+    """
     waiting: list[tuple[RowConstraint, GrammarMatcher]] = []
+    beside: list[RowConstraint] = []
     for constraint in constraints:
+        if constraint.matching is not None:
+            beside.append(constraint)
+            continue
         matcher = constraint.matcher
         if matcher is None:
             constraint.take_none()
@@ -209,9 +321,15 @@ def fill_masks(constraints: Iterable[RowConstraint]) -> None:
     for pair in alone:
         with pair[0].budget.one_token():
             pair[0].alone = _fill([pair]) > SLOW_FILL / 2
+        pair[0].judge()
     shared.sort(key=lambda pair: pair[0].backend.name)
     for _, group in groupby(shared, key=lambda pair: pair[0].backend.name):
         _fill_together(list(group))
+    late = [one for one in beside if allows_late and one.matching and not one.matching.done()]
+    for constraint in beside:
+        if constraint not in late:
+            constraint.settle()
+    return late
 
 
 def _fill_together(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> None:
@@ -219,6 +337,7 @@ def _fill_together(group: Sequence[tuple[RowConstraint, GrammarMatcher]]) -> Non
     if len(group) == 1:
         with group[0][0].budget.one_token():
             _fill(group)
+        group[0][0].judge()
     elif _fill(group) > SLOW_FILL:
         for constraint, _ in group:
             constraint.alone = True
@@ -240,10 +359,12 @@ class ConstraintMaker:
 
     Args:
         store: the compiled grammars.
+        threads: match slow constraints; None: new ones, as many as there are by default.
     """
 
-    def __init__(self, store: GrammarStore) -> None:
+    def __init__(self, store: GrammarStore, threads: MatchingThreads | None = None) -> None:
         self._store = store
+        self._threads = threads or MatchingThreads()
         self._markers: dict[str, MarkerTokens] = {}
 
     def make(self, constraint: Constraint, output: Sequence[int]) -> RowConstraint:
@@ -257,10 +378,13 @@ class ConstraintMaker:
         vocabulary = self._store.vocabulary
         marker = self._marker(constraint.start_after, vocabulary)
         budget = MatchingBudget(self._store.matching_seconds)
-        made = RowConstraint(constraint, compiled, vocabulary, marker, budget)
-        for token_id in output:
-            made.observe(token_id)
+        made = RowConstraint(constraint, compiled, vocabulary, marker, budget, self._threads)
+        made.replay(output)
         return made
+
+    def close(self) -> None:
+        """End the threads that match slow constraints. Idempotent."""
+        self._threads.close()
 
     def _marker(self, text: str, vocabulary: Vocabulary) -> MarkerTokens | None:
         if not text:

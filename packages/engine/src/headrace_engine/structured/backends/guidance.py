@@ -10,6 +10,7 @@ import json
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +27,7 @@ from headrace_core.grammar import (
     malformed,
     refuse,
 )
+from headrace_core.sampling import CONSTRAINTS
 from headrace_engine.structured.backends.library import UNKNOWN, LibraryBackend, not_compiled
 from headrace_engine.structured.blame import blame
 from headrace_engine.structured.choices import ChoiceGrammar
@@ -54,7 +56,7 @@ from headrace_engine.structured.structural_tag import (
 from headrace_engine.structured.wording import place, plain
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 KEYWORDS = frozenset(
     {
@@ -83,6 +85,8 @@ MAX_STEP_FUEL = 50_000
 """Work of its lexer in one step, some 4 ms."""
 MAX_THREADS = 4
 """Threads that fill masks of several requests at once."""
+SLOW_MASK = 1e-3
+"""Processor time for a mask, in seconds, after which a thread of the library takes the token."""
 
 _NOTHING_FOLLOWS = "NoExtension"
 """Name of the error of a grammar that no text satisfies, which is not the matcher's."""
@@ -96,6 +100,7 @@ class GuidanceBackend(LibraryBackend):
     name = "guidance"
     library = "llguidance"
     install = "pip install 'llguidance>=1.9,<2'"
+    releases_gil = frozenset(CONSTRAINTS) - {"choice"}
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
@@ -143,7 +148,11 @@ class GuidanceBackend(LibraryBackend):
         return self._satisfiable(spec.kind, self._grammar(matcher))
 
     def _grammar(self, matcher: LLMatcher) -> GuidanceGrammar:
-        return GuidanceGrammar(matcher, self.vocabulary)
+        return GuidanceGrammar(matcher, self.vocabulary, self._consume)
+
+    @functools.cached_property
+    def _consume(self) -> _ReleasingConsumer:
+        return _ReleasingConsumer(self._executor, self._matcher('start: "a"'))
 
     def is_worn(self, grammar: Grammar) -> bool:
         return isinstance(grammar, GuidanceGrammar) and grammar.worn
@@ -322,15 +331,40 @@ class _Tokens:
             return []
 
 
+class _ReleasingConsumer:
+    """Takes a token in one of the library's threads, without the interpreter's lock.
+
+    A matcher's own methods keep the lock, and so does the executor for a single matcher: a second one goes
+    along, which has failed and does nothing.
+
+    Args:
+        executor: the library's threads.
+        failed: a matcher that has taken nothing; it is made to fail.
+    """
+
+    def __init__(self, executor: LLExecutor, failed: LLMatcher) -> None:
+        self._executor = executor
+        self._failed = failed
+        failed.consume_token(0)
+
+    def __call__(self, matcher: LLMatcher, token_id: int) -> bool:
+        """Whether the matcher takes the token; one that does not has failed."""
+        companion = self._failed.deep_copy()  # one matcher is used by one call at a time
+        return bool(self._executor.consume_token_par([(matcher, token_id), (companion, 0)])[0])
+
+
 class GuidanceGrammar:
     """A compiled grammar: a matcher that takes no tokens, copied for each request.
 
     The copies share the states of one lexer. Once it has come to a limit, every copy fails.
     """
 
-    def __init__(self, prototype: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, prototype: LLMatcher, vocabulary: Vocabulary, consume: _ReleasingConsumer
+    ) -> None:
         self.worn = False
         """Set by the first matcher that has failed."""
+        self.consume = consume
         self._prototype = prototype
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
@@ -350,10 +384,13 @@ class GuidanceMatcher:
         self._grammar = grammar
         self._size = vocabulary.size
         self._room = np.zeros(-(-(vocabulary.size + 1) // 32), np.int32)
+        self._is_slow = False
+        """The next token's mask is in :attr:`_room`, and took long."""
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32], row: int) -> None:
-        room = self._room
+        room, start = self._room, time.thread_time()
         self.library_matcher.unsafe_compute_mask_ptr(room.ctypes.data, room.nbytes)
+        self._is_slow = time.thread_time() - start > SLOW_MASK
         self.take_mask(room, bitmask, row)
 
     def take_mask(
@@ -371,6 +408,13 @@ class GuidanceMatcher:
         tokens = list(token_ids)
         if any(not 0 <= token_id < self._size for token_id in tokens):
             return False
+        if self._is_slow and len(tokens) == 1 and self._allows(tokens[0]):
+            self._is_slow = False
+            if self._grammar.consume(self.library_matcher, tokens[0]):
+                return True
+            self._grammar.worn |= bool(self.failure)
+            return False
+        self._is_slow = False
         taken = self.library_matcher.try_consume_tokens(tokens)
         if taken < len(tokens):
             self._grammar.worn |= bool(self.failure)
@@ -378,8 +422,14 @@ class GuidanceMatcher:
             return False
         return True
 
+    def _allows(self, token_id: int) -> bool:
+        """Whether the mask that was filled last has a token."""
+        word = int(self._room[token_id // 32])
+        return bool(word >> (token_id % 32) & 1) and not self.library_matcher.is_error()
+
     def roll_back(self, num_tokens: int) -> None:
         if num_tokens:
+            self._is_slow = False
             self.library_matcher.rollback(num_tokens)
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace_core.grammar import GrammarSpec, Refusal, Vocabulary
+from headrace_core.sampling import CONSTRAINTS
 from headrace_engine.structured.backends.library import LibraryBackend, not_compiled
 from headrace_engine.structured.choices import ChoiceGrammar
 from headrace_engine.structured.numbers import MAX_INT64, Held, inexact_values
@@ -48,6 +49,7 @@ class XGrammarBackend(LibraryBackend):
     name = "xgrammar"
     library = "xgrammar"
     install = "pip install 'headrace-engine[xgrammar]'"
+    releases_gil = frozenset(CONSTRAINTS) - {"choice"}
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
