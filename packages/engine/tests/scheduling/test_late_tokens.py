@@ -215,3 +215,24 @@ def test_a_late_result_may_be_an_error(make_world: Any) -> None:
     assert world.outputs[SLOW][-1].dead_end == "matching takes too long"
     assert world.tokens("b") == expected
     assert world.kv.num_free_blocks == world.kv.num_blocks
+
+
+@pytest.mark.parametrize("how", ["preempt", "suspend"])
+def test_what_a_step_in_flight_brings_stays_in_order(make_world: Any, how: str) -> None:
+    """Its second token was scheduled before the first one was known to be late: both come together."""
+    world = make_world(overlapped=True)
+    expected = {SLOW: world.add(SLOW, 4, max_tokens=6), "b": world.add("b", 4, max_tokens=9)}
+    worker = delayed(world)
+    world.schedule()
+    world.schedule()
+    world.land()
+    worker.delay = lambda request_id, count: 0
+    if how == "preempt":
+        world.scheduler.preempt_all()
+    else:
+        world.scheduler.suspend([SLOW])
+        world.scheduler.resume([SLOW])
+    world.land()
+    assert world.tokens(SLOW) == expected[SLOW][:2]
+    world.run()
+    assert {name: world.tokens(name) for name in expected} == expected

@@ -159,3 +159,24 @@ def test_a_suspect_that_is_suspended_waits(make_world: Any) -> None:
     world.scheduler.resume(["a"])
     world.run()
     assert world.tokens("a") == expected["a"]
+
+
+def test_a_suspect_that_was_suspended_takes_somebodys_seat(make_world: Any) -> None:
+    """Others came while it was suspended, as many as there may be."""
+    world = make_world(max_num_seqs=2)
+    expected = {name: world.add(name, 4, max_tokens=9) for name in "ab"}
+    world.step()
+    step = world.schedule()
+    world.worker.skip(world.in_flight.popleft())
+    world.keep(world.scheduler.fail(step, "broken"))
+    world.scheduler.suspend(["a"])
+    expected |= {name: world.add(name, 4, max_tokens=9) for name in "cd"}
+    for _ in range(20):
+        world.step()
+        if world.scheduler.num_running == 2:
+            break
+    world.scheduler.resume(["a"])
+    world.step()
+    assert world.scheduler.num_running <= 2
+    world.run()
+    assert {name: world.tokens(name) for name in expected} == expected

@@ -206,6 +206,8 @@ class StepFiller:
             if any(gained):
                 plan.new_block_ids[state.request_id] = gained
             return
+        if len(self._roster.running) >= self._limits.max_seqs:  # it was suspended, and others came
+            self._roster.preempt(self._roster.running.pop())
         match = self._match_prefix(state)
         num_tokens = min(state.num_tokens - match.num_tokens, plan.budget)
         gained = self._make_room(state, lambda: self._allocate(state, num_tokens, match))

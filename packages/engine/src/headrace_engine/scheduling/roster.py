@@ -164,7 +164,9 @@ class Roster:
     def _forget_in_worker(self, state: RequestState) -> None:
         if state.held_by_worker:
             state.held_by_worker = False
-            if state.is_late:  # the worker forgets the logits, too: the token is sampled again
+            # The worker forgets the logits, too, and the token is sampled again; unless a step in flight
+            # has the request: it brings the late token with the next one.
+            if state.is_late and not state.num_steps_in_flight:
                 state.is_late = False
                 state.num_placeholders -= 1
             self.gone.append(state.request_id)

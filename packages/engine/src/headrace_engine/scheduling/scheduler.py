@@ -252,6 +252,7 @@ class Scheduler:
         for state in self._roster.requests.values():
             state.epoch += 1
             state.num_steps_in_flight = state.num_placeholders = 0
+            state.is_late = False
         # The worker may not have come to forget whom this step said to. Nobody is left there.
         self._roster.gone = list(dict.fromkeys([*step.gone_request_ids, *self._roster.gone]))
         self._kv.reset_prefix_cache()
@@ -359,8 +360,9 @@ class Scheduler:
             return None
         state.is_slow = result.is_slow
         if is_late:
-            # Preempted or suspended meanwhile, it samples the token again.
-            if state.status is RequestStatus.RUNNING:
+            # Preempted or suspended meanwhile, it samples the token again, unless the next step has
+            # been scheduled with it before.
+            if state.status is RequestStatus.RUNNING or state.num_steps_in_flight:
                 state.is_late = True
                 state.num_placeholders += 1
             return None
