@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from servers import PATIENCE, children_of, serving, wait_for
+from servers import PATIENCE, SLACK, children_of, serving, wait_for
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -52,6 +52,7 @@ def test_head_over_a_socket(server, path):
     connection.close()
 
 
+@pytest.mark.req("L6")
 @pytest.mark.req("REL-12")
 @pytest.mark.parametrize("words", [(), ("--engine-process",), ("--api-server-count", "2")])
 def test_the_start_is_told(words):
@@ -59,6 +60,7 @@ def test_the_start_is_told(words):
         told = get(running, "/v1/system/startup")
         if not words:
             assert any(f"{told['seconds']:.2f} s in total" in line for line in running.log)
+    assert told["seconds"] <= 5.0 * SLACK
     assert told["accounted"] >= 0.9
     assert sum(phase["seconds"] for phase in told["phases"]) <= told["seconds"] + 0.01
     names = {phase["name"] for phase in told["phases"]}

@@ -27,6 +27,7 @@ def _run(*words: str, **kwargs) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.req("L6")
 @pytest.mark.spec("CLI-MAIN")
 def test_help_imports_nothing_heavy():
     code = (
@@ -36,6 +37,7 @@ def test_help_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.req("L6")
 @pytest.mark.parametrize(
     "name",
     ["serve", "chat", "complete", "generate", "run-batch", "bench", "collect-env", "plugins"],
