@@ -667,15 +667,28 @@ async def test_two_requests_one_after_the_other_may_share_an_id(engine: Engine) 
 
 
 @pytest.mark.spec("ENGINE-CORE")
-async def test_reset_prefix_cache(engine: Engine) -> None:
+@pytest.mark.parametrize("overlapped", [True, False])
+async def test_reset_prefix_cache(overlapped: bool) -> None:
+    turnstile = threading.Semaphore(10)
+    engine = make_engine(turnstile=turnstile, overlapped=overlapped)
+
+    async def reset(**options: bool) -> bool:
+        """Ask, and let the request run on for a few steps, in which it does not end."""
+        asked = asyncio.ensure_future(engine.reset_prefix_cache(**options))
+        await asyncio.sleep(0)
+        turnstile.release(10)
+        return await asked
+
     params = SamplingParams(max_tokens=200, ignore_eos=True)
     stream = engine.generate("reset me", params, "r")
     await anext(stream)
-    assert await engine.reset_prefix_cache() is False
-    assert await engine.reset_prefix_cache(reset_running_requests=True) is True
+    assert await reset() is False
+    assert await reset(reset_running_requests=True) is True
+    turnstile.release(1000)
     last = [output async for output in stream][-1]
     assert last.outputs[0].token_ids == expected_tokens("reset me", params)
     assert await engine.reset_prefix_cache() is True
+    await engine.shutdown()
 
 
 async def test_preemption_changes_nothing() -> None:
