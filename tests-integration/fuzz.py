@@ -3,6 +3,8 @@
 ``python tests-integration/fuzz.py --requests 10000`` starts a server on the simulated device, sends
 that many requests over all operations, right ones and wrong ones in turn, and reports every answer
 that is a 5xx, slow, or tells what is none of a client's business; and whether the server still lives.
+``--mutants 200000`` sends bodies that are nearly right as well, at some hundred a second, and ``--raw``
+connections that are hardly HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from urllib.parse import urlsplit
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Unsatisfiable
-from malformed import Answer, Client
+from malformed import Answer, Client, exchange, mutations
+from mutated import SERVER as WITH_TOOLS
+from mutated import mutants
 from schemathesis.generation import GenerationMode
 from servers import serving
 
@@ -96,6 +100,22 @@ class Fuzz:
             answer = self._client.send(method, path, body, headers)
         self.note(f"{method} {case.path}", path.encode() + body, answer)
 
+    def run_mutants(self, count: int, number: int = 0) -> None:
+        """Send bodies that are nearly right."""
+        for path, body in mutants(count, number):
+            answer = self._client.post(path, body)
+            if answer.seconds > 1.0:
+                answer = self._client.post(path, body)
+            self.note(f"POST {path}", body, answer)
+
+    def run_raw(self, url: str, count: int, number: int = 0) -> None:
+        """Send connections that are not, or hardly, HTTP."""
+        for data in mutations(count, number):
+            answer = exchange(url, data)
+            if answer.seconds > 1.0:
+                answer = exchange(url, data)
+            self.note("raw", data, answer)
+
     def note(self, label: str, sent: bytes, answer: Answer) -> None:
         """Count an answer and judge it."""
         self.statuses[label, answer.status] += 1
@@ -123,15 +143,8 @@ def _known(words: dict[str, Any]) -> dict[str, Any]:
     return {name: words[name] for name in names if name in words}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    with serving(*SERVER) as server:
-        fuzz = Fuzz(server.url)
-        fuzz.run(args.requests, args.seed)
-        alive = server.process.poll() is None and server.status("/health") == 200
+def _report(fuzz: Fuzz, alive: bool) -> bool:
+    """Print what a run came to; True if nothing was wrong."""
     totals: Counter[int] = Counter()
     for (_, status), number in fuzz.statuses.items():
         totals[status] += number
@@ -140,7 +153,32 @@ def main() -> int:
     for problem in fuzz.problems[:30]:
         print(f"wrong: {problem}")
     print(f"{len(fuzz.problems)} answers were wrong")
-    return 0 if alive and not fuzz.problems else 1
+    return alive and not fuzz.problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument(
+        "--mutants", type=int, default=0, help="bodies that are nearly right, besides"
+    )
+    parser.add_argument("--raw", type=int, default=0, help="damaged connections, besides")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    fine = True
+    for words, count in ((SERVER, args.requests), (WITH_TOOLS, args.mutants + args.raw)):
+        if not count:
+            continue
+        with serving(*words) as server:
+            fuzz = Fuzz(server.url)
+            if words is SERVER:
+                fuzz.run(args.requests, args.seed)
+            else:
+                fuzz.run_mutants(args.mutants, args.seed)
+                fuzz.run_raw(server.url, args.raw, args.seed)
+            alive = server.process.poll() is None and server.status("/health") == 200
+            fine = _report(fuzz, alive) and fine
+    return 0 if fine else 1
 
 
 if __name__ == "__main__":

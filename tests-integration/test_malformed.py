@@ -13,10 +13,13 @@ import urllib.request
 import pytest
 from fuzz import SERVER, Fuzz
 from malformed import RAW, Client, bodies, exchange, mutations
+from mutated import BODIES
+from mutated import SERVER as WITH_TOOLS
 from servers import serving, wait_for
 
 ALL = os.environ.get("HEADRACE_FUZZ") == "all"
 NUM_BODIES, NUM_MUTATIONS, NUM_GENERATED = (10**9, 10_000, 10_000) if ALL else (3000, 500, 300)
+NUM_MUTANTS = 20_000 if ALL else 1500
 pytestmark = [pytest.mark.req("F5"), pytest.mark.req("SEC-09"), pytest.mark.timeout(1800)]
 
 
@@ -73,3 +76,24 @@ def test_generated_requests(server):
     fuzz.run(NUM_GENERATED, log=lambda line: None)
     assert fuzz.num_requests >= NUM_GENERATED
     assert not fuzz.problems, f"{len(fuzz.problems)}:\n" + "\n".join(fuzz.problems[:20])
+
+
+@pytest.fixture(scope="module")
+def with_tools():
+    with serving(*WITH_TOOLS) as running:
+        yield running
+        assert running.process.poll() is None
+        wait_for(lambda: running.metric("num_requests_running") == 0)
+
+
+def test_bodies_that_are_nearly_right(with_tools):
+    fuzz = Fuzz(with_tools.url)
+    for path, body in BODIES:
+        answer = Client(with_tools.url).post(path, json.dumps(body).encode())
+        assert answer.status == 200, f"{path}: {answer.body!r}"
+    fuzz.run_mutants(NUM_MUTANTS, number=17)
+    assert not fuzz.problems, f"{len(fuzz.problems)}:\n" + "\n".join(fuzz.problems[:20])
+    assert (
+        sum(count for (_, status), count in fuzz.statuses.items() if status == 200)
+        > NUM_MUTANTS / 20
+    )

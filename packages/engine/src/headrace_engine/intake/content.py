@@ -119,6 +119,11 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise RequestError(f"{path}.function: must be an object", param=f"{path}.function")
+    if not isinstance(function.get("name", ""), str):
+        name = f"{path}.function.name"
+        raise RequestError(
+            f"{name} = {function['name']!r:.80}: must be the called function's name", param=name
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str) or arguments is None:
         name = f"{path}.function.arguments"

@@ -93,7 +93,7 @@ def describe_error(error: BaseException) -> str:
         return str(error) or type(error).__name__
     if isinstance(error, (MemoryError, RecursionError, OverflowError)):
         return "rendering needed more memory than it may have"
-    return f"an expression raised {type(error).__name__}"
+    return "an expression of it cannot be evaluated for these values"
 
 
 def main() -> None:

@@ -299,8 +299,8 @@ def without_additional_properties(schema: Any) -> Any:
 
 
 def without_idle_keywords(schema: Any) -> Any:
-    """The schema without keywords that demand nothing, and without ``format`` where it says how a
-    number is stored. Counts such as 3.0 become integers; what would be too many for any output is no
+    """The schema without keywords that demand nothing, without ``format`` where it says how a number is
+    stored, and without ``required`` on a property itself, as in draft 3. Counts such as 3.0 become integers; what would be too many for any output is no
     limit."""
 
     def drop(found: dict[str, Any]) -> dict[str, Any]:
@@ -308,7 +308,12 @@ def without_idle_keywords(schema: Any) -> Any:
         return {
             k: v
             for k, v in found.items()
-            if not (_demands_nothing(k, v) or _stores(k, v) or (k in _MOST and v > MAX_COUNT))
+            if not (
+                _demands_nothing(k, v)
+                or _stores(k, v)
+                or (k in _MOST and v > MAX_COUNT)
+                or (k == "required" and isinstance(v, bool))
+            )
         }
 
     return rewritten(schema, drop)
