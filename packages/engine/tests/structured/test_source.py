@@ -8,6 +8,7 @@ import pytest
 from headrace_core.config import StructuredOutputsConfig
 from headrace_core.errors import RequestError
 from headrace_core.sampling import StructuredOutputsParams
+from headrace_engine.structured.backend_loading import backend_class
 from headrace_engine.structured.source import source_of
 
 CONFIG = StructuredOutputsConfig(max_source_bytes=10_000, max_depth=8, max_regex_length=50)
@@ -127,3 +128,14 @@ def test_a_schema_in_openais_wrapper_is_the_schema(more, as_text):
 def test_a_schema_that_looks_like_a_wrapper_stays(schema):
     params = StructuredOutputsParams(json=schema)
     assert json.loads(source_of(params, StructuredOutputsConfig()).text) == schema
+
+
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar", "outlines", "lm-format-enforcer"])
+@pytest.mark.parametrize("value", [True, False])
+def test_required_on_a_property_itself_demands_nothing(backend, value):
+    """So draft 3 wrote it, and so people still do."""
+    inner = {"type": "object", "properties": {"b": {"type": "string"}}, "required": value}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    source = source_of(StructuredOutputsParams(json=schema), CONFIG)
+    assert "required" not in json.loads(source.text)["properties"]["a"]
+    backend_class(backend).refuse(source.spec(backend))
