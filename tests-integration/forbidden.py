@@ -26,6 +26,8 @@ ALLOWED = {
     ("core/beam.py", "_Requests.extend: wait result"): "the tasks are done",
     ("core/log_lines.py", "ThreadedHandler._write_all: wait get"):
         "idle: a daemon thread, ended by the end mark",
+    ("engine/structured/matching.py", "RowConstraint.settle: wait result"):
+        "one token's matching, which the backend's limits end",
     ("engine/structured/admission.py", "Admission._verdict: wait result"):
         "of who compiles the same constraint, which has a limit and always ends",
     ("engine/structured/compile_process.py", "CompileProcesses.compile: wait get"):

@@ -169,7 +169,7 @@ REFUSED = {
     "a count that no output has": (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "properties": {"a": {"type": "string", "minLength": 10**30}}}}}],
-         "tool_choice": "required"}, "tools", "'minLength' at '#",
+         "tool_choice": "required"}, "tools", "'minLength' at 'tools[0].function.parameters#/properties",
     ),
 }  # fmt: skip
 

@@ -238,7 +238,7 @@ def test_an_ambiguous_grammar_ends_alone_and_early(llm):
     [
         ({"json": {"items": {"not": {}}}}, r"'not' at '#/items'"),
         ({"regex": "(a"}, "unclosed group"),
-        ({"grammar": 'root ::= "a" b'}, "'b' not found"),
+        ({"grammar": 'root ::= "a" b'}, "there is no rule 'b'"),
         ({"json": "{"}, "line 1 column 2"),
     ],
 )

@@ -300,8 +300,8 @@ def without_additional_properties(schema: Any) -> Any:
 
 def without_idle_keywords(schema: Any) -> Any:
     """The schema without keywords that demand nothing, without ``format`` where it says how a number is
-    stored, and without ``required`` on a property itself, as in draft 3. Counts such as 3.0 become integers; what would be too many for any output is no
-    limit."""
+    stored, and without ``required`` on a property itself, as in draft 3. Counts such as 3.0 become
+    integers; what would be too many for any output is no limit."""
 
     def drop(found: dict[str, Any]) -> dict[str, Any]:
         found = {k: int(v) if k in COUNTS else v for k, v in found.items()}
