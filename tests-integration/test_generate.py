@@ -89,6 +89,17 @@ def test_bad_lines_fail_alone(tmp_path):
     assert found[0]["outputs"] == found[4]["outputs"]
 
 
+def test_a_constraint_that_cannot_go_on_is_named(tmp_path):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(prompts(1))
+    impossible = '{"structured_outputs": {"regex": "a{3}"}, "min_tokens": 9, "max_tokens": 12}'
+    words = ("--input", str(source), "--output", str(output), "--sampling", impossible)
+    finish(start(*words), status=2)
+    [found] = [json.loads(line) for line in output.read_text().splitlines()]
+    assert found["error"]["code"] == "HR-REQ-001"
+    assert "no token is possible" in found["error"]["message"]
+
+
 def test_bad_lines_are_named_before_a_model_is_loaded(tmp_path):
     (tmp_path / "in.jsonl").write_text(prompts(1) + "{nonsense\n")
     (tmp_path / "in.txt").write_text("Hello\n" + prompts(1))

@@ -194,3 +194,38 @@ def _remove(body, place):
     for step in way:
         body = body[step]
     del body[last]
+
+
+_OF_WIRES = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+    "/v1/responses": {"input": "x", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"grammar": "root ::= ("}, "grammar"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"regex": r"x\by"}, "regex"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("path", _OF_WIRES)
+def test_a_constraint_that_cannot_be_is_named_as_it_was_sent(server, path, fields, name, stream):
+    body = {"model": "headrace-demo", **_OF_WIRES[path], **fields, "stream": stream}
+    status, answer = post(server, path, body)
+    assert status == 400
+    message = answer["error"]["message"]
+    assert message.startswith(f"{name}: ")
+    if name == "regex":
+        assert "not supported" in message
+
+
+@pytest.mark.parametrize("path", _OF_WIRES)
+def test_cache_retention_has_no_effect_on_any_wire(server, path):
+    body = {"model": "headrace-demo", **_OF_WIRES[path], "prompt_cache_retention": "24h"}
+    assert post(server, path, body)[0] == 200

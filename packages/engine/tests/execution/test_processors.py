@@ -314,14 +314,20 @@ class Raises(Recorder):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if self.where == "update_state":
             raise KeyError("secret")
+        if self.where == "exit from update_state":
+            raise SystemExit("secret")
 
     def apply(self, logits: Tensor) -> Tensor:
         if self.where == "apply":
             raise KeyError("secret")
+        if self.where == "exit":
+            raise SystemExit("secret")
         return logits[:, :-1]
 
 
-@pytest.mark.parametrize("where", ["apply", "update_state", "shape"])
+@pytest.mark.parametrize(
+    "where", ["apply", "update_state", "shape", "exit", "exit from update_state"]
+)
 def test_a_failing_processor_fails_the_step_by_name(
     harness: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

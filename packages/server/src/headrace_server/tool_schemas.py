@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ class Sources:
         message = str(error).replace(f"{field}: ", f"{client_field}: ", 1)
 
         def named(found: re.Match[str]) -> str:
-            known = self._find(ast.literal_eval(found[1])[1:], constraint)
+            known = self._find(_unquoted(found[1])[1:], constraint)
             return found[0] if known is None else f" at {known!r}"
 
         error.args = (_PLACE.sub(named, message),)
@@ -179,3 +178,8 @@ def _without(schema: Any, *keywords: str) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     return {key: value for key, value in schema.items() if key not in keywords}
+
+
+def _unquoted(text: str) -> str:
+    """The text that Python's ``repr`` has put in quotes."""
+    return text[1:-1].encode("ascii", "backslashreplace").decode("unicode_escape")

@@ -140,7 +140,7 @@ def _ask(processor: type[LogitsProcessor], params: SamplingParams) -> None:
         raise
     except ValueError as error:
         raise RequestError(f"{processor.__name__}: {error}", param="extra_args") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         name = f"{processor.__module__}:{processor.__qualname__}"
         logger.exception("logits processor %s failed to check a request", name)
-        raise GenerateError("a logits processor failed to check the request") from error
+        raise GenerateError(f"logits processor {name} failed to check the request") from error

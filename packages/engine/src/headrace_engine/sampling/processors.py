@@ -190,7 +190,7 @@ def _run(processors: Sequence[LogitsProcessor], logits: Tensor) -> Tensor:
         try:
             logits = processor.apply(logits)
             fits = logits.shape == shape and logits.dtype == torch.float32
-        except Exception as error:
+        except BaseException as error:  # sys.exit, too, would end the worker
             raise _failure(processor, "apply") from error
         if not fits:
             raise EngineError(
@@ -204,7 +204,7 @@ def _update(processor: LogitsProcessor, update: BatchUpdate | None) -> EngineErr
     """Tell one processor; what went wrong, if anything did."""
     try:
         processor.update_state(update)
-    except Exception as error:
+    except BaseException as error:  # sys.exit, too
         failure = _failure(processor, "update_state")
         failure.__cause__ = error
         return failure

@@ -140,5 +140,5 @@ def _worn(future: Future[Compiled]) -> bool:
     """Whether the grammar is there and cannot be used again."""
     if not future.done():
         return False
-    grammar, backend = future.result()
+    grammar, backend = future.result(0)
     return backend.is_worn(grammar)

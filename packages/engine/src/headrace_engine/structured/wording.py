@@ -10,6 +10,8 @@ import re
 
 _POSITION = re.compile(r"(?:at |^|line )(\d+)(?:\((\d+)\))?[:,]")
 _LOGGED = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is (?:true|false): )?")
+_REPEATED = re.compile(r'invalid regex ".*" \(in regex\): |\s+in regex /.*$')
+"""A pattern that the client has sent itself, quoted: with its backslashes it would end the phrase."""
 _PHRASE = re.compile(r"[\w ,.'\"()<>=+*:;|&%?!\[\]{}$^/-]+")
 _PATH = re.compile(r"(^|[^\w])[~/]|\w\.(py|rs|so|cc|h)\b|/.*/")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
@@ -23,7 +25,7 @@ def plain(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     line = (errors or lines or [""])[0]
-    line = _POSITION.sub("", _LOGGED.sub("", line)).strip()
+    line = _REPEATED.sub("", _POSITION.sub("", _LOGGED.sub("", line))).strip()
     found = _PHRASE.match(line)
     phrase = found.group().strip(" ,:;(") if found else ""
     path = _PATH.search(phrase)

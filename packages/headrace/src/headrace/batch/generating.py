@@ -166,6 +166,8 @@ class Generating:
 
 def _answer_of(news: Any) -> RequestOutput | Exception:
     output = news.output
+    if output is not None and (reasons := [each.error for each in output.outputs if each.error]):
+        return RequestError(reasons[0])
     if output is None or any(each.finish_reason in ("error", "abort") for each in output.outputs):
         why = news.error or GenerateError("the engine failed on this prompt; the log says why")
         return why if isinstance(why, Exception) else GenerateError(str(why))

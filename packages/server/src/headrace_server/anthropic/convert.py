@@ -19,7 +19,7 @@ from headrace_server.foreign import without_foreign
 from headrace_server.protocol.base import check_size
 from headrace_server.protocol.chat import ChatRequest
 from headrace_server.protocol.sampling import CHAT_EXTENSIONS
-from headrace_server.structured import check_one_form
+from headrace_server.structured import check_one_form, constrained_by, spelling_of
 from headrace_server.tool_calls import function_tool
 
 _COPIED = frozenset({*CHAT_EXTENSIONS, "stream", "temperature", "top_p"}) - {"chat_template_kwargs"}
@@ -32,6 +32,13 @@ SPELLING: Mapping[str, str] = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 """Fields of a chat -> the client's."""
+
+
+def spelling_in(body: MessagesRequest) -> Mapping[str, str]:
+    """Fields of the chat that a request becomes -> the client's."""
+    config = body.output_config
+    own = "output_config.format" if config is not None and config.format is not None else None
+    return {**SPELLING, **spelling_of(constrained_by(body, own) or "tools")}
 
 
 Note = Callable[[str], None]

@@ -45,7 +45,6 @@ RESPONSES_REFUSALS: Mapping[str, Refusal] = {
     "access_programs": Refusal("are OpenAI's own"),
     "image": Refusal("images are not made here", {}),
     "previous_input_messages": Refusal("is not served; send the messages as items of input", []),
-    "prompt_cache_retention": Refusal("the cache has no retention times", "in_memory"),
     "background_options": Refusal("is not served"),
     "n": Refusal("a response is one answer", 1),
     "logprobs": Refusal(f"is asked for by include: [{LOGPROBS!r}]", False),
@@ -325,6 +324,9 @@ class ResponsesRequest(TemplateExtensions, RequestExtensions, SamplingExtensions
     )
     prompt_cache_options: FreeObject | None = Field(
         None, description="Has no effect: as prompt_cache_key."
+    )
+    prompt_cache_retention: ShortText | None = Field(
+        None, description="Has no effect: the cache keeps what it has room for."
     )
     enable_response_messages: bool = Field(
         False, description="Return the prompts and outputs of each turn, as text and token ids."

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
 from headrace_core.engine import EngineClient
+from headrace_core.errors import RequestError
 from headrace_server import convert
 from headrace_server.anthropic.answer import MessageAnswer
 from headrace_server.anthropic.context import apply_edits
-from headrace_server.anthropic.convert import chat_request
+from headrace_server.anthropic.convert import chat_request, spelling_in
 from headrace_server.anthropic.errors import answer, error_event
 from headrace_server.anthropic.events import PING
 from headrace_server.anthropic.protocol import (
@@ -25,7 +26,7 @@ from headrace_server.anthropic.protocol import (
     TokenCount,
 )
 from headrace_server.conversation import can_chat, count_tokens, turn_prompt
-from headrace_server.routing import JsonAnswer, JsonRoute, streamed
+from headrace_server.routing import JsonAnswer, JsonRoute, respell, streamed
 from headrace_server.settings import ServerSettings
 from headrace_server.state import state_of
 from headrace_server.stream import StreamForm, start_stream, wait_watching
@@ -55,9 +56,13 @@ def _add(router: APIRouter) -> None:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         state = state_of(request)
         message = MessageAnswer(body, request, state)
-        if body.stream:
-            return await start_stream(message.events(), request, state, message.id, _FORM)
-        result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
+        try:
+            if body.stream:
+                return await start_stream(message.events(), request, state, message.id, _FORM)
+            result = await wait_watching(message.whole(), request, state.lifecycle, message.id)
+        except RequestError as error:
+            respell(error, spelling_in(body))
+            raise
         return JsonAnswer(msgspec.json.encode(result))
 
     @router.post("/v1/messages/count_tokens", response_model=TokenCount)
