@@ -249,3 +249,8 @@ def test_the_page_says_which_wire_takes_which() -> None:
     assert {
         n for n in ChatRequest.model_fields if n not in NOTHING | {"messages", "model"}
     } <= listed
+
+
+@pytest.mark.parametrize("wire", list(WIRES))
+def test_idle_fields_are_known_on_every_wire(wire: str) -> None:
+    assert NOTHING - {"store"} <= WIRES[wire].model_fields.keys()

@@ -121,7 +121,7 @@ def test_a_schema_in_openais_wrapper_is_the_schema(more, as_text):
     [
         {"type": "object", "schema": {}},
         {"properties": {"name": {}, "schema": {}}},
-        {"name": "n", "schema": {}, "$defs": {}},
+        {"name": "n", "schema": {}, "enum": [1]},
         {"title": "x"},
     ],
 )
@@ -139,3 +139,26 @@ def test_required_on_a_property_itself_demands_nothing(backend, value):
     source = source_of(StructuredOutputsParams(json=schema), CONFIG)
     assert "required" not in json.loads(source.text)["properties"]["a"]
     backend_class(backend).refuse(source.spec(backend))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"name": "p", "schema": {"type": "integer"}, "foo": 1},
+        {"name": "p", "strict": True},
+        {"name": "p", "description": "d", "parameters": {"type": "object"}},
+        {"type ": "string"},
+    ],
+)
+def test_what_is_hardly_meant_as_a_schema_is_refused(given):
+    """As a schema it would allow everything."""
+    with pytest.raises(RequestError, match="is not a keyword of JSON Schema"):
+        source_of(StructuredOutputsParams(json=given), CONFIG)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"title": "t"}, {"$schema": "x", "description": "d"}, {"type": "object", "x-a": 1}],
+)
+def test_schemas_may_demand_nothing(given):
+    source_of(StructuredOutputsParams(json=given), CONFIG)

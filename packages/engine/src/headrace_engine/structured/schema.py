@@ -37,6 +37,14 @@ ASSERTIONS = (ONE | LISTS | MAPS - {"$defs", "definitions"} - {"contentSchema"})
     "multipleOf", "pattern", "required", "type", "uniqueItems",
 }  # fmt: skip
 """Keywords that say what an instance must be. All others are remarks, and are ignored."""
+REMARKS = frozenset(
+    {
+        "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "contentEncoding",
+        "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description",
+        "examples", "id", "readOnly", "title", "writeOnly",
+    }
+)  # fmt: skip
+"""Keywords that demand nothing of an instance."""
 COUNTS = frozenset(
     {
         "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems",
@@ -217,6 +225,20 @@ def malformed_at(schema: Any) -> Iterator[str]:
             accepted = _accepted(keyword, value)
             if accepted:
                 yield Refusal.of(keyword, pointer, f"{value!r:.80}: must be {accepted}")
+
+
+def no_schema(value: Any) -> str:
+    """Reason why an object is hardly meant as a schema: it demands nothing, and has names that are not
+    keywords; "" if it may be."""
+    if not isinstance(value, Mapping) or value.keys() & ASSERTIONS:
+        return ""
+    foreign = sorted(map(str, value.keys() - REMARKS))
+    if not foreign:
+        return ""
+    return (
+        f"{foreign[0]!r:.80} at '#': is not a keyword of JSON Schema, and nothing else demands anything; "
+        "send the schema itself"
+    )
 
 
 _NOWHERE = object()

@@ -14,6 +14,7 @@ from headrace_engine.structured.schema import (
     depth,
     escape,
     malformed_at,
+    no_schema,
     parse_json,
     subschemas,
     unwrapped,
@@ -120,8 +121,8 @@ def _check_count(kind: str, count: int, most: int, what: str) -> None:
 
 def _check_schema(schema: Any, kind: str, config: StructuredOutputsConfig, home: str = "") -> None:
     """Raises RequestError unless it is a schema of usual size; ``home`` is its JSON pointer."""
-    wrong = next(malformed_at(schema), None)
-    if wrong is not None:
+    wrong = next(malformed_at(schema), no_schema(schema))
+    if wrong:
         raise malformed(kind, within(wrong, home))
     for pointer, found in subschemas(schema, home):
         levels = pointer.count("/") - home.count("/")

@@ -18,6 +18,7 @@ from headrace_server.protocol.base import (
 from headrace_server.protocol.chat import REPORTED_OTHERWISE
 from headrace_server.protocol.known import Known, RequestObject, known
 from headrace_server.protocol.sampling import (
+    IdleFields,
     RequestExtensions,
     SamplingExtensions,
     TemplateExtensions,
@@ -179,7 +180,7 @@ class CountTokensRequest(TemplateExtensions, RequestBody):
 _REQUIRED = frozenset({"model", "messages", "max_tokens"})
 
 
-class MessagesRequest(RequestExtensions, SamplingExtensions, CountTokensRequest):
+class MessagesRequest(IdleFields, RequestExtensions, SamplingExtensions, CountTokensRequest):
     """Answer a conversation."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)]

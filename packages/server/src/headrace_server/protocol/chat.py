@@ -142,11 +142,7 @@ class ChatRequest(TemplateExtensions, SamplingBody):
     verbosity: Literal["low", "medium", "high"] | None = Field(
         None, description="Handed to the chat template."
     )
-    metadata: FreeObject | None = Field(None, description="Has no effect.")
     store: bool = Field(False, description="Has no effect: answers of chats are not stored.")
-    prediction: FreeObject | None = Field(
-        None, description="Has no effect: it could only make an answer faster."
-    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     _tool_paths: list[str] = PrivateAttr(default_factory=list)

@@ -101,6 +101,27 @@ class SamplingFields(SamplingExtensions, RequestBody):
         return without_nulls(data, _NULL_MATTERS)
 
 
+class IdleFields(BaseModel):
+    """Published fields of OpenAI's that have no effect; clients send them on every wire."""
+
+    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect."
+    )
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
+        None, description="Has no effect: prompts are found in the cache by what they say."
+    )
+    prompt_cache_options: FreeObject | None = Field(
+        None, description="Has no effect: as prompt_cache_key."
+    )
+    prompt_cache_retention: ShortText | None = Field(
+        None, description="Has no effect: the cache keeps what it has room for."
+    )
+    prediction: FreeObject | None = Field(
+        None, description="Has no effect: it could only make an answer faster."
+    )
+
+
 class RequestExtensions(ConstraintSpellings):
     """A constraint, and how a request is run: fields that every wire which writes text takes."""
 
@@ -130,7 +151,7 @@ CHAT_EXTENSIONS: tuple[str, ...] = tuple(
 """Fields that wires which become chats hand on under the chat's names."""
 
 
-class SamplingBody(RequestExtensions, SamplingFields):
+class SamplingBody(IdleFields, RequestExtensions, SamplingFields):
     """What completions and chats share: sampling, the answer's form, and how it is reported."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
@@ -148,21 +169,9 @@ class SamplingBody(RequestExtensions, SamplingFields):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool | None = None
-    return_token_ids: bool | None = None
-    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="Has no effect."
-    )
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="Has no effect: prompts are found in the cache by what they say."
-    )
-    prompt_cache_options: FreeObject | None = Field(
-        None, description="Has no effect: as prompt_cache_key."
-    )
-    prompt_cache_retention: ShortText | None = Field(
-        None, description="Has no effect: the cache keeps what it has room for."
-    )
     service_tier: ShortText | None = Field(None, description="Has no effect: there is one tier.")
+    metadata: FreeObject | None = Field(None, description="Has no effect.")
+    return_token_ids: bool | None = None
 
 
 _NULL_MATTERS = frozenset({"max_tokens", "prompt", "messages"})

@@ -19,6 +19,7 @@ from headrace_server.protocol.base import (
 from headrace_server.protocol.chat import REPORTED_OTHERWISE, Effort
 from headrace_server.protocol.known import Known, RequestObject, known
 from headrace_server.protocol.sampling import (
+    IdleFields,
     RequestExtensions,
     SamplingExtensions,
     TemplateExtensions,
@@ -270,7 +271,9 @@ class ResponseStreamOptions(RequestObject):
     include_obfuscation: bool | None = Field(None, description="Events are never padded.")
 
 
-class ResponsesRequest(TemplateExtensions, RequestExtensions, SamplingExtensions, RequestBody):
+class ResponsesRequest(
+    IdleFields, TemplateExtensions, RequestExtensions, SamplingExtensions, RequestBody
+):
     """Answer a list of items."""
 
     refused: ClassVar[Mapping[str, Refusal]] = RESPONSES_REFUSALS
@@ -315,19 +318,6 @@ class ResponsesRequest(TemplateExtensions, RequestExtensions, SamplingExtensions
     tools: Annotated[list[FreeObject], Field(max_length=1024)] = Field([])
     top_logprobs: Annotated[int, Field(ge=0, lt=2**31)] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
-    user: Annotated[str, Field(max_length=1024)] | None = Field(None, description="Has no effect.")
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="Has no effect."
-    )
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = Field(
-        None, description="Has no effect: prompts are found in the cache by what they say."
-    )
-    prompt_cache_options: FreeObject | None = Field(
-        None, description="Has no effect: as prompt_cache_key."
-    )
-    prompt_cache_retention: ShortText | None = Field(
-        None, description="Has no effect: the cache keeps what it has room for."
-    )
     enable_response_messages: bool = Field(
         False, description="Return the prompts and outputs of each turn, as text and token ids."
     )
