@@ -254,3 +254,14 @@ def test_the_page_says_which_wire_takes_which() -> None:
 @pytest.mark.parametrize("wire", list(WIRES))
 def test_idle_fields_are_known_on_every_wire(wire: str) -> None:
     assert NOTHING - {"store"} <= WIRES[wire].model_fields.keys()
+
+
+@pytest.mark.parametrize("wire", list(WIRES))
+def test_what_neighbours_call_otherwise_is_taken_or_refused(wire: str) -> None:
+    """A limit or a form that is overlooked would be a wrong answer."""
+    theirs = {
+        "stop", "stop_sequences", "max_tokens", "max_completion_tokens", "max_output_tokens",
+        "response_format", "text", "output_config", "output_format",
+    }  # fmt: skip
+    kind = WIRES[wire]
+    assert theirs <= kind.model_fields.keys() | kind.refused.keys()

@@ -33,6 +33,11 @@ SAMPLING_REFUSALS: Mapping[str, Refusal] = {
     "logits_processors": Refusal("per-request logits processors are not served"),
     "kv_transfer_params": Refusal(f"KV transfer {_LATER}"),
     "mm_processor_kwargs": Refusal(f"media input {_LATER}"),
+    "stop_sequences": Refusal("is called stop here", []),
+    "max_output_tokens": Refusal("is called max_tokens here"),
+    "text": Refusal("is called response_format here", {}),
+    "output_config": Refusal("is called response_format here", {}),
+    "output_format": Refusal("is called response_format here"),
 }
 
 
