@@ -268,7 +268,7 @@ class GrammarBackend(ABC):
         """
 
     def is_worn(self, grammar: Grammar) -> bool:
-        """Whether a grammar of this backend must be compiled anew before another request can use it: its
+        """True if a grammar of this backend must be compiled anew before another request can use it: its
         matchers share something that one of them has used up."""
         return False
 

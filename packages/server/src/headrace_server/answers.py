@@ -91,7 +91,7 @@ class AnswerPlan:
         self._asked = asked_of(body)
         constraint = self._constraint()
         self._is_made = constraint is not self._asked.constraint
-        """Whether the constraint is not what the client sent."""
+        """True if the constraint is not what the client sent."""
         self.params = convert.chat_params(
             body, state.engine.model, constraint, keep_special_tokens=needs_marks
         )

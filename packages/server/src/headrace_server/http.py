@@ -69,7 +69,7 @@ def replace_direct_write(scope: Scope, write: DirectWrite | None) -> None:
 
 
 def num_untaken(scope: Scope) -> NumUntaken | None:
-    """What tells how much the request's client has not taken, None if its server does not say."""
+    """The function that tells how much the client has not taken, None if its server does not say."""
     found: NumUntaken | None = scope.get("extensions", {}).get(UNTAKEN)
     return found
 

@@ -38,7 +38,7 @@ KEEP_ALIVE_AFTER = 15.0
 WRITE_TIMEOUT = 300.0
 """Seconds that a client may go without taking a byte while the socket is full."""
 LOOKS = 12
-"""How often a client's progress is looked at in that time."""
+"""Looks at a client's progress in that time."""
 
 DONE = b"data: [DONE]\n\n"
 _COMMENT = b": keep-alive\n\n"

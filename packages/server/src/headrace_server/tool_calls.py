@@ -137,7 +137,7 @@ def plan_tools(
 
 
 def schema_path(index: int) -> str:
-    """Where the schema of a tool is in a chat of OpenAI's."""
+    """Place of a tool's schema in a chat of OpenAI's."""
     return f"tools[{index}].function.parameters"
 
 

@@ -247,7 +247,7 @@ class CompletionState:
             self._held.add(piece, text, inside=False)
 
     def _shows_end(self, named: bool) -> bool:
-        """Whether the text of the token that ends the completion is shown if that token is not special:
+        """True if the text of the token that ends the completion is shown if that token is not special:
         of special ones the detokenizer knows. The model's own end tokens count as special."""
         params = self._params
         return named or params.include_stop_str_in_output or not params.skip_special_tokens

@@ -20,14 +20,14 @@ class LateRow(NamedTuple):
 
     request_id: str
     row: int
-    """Of the request table."""
+    """Index in the request table."""
     logits: Tensor
     """[1, V], any floating dtype; its own memory."""
     constraint: RowConstraint
 
 
 class LateRows:
-    """Those of one worker. One thread only."""
+    """The late rows of one worker. One thread only."""
 
     def __init__(self) -> None:
         self._rows: dict[str, LateRow] = {}

@@ -158,7 +158,7 @@ class Roster:
 
     @property
     def has_late(self) -> bool:
-        """Whether a token that an ended step sampled is not known yet."""
+        """True if a token that an ended step sampled is not known yet."""
         return any(state.is_late for state in self.running)
 
     def _forget_in_worker(self, state: RequestState) -> None:

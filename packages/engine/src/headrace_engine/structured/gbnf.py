@@ -50,7 +50,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """Whatever a rule stands for."""
+    """A part of a rule's right side."""
 
     name: str
 
@@ -98,7 +98,7 @@ class Rule(NamedTuple):
 
 
 def is_lark(source: str) -> bool:
-    """Whether a grammar is written in Lark, not in GBNF: the first line that says anything decides, then
+    """True if a grammar is written in Lark, not in GBNF: the first line that says anything decides, then
     whether there is a rule ``start``."""
     begin = _SPACE.match(source)
     if begin is not None and _DEFINES.match(source, begin.end()):
@@ -116,7 +116,7 @@ def read(source: str) -> dict[str, Rule]:
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """What stands right inside a node."""
+    """The parts directly inside a node."""
     if isinstance(node, (Parts, Either)):
         return node.parts
     return (node.part,) if isinstance(node, Repeated) else ()

@@ -1,4 +1,4 @@
-"""Where a grammar may be cut into lexemes, and the grammar as Lark.
+"""Cuts a grammar into lexemes and writes it as Lark.
 
 llguidance reads a text lexeme by lexeme, each as long as it can be. A part of a grammar without recursion
 can be one lexeme, which is fast; but where a text could also end that lexeme earlier and go on with another,
@@ -93,7 +93,7 @@ class _Plan:
     """Root first."""
     lexemes: list[Node] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
-    """Of the lexemes, in the source."""
+    """Places of the lexemes in the source."""
 
 
 class _Cuts:
@@ -374,7 +374,7 @@ class _Follows:
         return True, found
 
     def _spread(self, place: Node, after: int) -> bool:
-        """What may follow a place may follow its last parts; tells whether that is news."""
+        """Let what may follow a place follow its last parts, too; returns True if that is news."""
         self._spend(1)
         if isinstance(place, Lexeme):
             known = self.lexemes[place.index]
@@ -442,7 +442,7 @@ class _Automaton:
         self.nullable, self._first, self._last = self._build(node)
         self.first_letters = _union(self._letters[i] for i in _bits(self._first))
         self.long = any(self._follow[i] for i in range(len(self._follow)))
-        """Whether a text of it may have more than one character."""
+        """True if a text of it may have more than one character."""
 
     def overlap(self, longer: _Automaton, spend: Callable[[int], None]) -> tuple[bool, int]:
         """(whether some text is of both, letters with which ``longer`` goes on behind a text of this)."""

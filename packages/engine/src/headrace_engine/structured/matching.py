@@ -74,7 +74,7 @@ class RowConstraint:
         """Ends when the next mask is there; None: it is not matched beside the steps. Nothing else
         of the constraint may be used until :meth:`settle`."""
         self.error: str | None = None
-        """What was raised beside the steps; no token is possible then."""
+        """The error that was raised beside the steps; no token is possible then."""
         self.words: Words | None = None
         """[ceil(V / 32)]; the tokens that may be next; None: any. Set by :func:`fill_masks`."""
         self.banned: Sequence[int] = ()
@@ -132,7 +132,7 @@ class RowConstraint:
                 return
 
     def judge(self) -> bool:
-        """Whether the last piece of matching was slow, and the next ones can be done beside the
+        """True if the last piece of matching was slow, and the next ones can be done beside the
         steps: they are, from now on."""
         if self.budget.last > SLOW_MATCH and self._threads is not None:
             self.is_slow, self._num_quick = True, 0
@@ -155,7 +155,7 @@ class RowConstraint:
 
     @property
     def _is_over(self) -> bool:
-        """Whether further tokens change nothing."""
+        """True if further tokens change nothing."""
         return self._ended or self.budget.exceeded
 
     def _match_beside(self, token_ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 MAX_THREADS = 2
 """Threads of one worker, however many requests are slow: the other cores compute steps."""
 NICENESS = 10
-"""Of the threads: steps go first."""
+"""Niceness of the threads: steps go first."""
 
 
 class MatchingThreads:

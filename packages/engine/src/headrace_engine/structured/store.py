@@ -137,7 +137,7 @@ def _failed(future: Future[Compiled]) -> bool:
 
 
 def _worn(future: Future[Compiled]) -> bool:
-    """Whether the grammar is there and cannot be used again."""
+    """True if the grammar is there and cannot be used again."""
     if not future.done():
         return False
     grammar, backend = future.result(0)

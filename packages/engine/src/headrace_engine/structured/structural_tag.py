@@ -171,7 +171,7 @@ def schemas_of(tag: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_given(tag: Mapping[str, Any], pointer: str) -> str:
-    """Where in a tag of the older form stands what is there in its format tree."""
+    """Place in a tag of the older form of a place in its format tree."""
     if "structures" not in tag:
         return pointer
     pointer = re.sub("^/format/tags", "/structures", pointer)

@@ -33,7 +33,7 @@ ORPHAN_SECONDS = 10.0
 """How long a process whose supervisor is gone may take to tell its clients."""
 
 TOLD_SECONDS = 30.0
-"""How long the supervisor may take to tell of a start that has ended."""
+"""Seconds that the supervisor may take to tell of a start that has ended."""
 
 
 def main() -> int:
@@ -94,7 +94,7 @@ def _serve(hello: Hello, prepared: Prepared, supervisor: FileIO) -> int:
 
 
 class EngineNews:
-    """What the supervisor tells of the engine.
+    """News of the engine from the supervisor.
 
     Args:
         client: is told of the engine's end.

@@ -123,7 +123,7 @@ class PoolsTexts(HeldEngine):
         chat_template: str | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well the texts of each pair fit.
+        """Score how well the texts of each pair fit.
 
         Args:
             data_1, data_2: one text each, one and many, or equally many.

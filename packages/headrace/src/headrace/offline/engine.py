@@ -72,7 +72,7 @@ class HeldEngine(EngineControls):
         return self.llm_engine.get_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config says, else the neutral values."""
+        """The sampling values of the model's generation config, else the neutral ones."""
         return SamplingParams(**self.engine.model.default_sampling_params)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from headrace_core.errors import RequestError
 from headrace_core.foreign import own_value
 
 LARGEST_ID = 2**32 - 1
-"""Ids up to this may be asked for; those that are no tokens have no text."""
+"""Ids up to this may be asked for; those beyond the vocabulary have no text."""
 SIDES = ("right", "left")
 
 

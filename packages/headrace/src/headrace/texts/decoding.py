@@ -14,7 +14,7 @@ CLEANED_UP = (
     (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't"), (" 'm", "'m"),
     (" 's", "'s"), (" 've", "'ve"), (" 're", "'re"),
 )  # fmt: skip
-"""What ``clean_up_tokenization_spaces`` replaces, in order."""
+"""Texts that ``clean_up_tokenization_spaces`` replaces, in order."""
 
 ACCEPTED = "a token id, a list of them, or a list of such lists"
 

@@ -238,7 +238,7 @@ class Vocabulary:
 
     @functools.cached_property
     def model_input_names(self) -> list[str]:
-        """What a call returns: as the checkpoint says; else ids and mask, and token types where the
+        """Names of a call's results: as the checkpoint says; else ids and mask, and token types where the
         model reads them."""
         stated = self._config.get("model_input_names")
         if stated is not None:

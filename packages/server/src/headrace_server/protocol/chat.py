@@ -163,7 +163,7 @@ class ChatRequest(TemplateExtensions, SamplingBody):
 
     @property
     def tool_paths(self) -> list[str]:
-        """Where each tool's schema is in the client's request, for errors."""
+        """Places of the tools' schemas in the client's request, for errors."""
         given = range(len(self.tools or ()))
         return self._tool_paths or [f"tools[{index}].function.parameters" for index in given]
 

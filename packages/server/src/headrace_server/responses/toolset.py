@@ -42,7 +42,7 @@ class ToolSet:
     """In the chat's form, for the prompt and the parser; built-in ones too, unless the model's
     format writes those apart."""
     paths: list[str] = field(default_factory=list)
-    """Where the schemas of :attr:`functions` are in the request; of a server's tools, the server."""
+    """Places of the schemas of :attr:`functions` in the request; the server, for a server's tools."""
     choice: str | dict[str, Any] | None = None
     """``tool_choice`` of the chat; None without tools."""
     builtin: dict[str, BuiltinTool] = field(default_factory=dict)

@@ -258,7 +258,7 @@ class GuidanceBackend(LibraryBackend):
         return Refusal.of(*blame(schema, error_of, plain(message) or UNKNOWN))
 
     def _schema_error(self, spec: GrammarSpec, schema: Any) -> str:
-        """What the library says against a schema; "" = nothing."""
+        """The library's objection to a schema; "" = nothing."""
         text = self._library.LLMatcher.grammar_from_json_schema(
             json.dumps(with_exact_bounds(schema)), overrides=cast(Any, _json_options(spec))
         )
@@ -266,7 +266,7 @@ class GuidanceBackend(LibraryBackend):
 
 
 def _place(source: str, message: str) -> str:
-    """Where in a grammar the library means, as it stands in the source; "" if it does not say."""
+    """The place in the source that the library's message means; "" if it names none."""
     found, lines = place(message), as_lark(source).lines
     if found is None:
         return ""
@@ -348,7 +348,7 @@ class _ReleasingConsumer:
         failed.consume_token(0)
 
     def __call__(self, matcher: LLMatcher, token_id: int) -> bool:
-        """Whether the matcher takes the token; one that does not has failed."""
+        """True if the matcher takes the token; one that does not has failed."""
         companion = self._failed.deep_copy()  # one matcher is used by one call at a time
         return bool(self._executor.consume_token_par([(matcher, token_id), (companion, 0)])[0])
 
@@ -423,7 +423,7 @@ class GuidanceMatcher:
         return True
 
     def _allows(self, token_id: int) -> bool:
-        """Whether the mask that was filled last has a token."""
+        """True if the mask that was filled last has a token."""
         word = int(self._room[token_id // 32])
         return bool(word >> (token_id % 32) & 1) and not self.library_matcher.is_error()
 
