@@ -27,6 +27,7 @@ from headrace_core.sampling import SamplingParams, StructuredOutputsParams
         {"json": 5},
         {"structural_tag": []},
         {"regex": "a", "whitespace_pattern": 7},
+        {"regex": "a", "enable_in_reasoning": "yes"},
     ],
 )
 def test_constraints_that_are_none(given):

@@ -47,7 +47,7 @@ CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_
 
 _CONSTRAINT_FIELDS = (
     *CONSTRAINTS, "whitespace_pattern", "disable_fallback", "disable_any_whitespace",
-    "disable_additional_properties",
+    "disable_additional_properties", "enable_in_reasoning",
 )  # fmt: skip
 
 
@@ -82,6 +82,9 @@ class StructuredOutputsParams:
     """Compact JSON."""
     disable_additional_properties: bool = False
     """Objects hold the properties that the schema names, and no others."""
+    enable_in_reasoning: bool = False
+    """The constraint holds from the first token on: it describes the reasoning, too, or leaves none.
+    The same option of the configuration does so for all requests."""
 
     def __post_init__(self) -> None:
         self.choice = own_values(self.choice)
@@ -111,6 +114,7 @@ class StructuredOutputsParams:
             ("disable_fallback", (bool,), "True or False"),
             ("disable_any_whitespace", (bool,), "True or False"),
             ("disable_additional_properties", (bool,), "True or False"),
+            ("enable_in_reasoning", (bool,), "True or False"),
         )
         for name, types, what in accepted:
             value = getattr(self, name)

@@ -171,6 +171,9 @@ class ToolCallParser(ABC):
 
     needs_special_tokens: ClassVar[bool] = False
     """Whether the format's marks are special tokens, which output texts otherwise leave out."""
+    forms_include_reasoning: ClassVar[bool] = False
+    """Whether :meth:`strict_form` and :meth:`forced_form` describe the reasoning, too. Beside a
+    reasoning format with :attr:`ReasoningParser.calls_before_end` they hold from the first token on."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tools
@@ -273,6 +276,21 @@ class ReasoningParser(ABC):
     "": the format has none, and structured output is refused along with it."""
     calls_before_end: ClassVar[bool] = False
     """Whether calls of tools may come before the end marker, where no constraint holds yet."""
+    thought_end: ClassVar[str] = ""
+    """The text that ends a thought in front of such a call. A thinking budget writes it instead of the
+    end marker where a constraint describes reasoning and calls; "": the end marker does for both."""
+
+    @classmethod
+    def may_reason(cls, chat_template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether an answer may begin with reasoning that its prompt has neither begun nor ended.
+
+        Args:
+            chat_template_kwargs: as in :class:`AnswerContext`.
+
+        Returns:
+            False: the template was told to switch reasoning off, so the answer is all answer.
+        """
+        return True
 
     def __init__(self, context: AnswerContext | None = None) -> None:
         self.context = context or AnswerContext()

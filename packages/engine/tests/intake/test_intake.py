@@ -10,9 +10,11 @@ from make_tokenizers import folder
 
 from headrace_core.errors import GenerateError, PromptTooLong, RequestError, UnsupportedFeature
 from headrace_core.request import ChatPrompt
-from headrace_core.sampling import SamplingParams
+from headrace_core.sampling import SamplingParams, StructuredOutputsParams
 from headrace_core.text import ParsedDelta, ReasoningParser
 from headrace_engine.intake.intake import Intake
+from headrace_engine.intake.prompts import PromptTokens
+from headrace_engine.intake.thinking import thinking_budget
 from headrace_engine.intake.tokenizer import load_tokenizer
 
 USER = {"role": "user", "content": "hi"}
@@ -317,6 +319,25 @@ class _Thinks(ReasoningParser):
 
     def finish(self) -> ParsedDelta:
         raise AssertionError("only its marks matter here")
+
+
+class _Calls(_Thinks):
+    thought_end = "</t>"
+
+
+@pytest.mark.spec("REASON-API")
+def test_a_budget_beside_a_constraint_that_describes_the_reasoning() -> None:
+    def end(parser: Any, **options: Any) -> str:
+        params = SamplingParams(
+            max_tokens=5, thinking_token_budget=0,
+            structured_outputs=StructuredOutputsParams(regex="a", **options),
+        )  # fmt: skip
+        found = thinking_budget(params, parser, CharTokenizer(), PromptTokens([97], "a", None))
+        assert found is not None
+        return "".join(map(chr, found.end_token_ids))
+
+    assert end(_Thinks) == end(_Calls) == end(_Thinks, enable_in_reasoning=True) == "</think>"
+    assert end(_Calls, enable_in_reasoning=True) == "</t>"
 
 
 @pytest.mark.spec("REASON-API")

@@ -158,9 +158,19 @@ class Marked:
     end_marker = "</think>"
     begins_reasoning = False
 
+    @classmethod
+    def may_reason(cls, chat_template_kwargs):
+        return True
+
 
 class Begun(Marked):
     begins_reasoning = True
+
+
+class Switched(Begun):
+    @classmethod
+    def may_reason(cls, chat_template_kwargs):
+        return bool(chat_template_kwargs.get("thinking"))
 
 
 class Unmarked:
@@ -202,6 +212,33 @@ def test_an_answer_that_does_not_reason_is_constrained_from_its_first_token(stor
     for token in VOCABULARY.spell(b"</think>"):
         thinks.observe(token)
     assert set(mask(thinks)) == set(b"0123456789")
+
+
+@pytest.mark.spec("SO-REASONING")
+@pytest.mark.parametrize(
+    ("tail", "off"), [("<|a|>", ("", "")), ("<|a|><think>\n", ("</think>", ""))]
+)
+def test_where_the_template_has_switched_reasoning_off(tail, off):
+    def start(**variables):
+        return reasoning.start_of(
+            Switched, tail, begins_answer=True, chat_template_kwargs=variables
+        )
+
+    assert start(thinking=True) == ("</think>", "")
+    assert start(thinking=False) == start() == off
+
+
+@pytest.mark.spec("SO-REASONING")
+def test_white_space_may_stand_before_the_reasoning(store):
+    marks = {"start_after": "</think>", "may_begin_with": "<think>"}
+    opening = VOCABULARY.spell(b"<think>")
+    constraint = make(store, r"\n{0,2}[0-9]", [ord("\n")], **marks)
+    assert set(mask(constraint)) == {*b"0123456789", ord("\n"), opening[0]}
+    for token in opening:
+        constraint.observe(token)
+    assert mask(constraint) is None
+    decided = make(store, r"\n[0-9]\n", [ord("\n"), ord("7")], **marks)
+    assert mask(decided) == [ord("\n")]
 
 
 def test_what_may_be_either_stays_both_until_it_is_decided(store):

@@ -89,12 +89,13 @@ class Constraints:
         if admitted is None:
             return None
         begins_answer = isinstance(prompt, ChatPrompt) and not prompt.continue_final_message
-        parser = None if self._in_reasoning else self._reasoning_parser
+        parser = self._gate(params)
         tail = ""
         if parser is not None and tokens.embeds is None:  # ids mean nothing beside embeddings
             tokenizer = need_tokenizer(self._tokenizer, "structured_outputs")
             tail = tokenizer.decode(tokens.ids[-PROMPT_TAIL:])
-        start = start_of(parser, tail, begins_answer=begins_answer)
+        variables = prompt.chat_template_kwargs if isinstance(prompt, ChatPrompt) else {}
+        start = start_of(parser, tail, begins_answer=begins_answer, chat_template_kwargs=variables)
         ends = self._end_token_ids(params)
         return Constraint(admitted.grammar, ends, *start, size_bytes=admitted.size_bytes)
 
@@ -109,10 +110,16 @@ class Constraints:
             self._vocabulary = vocabulary_of(tokenizer, model.vocab_size, model.eos_token_ids)
         return self._vocabulary
 
+    def _gate(self, params: SamplingParams) -> type[ReasoningParser] | None:
+        """The format of the reasoning behind which the constraint begins; None: it begins at once."""
+        wanted = params.structured_outputs
+        at_once = self._in_reasoning or (wanted is not None and wanted.enable_in_reasoning)
+        return None if at_once else self._reasoning_parser
+
     def _check_length(self, params: SamplingParams) -> None:
         """Refuse more tokens than the texts of a choice have."""
         wanted = params.structured_outputs
-        reasons_first = self._reasoning_parser is not None and not self._in_reasoning
+        reasons_first = self._gate(params) is not None
         if wanted is None or wanted.choice is None or not params.min_tokens or reasons_first:
             return
         most = max(len(text.encode(errors="replace")) for text in wanted.choice)

@@ -34,6 +34,10 @@ def thinking_budget(
             param="thinking_token_budget",
         )
     start, end = parser.start_marker, parser.end_marker
+    wanted = params.structured_outputs
+    written = end
+    if wanted is not None and wanted.enable_in_reasoning:  # it may not admit the end marker
+        written = parser.thought_end or end
     tokenizer = need_tokenizer(tokenizer, "thinking_token_budget")
     tail = "" if tokens.embeds is not None else tokenizer.decode(tokens.ids[-_PROMPT_END:]).rstrip()
     if tail.endswith(end):
@@ -41,6 +45,6 @@ def thinking_budget(
     is_open = bool(start) and tail.endswith(start)
     return ThinkingBudget(
         budget,
-        tokenizer.encode(end, add_special_tokens=False),
+        tokenizer.encode(written, add_special_tokens=False),
         [] if is_open or not start else tokenizer.encode(start, add_special_tokens=False),
     )

@@ -91,6 +91,8 @@ class RowConstraint:
         self._closing = closing[0] if len(closing) == 1 else None
         self._opening = _marks(constraint.may_begin_with, vocabulary) if marker else []
         """What is left of the text that may stand in front of the marker, as tokens."""
+        self._in_opening = False
+        """The output has begun that text: it can no longer be preceded by white space."""
         self._gate: MarkerGate | None = None
         self._matcher: GrammarMatcher | None = None
         if marker is None or self._opening:
@@ -197,13 +199,15 @@ class RowConstraint:
                 self._matcher = self._grammar.matcher()
                 self._broken = not self._matcher.advance(self._spelled(behind))
         else:
-            self._opening = []
+            if self._in_opening or not self._vocabulary.tokens[token_id].isspace():
+                self._opening = []
             if self._matcher is None or not self._matcher.advance([token_id]):
                 logger.error("the grammar takes no token %d, which its mask allowed", token_id)
                 self._broken = True
 
     def _open(self, token_id: int) -> None:
         """The output goes on as what may stand in front; the grammar follows as far as it can."""
+        self._in_opening = True
         del self._opening[0]
         if not self._opening:
             self._shut()

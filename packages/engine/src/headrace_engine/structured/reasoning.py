@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from headrace_core.errors import UnsupportedFeature
 from headrace_core.text import ReasoningParser
@@ -19,7 +20,11 @@ class Start(NamedTuple):
 
 
 def start_of(
-    parser: type[ReasoningParser] | None, prompt_tail: str, *, begins_answer: bool
+    parser: type[ReasoningParser] | None,
+    prompt_tail: str,
+    *,
+    begins_answer: bool,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Start:
     """Where in the output a constraint begins to hold.
 
@@ -30,6 +35,7 @@ def start_of(
         begins_answer: the prompt ends where a chat's answer begins; reasoning that it holds belongs
             to earlier answers, unless it ends with it. False: nothing is expected but what the
             prompt itself has begun.
+        chat_template_kwargs: variables of the chat's template, which may switch reasoning off.
 
     Raises:
         UnsupportedFeature: the reasoning format has no end marker.
@@ -50,6 +56,10 @@ def start_of(
     if not begins_answer:
         is_open = bool(begin) and tail.rfind(begin) > tail.rfind(end)
         return Start(end) if is_open else Start()
-    if not begin or parser.begins_reasoning or tail.endswith(begin):
+    if begin and tail.endswith(begin):
+        return Start(end)
+    if not parser.may_reason(chat_template_kwargs or {}):
+        return Start()
+    if not begin or parser.begins_reasoning:
         return Start(end)
     return Start(end, begin)
