@@ -113,3 +113,22 @@ class Recorder(LogitsProcessor):
             if grown not in (0, 1):
                 self.problems.append(f"{name} in slot {slot} grew by {grown}")
         return logits
+
+
+class Scripted(AdapterLogitsProcessor):
+    """The next token of a request's ``script`` is by far the likeliest, if a constraint admits it."""
+
+    def is_argmax_invariant(self):
+        return False
+
+    def new_req_logits_processor(self, params):
+        script = (params.extra_args or {}).get("script")
+        if script is None:
+            return None
+
+        def follow(output_ids, row):
+            if len(output_ids) < len(script):
+                row[script[len(output_ids)]] += 1e4
+            return row
+
+        return follow

@@ -28,6 +28,7 @@ from headrace_core.grammar import Grammar, GrammarBackend, GrammarSpec, Vocabula
 from headrace_core.text import ToolCallParser
 from headrace_engine.structured.backend_loading import backend_class
 from headrace_server import ServerSettings, bind, create_app, serve
+from headrace_server.tool_calls import MAX_FORCED_CALLS, calls_schema
 
 pytestmark = [pytest.mark.spec("TOOL-CHOICE"), pytest.mark.spec("SO-API")]
 
@@ -216,6 +217,31 @@ def test_xgrammar_takes_the_forms(name: str) -> None:
             found += len(calls)
             assert (content, bool(calls)) == ("", True), text
     assert found
+
+
+@pytest.mark.parametrize("name", ["guidance", "xgrammar", "outlines"])
+def test_calls_in_plain_json_are_bounded(name: str) -> None:
+    """Without a format of the model's own: 16 calls, and not the beginning of another."""
+    schema = calls_schema([{"type": "function", "function": {"name": "f"}}])
+    which, words = backend(name, False), vocabulary(special=False)
+    spec = GrammarSpec(name, "json", json.dumps(schema))
+    if which.refuse(spec):
+        schema = calls_schema(
+            [{"type": "function", "function": {"name": "f", "parameters": PLAIN}}]
+        )
+        spec = GrammarSpec(name, "json", json.dumps(schema))
+    arguments = {} if "unit" not in spec.source else {"unit": "C"}
+    assert which.refuse(spec) == []
+    grammar = which.compile(spec)
+    many = json.dumps([{"name": "f", "parameters": arguments}] * MAX_FORCED_CALLS).encode()
+    matcher = grammar.matcher()
+    assert matcher.advance(list(many[:-1]))
+    assert not matcher.advance(list(b", "))
+    assert not grammar.matcher().advance(list(b"[" + b" " * 40))
+    for seed in range(4):
+        text, ended = walk(grammar, words, seed, 3000)
+        if ended:
+            assert 1 <= len(json.loads(text)) <= MAX_FORCED_CALLS
 
 
 # A real engine and real sockets: random weights write whatever the constraint lets them

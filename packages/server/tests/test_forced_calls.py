@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from headrace_core import plugins
 from headrace_core.errors import RequestError
-from headrace_core.testing.engine import FakeEngine
-from headrace_server.answers import _forces_own
-from headrace_server.parsers import Parsers
-from headrace_server.reasoning_parsers.harmony import GptOssReasoningParser
+from headrace_core.testing.engine import FakeEngine, fake_served_model
+from headrace_server.answers import serves_tags
 from headrace_server.tool_calls import MAX_FORCED_CALLS, calls_schema, plan_tools
 from headrace_server.tool_parsers.hermes import HermesToolParser
 from headrace_server.tool_parsers.parameters import Glm45ToolParser, Qwen3XmlToolParser
@@ -343,6 +341,11 @@ def test_the_number_of_calls() -> None:
     one = plan_tools([WEATHER], "required", HermesToolParser, parallel=False)
     assert "repeat" not in form_of(one)
     assert (one.bare, one.needs_special_tokens, one.forced) == (False, True, True)
+    for parallel, most in ((True, MAX_FORCED_CALLS), (False, 1)):
+        plain = plan_tools([WEATHER], "required", None, parallel=parallel)
+        assert plain.constraint is not None
+        schema: Any = plain.constraint.json
+        assert (schema["minItems"], schema["maxItems"]) == (1, most)
 
 
 def test_json_where_the_format_cannot_write_a_call() -> None:
@@ -389,8 +392,7 @@ def test_calls_that_would_need_too_long_a_form_are_json() -> None:
 class _State:
     """The part of the server's state that the decision needs."""
 
-    def __init__(self, reasoning: Any = None, **grammars: Any) -> None:
-        self.parsers = Parsers(HermesToolParser, reasoning)
+    def __init__(self, **grammars: Any) -> None:
         self.engine = self
         self.settings = {"structured_outputs": grammars} if grammars else {}
 
@@ -400,16 +402,65 @@ class _State:
     reason="the engine's grammar backends are not installed",
 )
 def test_json_where_the_backend_cannot_hold_the_format() -> None:
-    def forces(*reasoning: Any, **grammars: Any) -> bool:
-        return _forces_own(_State(*reasoning, **grammars))  # type: ignore[arg-type]
+    def serves(**grammars: Any) -> bool:
+        return serves_tags(_State(**grammars))  # type: ignore[arg-type]
 
-    assert forces()
-    assert forces(backend="outlines", disable_fallback=False)
-    assert not forces(backend="outlines", disable_fallback=True)
-    assert not forces(backend="lm-format-enforcer", disable_fallback=True)
-    assert forces(backend="guidance", disable_fallback=True)
-    assert forces(backend="auto", disable_fallback=True)
-    assert not forces(GptOssReasoningParser)
+    assert serves()
+    assert serves(backend="outlines", disable_fallback=False)
+    assert not serves(backend="outlines", disable_fallback=True)
+    assert not serves(backend="lm-format-enforcer", disable_fallback=True)
+    assert serves(backend="guidance", disable_fallback=True)
+    assert serves(backend="auto", disable_fallback=True)
+
+
+CALL = f" to=functions.weather <|constrain|>json<|message|>{FIRST}<|call|>"
+HARMONY = f"<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>commentary{CALL}"
+
+
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "FakeForCausalLM"])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_gpt_oss_calls_behind_its_thoughts(
+    connect: Any, choice: Any, architecture: str
+) -> None:
+    """The form describes the thoughts, too: it holds from the first token on."""
+    model = fake_served_model(architecture=architecture)
+    engine = FakeEngine(HARMONY, model=model, tokens_per_output=7)
+    client = Wire(
+        connect(engine, enable_auto_tool_choice=True, tool_call_parser="openai",
+                reasoning_parser="openai_gptoss")
+    )  # fmt: skip
+    for ask in (client.chat, client.responses, client.messages):
+        said = await ask(choice)
+        assert same(said.calls, BOTH[:1])
+        assert said.content == ""
+        held = engine.requests[-1].params.structured_outputs
+        assert held.enable_in_reasoning
+        form = json.dumps(held.structural_tag)
+        assert "<|channel|>analysis<|message|>" in form
+        assert "to=functions.weather" in form
+        assert ("to=functions.now" in form) is (choice == "required")
+
+
+async def test_the_constraint_waits_for_the_reasoning_of_other_formats(connect: Any) -> None:
+    async def held(parser: str, reasoning: str | None, reply: str) -> Any:
+        engine, client = wire(connect, reply, parser, reasoning_parser=reasoning)
+        await client.chat("required")
+        return engine.requests[-1].params.structured_outputs
+
+    first = TEXTS["hermes"][0]
+    assert not (await held("hermes", "qwen3", first)).enable_in_reasoning
+    assert not (await held("hermes", None, first)).enable_in_reasoning
+    assert not (
+        await held("openai", "qwen3", f"</think><|channel|>commentary{CALL}")
+    ).enable_in_reasoning
+    granite = await held("granite", "granite", "".join(TEXTS["granite"]))
+    assert granite.enable_in_reasoning, "nothing marks where its reasoning ends"
+    bare = await held("hermes", "openai_gptoss", '[{"name": "weather", "parameters": {}}]')
+    assert (bare.json is None, bare.structural_tag, bare.enable_in_reasoning) == (
+        False,
+        None,
+        False,
+    )
 
 
 ODD = st.recursive(

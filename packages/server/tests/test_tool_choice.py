@@ -73,7 +73,7 @@ async def test_required(connect: Any, events: Any) -> None:
     assert choice["finish_reason"] == "tool_calls"
     schema = engine.requests[0].params.structured_outputs.json  # type: ignore[union-attr]
     assert schema == calls_schema([ADD, LOOK])
-    assert (schema["minItems"], schema.get("maxItems")) == (1, None)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 16)
     assert engine.requests[0].prompt.tools == [ADD, LOOK]  # type: ignore[union-attr]
     answer = await client.post(
         URL, json={"messages": HI, "tools": [ADD, LOOK], "tool_choice": "required", "stream": True}
@@ -300,16 +300,27 @@ async def test_strict_names_what_a_format_cannot_hold(connect: Any) -> None:
     assert "parser: 'pattern': cannot be held" in error["message"]
 
 
-@pytest.mark.parametrize(("gate", "status"), [("openai_gptoss", 400), (None, 200)])
-async def test_strict_calls_of_gpt_oss(connect: Any, gate: str | None, status: int) -> None:
-    """Its calls come before the mark that ends the reasoning."""
+@pytest.mark.parametrize("gate", ["openai_gptoss", None])
+async def test_strict_calls_of_gpt_oss(connect: Any, gate: str | None) -> None:
+    """Its calls come before the mark that ends the reasoning: the form describes that, too."""
     text = '<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>'
-    client = connect(FakeEngine(text), enable_auto_tool_choice=True, tool_call_parser="openai",
+    engine = FakeEngine(text)
+    client = connect(engine, enable_auto_tool_choice=True, tool_call_parser="openai",
                      reasoning_parser=gate)  # fmt: skip
-    answer = await client.post(URL, json={"messages": HI, "tools": [STRICT]})
-    assert answer.status_code == status, answer.text
+    await post(client, tools=[STRICT])
+    held = engine.requests[0].params.structured_outputs
+    assert held is not None
+    assert held.enable_in_reasoning is bool(gate)
     if gate:
-        assert "reasoning parser" in answer.json()["error"]["message"]
+        error = await refused(client, tools=[STRICT], thinking_token_budget=9)
+        assert "send strict false, or no thinking_token_budget" in error["message"]
+
+
+async def test_strict_calls_of_another_format_beside_gpt_oss_reasoning(connect: Any) -> None:
+    client = connect(FakeEngine("x"), enable_auto_tool_choice=True, tool_call_parser="hermes",
+                     reasoning_parser="openai_gptoss")  # fmt: skip
+    error = await refused(client, tools=[STRICT])
+    assert error["message"].endswith("send strict false")
 
 
 @pytest.mark.parametrize("entry", plugins.installed("headrace.tool_parsers").values())

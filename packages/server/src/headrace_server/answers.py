@@ -16,7 +16,7 @@ from headrace_core.grammar import GrammarBackend, GrammarSpec
 from headrace_core.output import CompletionOutput, RequestOutput
 from headrace_core.request import ChatPrompt
 from headrace_core.sampling import StructuredOutputsParams
-from headrace_core.text import AnswerContext
+from headrace_core.text import AnswerContext, ReasoningParser
 from headrace_server import convert
 from headrace_server.harmony.answer import HarmonyParser
 from headrace_server.harmony.parse import HarmonyReader
@@ -61,7 +61,7 @@ class AnswerPlan:
             body.tools or [],
             body.tool_choice,
             self._chosen.tools,
-            forces_own=_forces_own(state),
+            forces_own=not self._calls_come_too_early() and serves_tags(state),
             parallel=body.parallel_tool_calls,
             paths=body.tool_paths,
         )
@@ -72,15 +72,7 @@ class AnswerPlan:
                 "reasoning; start it with --reasoning-parser NAME",
                 param="thinking_token_budget",
             )
-        # The engine has the operator's reasoning parser, whatever the route reads answers with.
-        gate = state.parsers.reasoning
-        free_calls = self.tools.choice == "auto" and self.tools.constraint is not None
-        if free_calls and gate is not None and gate.calls_before_end:
-            raise UnsupportedFeature(
-                "tools: 'strict' cannot be held along with this server's reasoning parser, whose "
-                "format lets calls come before the end of the reasoning; send strict false",
-                param="tools",
-            )
+        self._check_strict()
         needs_marks = (
             self.harmony
             or self.tools.needs_special_tokens
@@ -109,11 +101,50 @@ class AnswerPlan:
                 param=field,
             )
         if tools.forced or asked is None:
-            return tools.constraint
+            return self._of_tools()
         if tools.choice == "auto" and tools.frames and self._asked.is_format:
             schema = asked.json if isinstance(asked.json, (dict, bool)) else {"type": "object"}
             return asked if asked.structural_tag is not None else form_or_calls(schema, tools)
         return asked
+
+    def _of_tools(self) -> StructuredOutputsParams | None:
+        """The constraint that the tools come to. It holds from the first token on where it would
+        otherwise begin too late, or never."""
+        gate, constraint = self._gate, self.tools.constraint
+        if constraint is None or gate is None:
+            return constraint
+        includes_reasoning = gate.calls_before_end and self.tools.includes_reasoning
+        if includes_reasoning or not gate.end_marker:
+            return dataclasses.replace(constraint, enable_in_reasoning=True)
+        return constraint
+
+    @property
+    def _gate(self) -> type[ReasoningParser] | None:
+        """The reasoning format behind which the engine lets constraints begin: the operator's, whatever
+        the route reads answers with."""
+        return self._state.parsers.reasoning
+
+    def _calls_come_too_early(self) -> bool:
+        """True if the model's own calls come where no constraint can hold yet."""
+        gate, tools = self._gate, self._chosen.tools
+        if gate is None or tools is None:
+            return False
+        return gate.calls_before_end and not tools.forms_include_reasoning
+
+    def _check_strict(self) -> None:
+        """Raises UnsupportedFeature if the arguments of free calls cannot be held to their schemas."""
+        gate, tools = self._gate, self.tools
+        if tools.choice != "auto" or tools.constraint is None or gate is None:
+            return
+        # Behind a thought that a budget has ended, free calls leave room for the next thought.
+        bound = gate.calls_before_end and self._body.thinking_token_budget is not None
+        if bound or self._calls_come_too_early():
+            raise UnsupportedFeature(
+                "tools: 'strict' cannot be held along with this server's reasoning parser, whose "
+                "format lets calls come before the end of the reasoning; send strict false"
+                + (", or no thinking_token_budget" if bound else ""),
+                param="tools",
+            )
 
     @property
     def constrained_by(self) -> str:
@@ -203,11 +234,8 @@ class AnswerPlan:
         return AnswerContext(text[-PROMPT_END:], prompt.chat_template_kwargs)
 
 
-def _forces_own(state: ServerState) -> bool:
-    """True if a constraint can hold an answer to the format of the model's own calls."""
-    gate = state.parsers.reasoning
-    if gate is not None and gate.calls_before_end:
-        return False  # the constraint begins where such calls have ended
+def serves_tags(state: ServerState) -> bool:
+    """True if the engine serves structural tags, in which forced calls of a format are written."""
     # An engine that says nothing of it has the defaults.
     grammars = state.engine.settings.get("structured_outputs", {})
     if not grammars.get("disable_fallback") or grammars.get("backend", "auto") == "auto":

@@ -36,8 +36,8 @@ Tool = Mapping[str, Any]
 Choice = Literal["none", "auto", "required", "named"]
 
 MAX_FORCED_CALLS = 16
-"""Calls of one answer that must call, in the model's own format: more than models are trained to
-make at once, and an end for those that would go on until ``max_tokens``."""
+"""Calls of one answer that must call: more than models are trained to make at once, and an end for
+those that would go on until ``max_tokens``."""
 
 MAX_FORM = 1_000_000
 """Characters of a form of forced calls; formats that would need more have them as JSON, whose form
@@ -61,6 +61,8 @@ class ToolPlan:
     parallel: bool = True
     bare: bool = False
     """Forced calls are JSON whatever the model's own format is."""
+    includes_reasoning: bool = False
+    """:attr:`constraint` describes the reasoning, too (:attr:`ToolCallParser.forms_include_reasoning`)."""
     sources: Sources = NO_SOURCES
     """Schemas that :attr:`constraint` is made of."""
 
@@ -115,7 +117,7 @@ def plan_tools(
         own = _own_format("required", tools, tools, forced, most, sources)
         return own or ToolPlan(
             "required",
-            StructuredOutputsParams(json=calls_schema(tools, most=None if parallel else 1)),
+            StructuredOutputsParams(json=calls_schema(tools, most=most)),
             partial(ForcedToolCallParser, tools),
             bare=True,
             sources=sources,
@@ -188,6 +190,7 @@ def _own_format(
         StructuredOutputsParams(structural_tag=tag),
         partial(parser, tools),
         parser.needs_special_tokens,
+        includes_reasoning=parser.forms_include_reasoning,
         sources=sources,
     )
 
@@ -263,13 +266,13 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **schema}
 
 
-def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str, Any]:
+def calls_schema(tools: Sequence[Tool], *, most: int = MAX_FORCED_CALLS) -> dict[str, Any]:
     """The schema of a list of calls, ``[{"name": ..., "parameters": {...}}, ...]``.
 
     Each tool's definitions move to the root under names of their own, and references follow.
 
     Args:
-        most: calls allowed; None: any number.
+        most: calls allowed.
     """
     definitions: dict[str, Any] = {}
     calls = []
@@ -282,10 +285,9 @@ def calls_schema(tools: Sequence[Tool], *, most: int | None = None) -> dict[str,
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
+        "maxItems": most,
         "items": {"anyOf": calls} if len(calls) > 1 else calls[0],
     }
-    if most is not None:
-        schema["maxItems"] = most
     if definitions:
         schema["$defs"] = definitions
     return schema
@@ -364,6 +366,7 @@ def _auto(
         chosen.needs_special_tokens,
         frames,
         parallel,
+        includes_reasoning=chosen.forms_include_reasoning,
         sources=sources,
     )
 

@@ -27,6 +27,7 @@ class GptOssReasoningParser(ReasoningMachine):
     start_marker = "<|channel|>analysis<|message|>"
     end_marker = "<|channel|>final<|message|>"
     calls_before_end = True
+    thought_end = "<|end|>"
 
     def read(self) -> Steps[None]:
         mark = ""

@@ -12,8 +12,9 @@ streamed as such.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from headrace_server.reasoning_parsers.machine import ReasoningMachine
 from headrace_server.source import Steps
@@ -73,8 +74,14 @@ class MarkedReasoningParser(ReasoningMachine):
             return False
         if not form.begun:
             return None
-        variables = self.context.chat_template_kwargs
-        given = [variables[name] for name in form.switches if name in variables]
+        return self.may_reason(self.context.chat_template_kwargs)
+
+    @classmethod
+    def may_reason(cls, chat_template_kwargs: Mapping[str, Any]) -> bool:
+        form = cls.format
+        if not form.switches:
+            return True
+        given = [chat_template_kwargs[n] for n in form.switches if n in chat_template_kwargs]
         return form.thinks if not given else given[0] not in _OFF
 
     def _begin(self, *, certain: bool) -> Steps[bool]:

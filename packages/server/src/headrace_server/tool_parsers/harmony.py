@@ -56,6 +56,7 @@ class OpenAIToolParser(Machine):
     """gpt-oss: see the module. What the model thinks is given as reasoning."""
 
     needs_special_tokens = True
+    forms_include_reasoning = True
     opens = OPENS
     closes = ENDS
 
