@@ -357,10 +357,9 @@ def messages(
     return calls, thought
 
 
+@pytest.mark.parametrize("served", ["qwen3", "openai_gptoss"], indirect=True, scope="module")
 def test_the_other_protocols(served: tuple[Served, list[Case]]) -> None:
     server, cases = served
-    if cases[0].reasoning not in ("openai_gptoss", "qwen3"):
-        pytest.skip("two formats are enough")
     for case in cases:
         for choice in ("required", NAMED):
             for ask in (responses, messages):
@@ -368,11 +367,10 @@ def test_the_other_protocols(served: tuple[Served, list[Case]]) -> None:
                 assert found == ([("weather", {"city": "Oslo"})], case.thought), (ask, case)
 
 
+@pytest.mark.parametrize("served", ["openai_gptoss"], indirect=True, scope="module")
 def test_strict_calls_of_gpt_oss(served: tuple[Served, list[Case]]) -> None:
     """Free calls whose arguments follow the schema, and an answer without calls."""
     server, cases = served
-    if cases[0].reasoning != "openai_gptoss":
-        pytest.skip("other formats call behind the reasoning")
     url = server.urls["openai"]
     answer = cases[0]._replace(text=f"{ANALYSIS}<|channel|>final<|message|>Hello")
     wrong = cases[0]._replace(text=cases[0].text.replace("city", "town"))
@@ -390,13 +388,12 @@ def test_strict_calls_of_gpt_oss(served: tuple[Served, list[Case]]) -> None:
             assert (said.get("tool_calls") or [], said["content"]) == ([], "Hello")
 
 
+@pytest.mark.parametrize("served", ["qwen3", "openai_gptoss"], indirect=True, scope="module")
 def test_a_budget_ends_the_thought_before_the_call(served: tuple[Served, list[Case]]) -> None:
     """The model would go on thinking: another token stands in the script where the thought must end."""
     server, cases = served
     case = cases[0]
     ends = {"openai_gptoss": "<|end|>", "qwen3": "</think>"}
-    if case.reasoning not in ends:
-        pytest.skip("two formats are enough")
     url = server.urls[case.tools]
     before, after = case.text.split(ends[case.reasoning])
     parts = [before.removesuffix("why"), "why", "x", after]
