@@ -88,6 +88,21 @@ def test_conventions() -> None:
     ) + time.strftime("%Y") + "<s>"  # fmt: skip
 
 
+def test_marks_around_generations() -> None:
+    """Asked for: written in macros and set blocks, too. Else: nothing, and no keyword can ask for them."""
+    source = (
+        "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+        "{% set all %}{% for m in messages %}{{ m.role }}={{ say(m) }};{% endfor %}{% endset %}{{ all }}"
+    )
+    prompt = ChatPrompt((USER, {"role": "assistant", "content": "yes"}))
+    rendered = renderer(source).render(prompt, generation_marks=("<", ">"))
+    assert rendered.text == "user=<hi>;assistant=<yes>;"
+    assert renderer(source).render(prompt).text == "user=hi;assistant=yes;"
+    for name in ("_generation_begin", "_generation_end"):
+        with pytest.raises(RequestError, match=name):
+            render(source, chat_template_kwargs={name: "<"})
+
+
 def test_tools_documents_and_keywords() -> None:
     source = "{{ tools | tojson }}{{ documents[0].text }}{{ enable_thinking }}{{ tools is none }}"
     text = render(

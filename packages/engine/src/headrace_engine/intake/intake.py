@@ -24,6 +24,7 @@ from headrace_engine.intake.alignment import AlignmentIntake
 from headrace_engine.intake.checks import ParamsChecks, check_with_embeds
 from headrace_engine.intake.completions import completion_params
 from headrace_engine.intake.constraints import Constraints
+from headrace_engine.intake.control_tokens import RenderedPrompt
 from headrace_engine.intake.late_interaction import MarkedTexts
 from headrace_engine.intake.lengths import max_tokens, truncate
 from headrace_engine.intake.media import MediaReader, cuts_media
@@ -241,7 +242,20 @@ class Intake:
             RequestError: no template, wrong messages, or the template failed or refused.
             PromptTooLong: the chat is far longer than the context.
         """
-        return self._prompts.render(chat)
+        return self.render_guarded(chat).plain
+
+    def render_guarded(
+        self, chat: ChatPrompt, generation_marks: tuple[str, str] | None = None
+    ) -> RenderedPrompt:
+        """The same text, in which control tokens of messages are guarded.
+
+        Args:
+            generation_marks: written at the beginning and at the end of each ``{% generation %}`` block
+                of the template.
+
+        Raises: as :meth:`render`.
+        """
+        return self._prompts.render(chat, generation_marks)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, special tokens included unless they are skipped.

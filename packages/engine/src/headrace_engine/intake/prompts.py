@@ -194,9 +194,11 @@ class PromptReader:
             ids, types = tokenizer.encode_pair(*texts, **fit.shortening)
         return PromptTokens(ids, None, None, token_type_ids=types)
 
-    def render(self, chat: ChatPrompt) -> str:
-        """See :meth:`headrace_engine.intake.intake.Intake.render`."""
-        return self._chat_renderer().render(chat).plain
+    def render(
+        self, chat: ChatPrompt, generation_marks: tuple[str, str] | None = None
+    ) -> RenderedPrompt:
+        """See :meth:`headrace_engine.intake.intake.Intake.render_guarded`."""
+        return self._chat_renderer().render(chat, generation_marks=generation_marks)
 
     def render_pair(self, query: str, document: str, template: str | None) -> RenderedPrompt | None:
         """A pair's prompt by a template: the call's, the operator's, or the checkpoint's; None: there

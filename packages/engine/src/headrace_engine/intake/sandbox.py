@@ -28,6 +28,8 @@ MAX_BUILT = 4 * 2**20
 MAX_EXPONENT = 64
 COMPILED_TEMPLATES = 32
 """Compiled templates that are kept."""
+GENERATION_BEGIN = "_generation_begin"
+GENERATION_END = "_generation_end"
 
 
 class TemplateRefused(jinja2.TemplateError):
@@ -43,13 +45,19 @@ class OutputTooLong(TemplateTooLarge):
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: training marks the assistant's text with it; rendering ignores it."""
+    """``{% generation %}``: training marks the assistant's text with it. Rendering writes nothing for it,
+    unless the variables :data:`GENERATION_BEGIN` and :data:`GENERATION_END` are set: these, then."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (
+            jinja2.nodes.Output([jinja2.nodes.Name(name, "load")], lineno=line)
+            for name in (GENERATION_BEGIN, GENERATION_END)
+        )
+        return [begin, *body, end]
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):

@@ -19,7 +19,12 @@ from headrace_engine.intake.render_worker import (
     RenderWorker,
     describe_error,
 )
-from headrace_engine.intake.sandbox import OutputTooLong, render_template
+from headrace_engine.intake.sandbox import (
+    GENERATION_BEGIN,
+    GENERATION_END,
+    OutputTooLong,
+    render_template,
+)
 
 WORKER_ABOVE = 256 * 1024
 """Characters of messages and tools from which a trusted template, too, renders in the worker."""
@@ -50,6 +55,8 @@ RESERVED = frozenset(
         "cycler",
         "joiner",
         "lipsum",
+        GENERATION_BEGIN,
+        GENERATION_END,
     }
 )
 """Names that ``chat_template_kwargs`` may not set."""
@@ -100,11 +107,17 @@ class ChatRenderer:
         """Take over another context, in tokens."""
         self._max_model_len = max_model_len
 
-    def render(self, prompt: ChatPrompt, media: ChatMedia | None = None) -> RenderedPrompt:
+    def render(
+        self,
+        prompt: ChatPrompt,
+        media: ChatMedia | None = None,
+        generation_marks: tuple[str, str] | None = None,
+    ) -> RenderedPrompt:
         """The prompt's text, in which control tokens of messages are guarded.
 
         Args:
             media: gets what the messages bring besides text; None: they may bring none.
+            generation_marks: written at the beginning and at the end of each ``{% generation %}`` block.
 
         Raises:
             RequestError: no template, wrong messages, or the template failed or refused.
@@ -115,6 +128,8 @@ class ChatRenderer:
         content_format = self._format(prompt, source, in_worker=isolated)
         messages = normalize_messages(prompt.messages, content_format, media)
         variables = self._variables(prompt, messages)
+        if generation_marks is not None:
+            variables[GENERATION_BEGIN], variables[GENERATION_END] = generation_marks
         text = self._render(source, variables, isolated, "messages")
         if prompt.continue_final_message:
             text = _cut_after_final_message(text, messages[-1])
